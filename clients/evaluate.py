@@ -1,24 +1,33 @@
-"""The client task that measures a client's models on the client's own test and validation records."""
+"""The client task that measures a client's models on the client's own test and validation records.
+
+The answer has counts by class, and numbers of the user's own metrics (setting ``evaluate.metrics``).
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from flwr.app import MetricRecord, RecordDict
 from numpy.typing import NDArray
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from clients.client_task import Client, OnClient
 from clients.train import TrainingJob, further_job
-from fl_sim.errors import Malformed
+from fl_sim.errors import Malformed, RunError
 from fl_sim.local_plan import FurtherModel, LocalPlan
 from fl_sim.params import check_layout, layout_of
 from fl_sim.seeding import rng
-from fl_sim.training.evaluation import Scores, score
+from fl_sim.training.evaluation import Scores, ready, score
 from fl_sim.training.losses import LogitsOf
+from fl_sim.training.own_metrics import LONGEST_NAME, measured_by, metrics_at
 from fl_sim.training.records import Records
 from fl_sim.types import LocalTask, Params, Trained
 
@@ -41,7 +50,15 @@ algorithm that adapts the received model (``Adapting``), it is the name of the a
 FINE_TUNED: Final = "fine_tuned"
 """The name of the client's own model after some epochs of plain SGD on the client's training records."""
 
+MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
+
 TESTED, VALIDATED = "test", "validation"
+
+MEASURES: Final = frozenset({
+    "accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "recalls", "worst_tenth", "deviation",
+    "validation_accuracy", "worse_than_alone",
+})  # fmt: skip
+"""The names of the measures that every model has. A metric of the user's own has another name."""
 
 ROWS: Final = 3
 """The number of counts for each class: records of the class, records predicted as it, and correct predictions."""
@@ -83,7 +100,8 @@ class EvaluateOwn:
 
     ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if the test
     records are used. ``trains``: True if models are also measured after further training. ``fine_tune_epochs``: the
-    number of epochs of fine-tuning (setting ``evaluate.fine_tune_epochs``).
+    number of epochs of fine-tuning (setting ``evaluate.fine_tune_epochs``). ``metrics``: the user's own metrics on test
+    records (setting ``evaluate.metrics``).
     """
 
     own_records: OwnRecords
@@ -91,42 +109,64 @@ class EvaluateOwn:
     is_tested: bool = True
     trains: bool = False
     fine_tune_epochs: int = 0
+    metrics: str = "none"
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the counts of every measured model (see ``counts_of``)."""
+        """Return the message with the counts (``counts_of``) and the user's own metrics of every measured model."""
         records = {VALIDATED: self.own_records.validation(client.number)}
         if self.is_tested:
             records[TESTED] = self.own_records.tests(client.number)
-        found: dict[str, list[int]] = {}
+        counts, numbers = dict[str, list[int]](), dict[str, float]()
         if any(map(len, records.values())):
-            for name, scored in self._scored(client, records[VALIDATED]).items():
-                for what, one in records.items():
-                    if len(one):
-                        scores = scored(*one.tensors())
-                        found[f"{name}/{what}"] = counts_of(scores, self.num_classes).ravel().tolist()
-        return RecordDict({"counts": MetricRecord({**found})})
+            for name, one in self._measured(client, records[VALIDATED]).items():
+                for what, some in records.items():
+                    if len(some):
+                        scores = one.scores(*some.tensors())
+                        counts[f"{name}/{what}"] = counts_of(scores, self.num_classes).ravel().tolist()
+                if len(records.get(TESTED, ())):
+                    found = self._own_metrics(client, one, records[TESTED])
+                    numbers |= {f"{name}/{metric}": value for metric, value in found.items()}
+        answer = RecordDict({"counts": MetricRecord({**counts})})
+        if numbers:
+            answer["metrics"] = MetricRecord({**numbers})
+        return answer
 
-    def _scored(self, client: Client, validation: Records) -> Mapping[str, Callable[..., Scores]]:
-        """Return a function for each of the client's models, by name.
+    def _own_metrics(self, client: Client, measured: MeasuredModel, tests: Records) -> dict[str, float]:
+        """Return the user's own metrics of a model on test records, {name: number}. Raises RunError for a taken name.
 
-        The function computes scores from inputs and labels.
+        A metric may have the name of no other measure of clients' own models.
         """
+        server_round, numbers = client.config.server_round - 1, dict[str, float]()
+        for what, function in metrics_at(self.metrics).items():
+            inputs, labels = tests.tensors()
+            copies, network = TensorDataset(inputs.clone(), labels.clone()), measured.network()
+            numbers |= measured_by(
+                function, what, server_round, network, copies, client.number, seed=client.runtime.seed
+            )
+            if taken := sorted(numbers.keys() & MEASURES):
+                raise RunError(f"{what} returned {taken[0]!r}, which own models have: give the metric another name")
+        return numbers
+
+    def _measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:
+        """Return the client's models by name."""
         runtime, algorithm = client.runtime, client.runtime.algorithm
         training = TrainingJob.of(client)
-        scored: dict[str, Callable[..., Scores]] = {
-            name: partial(runtime.trainer.evaluate, params) for name, params in self._models(training).items()
+        measured = {
+            name: MeasuredModel(partial(runtime.trainer.evaluate, params), partial(_network, runtime.model, params))
+            for name, params in self._models(training).items()
         }
         if isinstance(algorithm, OwnPredictions):
             task = training.job.task
             on_client = OnClient(training.job.records, runtime.trainer, runtime.seed, validation)
             with runtime.drawing("own scores", client.number, task.server_round):
-                scored[OWN] = partial(score, algorithm.own_scores(task, on_client))
+                logits_of = algorithm.own_scores(task, on_client)
+            measured[OWN] = MeasuredModel(partial(score, logits_of), partial(_Predicting, logits_of))
             training.check(algorithm.own_scores)
         training.check_bits()
-        return scored
+        return measured
 
     def _models(self, training: TrainingJob) -> Mapping[str, Params]:
         """Return the tensors of the client's models by name, with the running statistics of BatchNorm layers."""
@@ -165,6 +205,35 @@ class EvaluateOwn:
         return runtime.trainer.train(further_job(job, "adapted", model, batches))
 
 
+@dataclass(frozen=True)
+class MeasuredModel:
+    """One of a client's models.
+
+    ``scores``: a function that computes scores from inputs and labels. ``network``: a function that returns a copy of
+    the model, in evaluation mode, for the user's own metrics.
+    """
+
+    scores: Callable[..., Scores]
+    network: Callable[[], nn.Module]
+
+
+def _network(model: nn.Module, params: Params) -> nn.Module:
+    return ready(copy.deepcopy(model), params)
+
+
+class _Predicting(nn.Module):
+    """A model whose outputs are the scores of a client that does not predict by a model alone."""
+
+    def __init__(self, logits_of: LogitsOf) -> None:
+        super().__init__()
+        self._logits_of = logits_of
+        self.eval()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the scores of ``inputs`` (n, *input shape), of shape (n, classes)."""
+        return self._logits_of(inputs)
+
+
 class OwnRecords(Protocol):
     """The clients' test and validation records. On these records the clients' own models are measured."""
 
@@ -183,10 +252,23 @@ def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
     return np.stack([np.bincount(one, minlength=num_classes) for one in (scores.labels, scores.predicted, right)])
 
 
-def counts_in(content: RecordDict, num_classes: int) -> Mapping[str, NDArray[np.int64]]:
-    """Return the counts in a client's answer, by the names of model and records: {"own/test": (3, classes), ...}.
+@dataclass(frozen=True)
+class OwnAnswer:
+    """A client's answer.
 
-    Raises Malformed for counts that no client can have.
+    ``counts``: {"own/test": counts of shape (3, classes), ...}, by the names of model and records. ``metrics``:
+    {"own/NAME": number, ...}, by the names of model and metric.
+    """
+
+    counts: Mapping[str, NDArray[np.int64]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def answer_in(content: RecordDict, num_classes: int, *, has_metrics: bool) -> OwnAnswer:
+    """Return the counts and metrics in a client's answer.
+
+    ``has_metrics``: True if the experiment has metrics of the user's own. Raises Malformed for counts that no client
+    can have, for metrics that are not finite, and for metrics that the experiment does not have.
     """
     found = {}
     for name, values in content.metric_records.get("counts", {}).items():
@@ -197,4 +279,14 @@ def counts_in(content: RecordDict, num_classes: int) -> Mapping[str, NDArray[np.
         held, predicted, right = found[name]
         if held.sum() != predicted.sum() or (right > np.minimum(held, predicted)).any():
             raise Malformed("counted more correct predictions than records", cure="check the code of this client")
-    return found
+    return OwnAnswer(found, _metrics_in(content, has_metrics=has_metrics))
+
+
+def _metrics_in(content: RecordDict, *, has_metrics: bool) -> Mapping[str, float]:
+    metrics = dict(content.metric_records.get("metrics", {}))
+    for name, value in metrics.items():
+        model, _, metric = name.partition("/")
+        is_known = has_metrics and model in MODELS and metric not in MEASURES and 0 < len(metric) <= LONGEST_NAME
+        if not (is_known and metric.isprintable() and isinstance(value, float) and math.isfinite(value)):
+            raise Malformed("sent metrics of another form")
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, float)}

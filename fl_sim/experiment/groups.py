@@ -18,7 +18,7 @@ from pydantic import (
 
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, off
-from fl_sim.own_code import error_context
+from fl_sim.own_code import error_context, load_object
 from fl_sim.seeding import rng
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import BatchNorm, Optimizer, Precision
@@ -253,6 +253,12 @@ def _known_own_tests(value: str) -> str:
     raise ValueError("it must be none, own, class-shares, or pooled:SHARE, a share above 0 and below 1, such as 0.25")
 
 
+def _callable_at(path: str) -> str:
+    if path != "none" and not callable(found := load_object(path, "evaluate.metrics")):
+        raise ValueError(f"it must name a function (round, model, test records), not a {type(found).__name__}")
+    return path
+
+
 class Evaluate(Settings):
     """The records on which the server's model is measured, and the rules that stop a run early.
 
@@ -280,6 +286,11 @@ class Evaluate(Settings):
     no such training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive
     the model after the last round, and are measured apart.
 
+    ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
+    function receives (round, model, test records) and returns {name: number}. It is called with the server's model
+    after each round whose model is tested. With ``clients`` set, it is also called at each client, with each of the
+    client's models and the client's own test records.
+
     ``patience``: the run stops after this number of rounds without a better validation accuracy than before (0: no
     early stop). ``target_accuracy``: the run stops once the validation accuracy is at least this value (0: no early
     stop).
@@ -294,6 +305,7 @@ class Evaluate(Settings):
     personal_every: int = Field(10, ge=1)
     fine_tune_epochs: int = Field(0, ge=0, le=10**6)
     held_out_clients: float = Field(0.0, ge=0, lt=1)
+    metrics: Annotated[str, AfterValidator(_callable_at)] = "none"
 
     stage: ClassVar[str] = "fl_sim.stages.own_models:OwnModels"
 
@@ -317,7 +329,7 @@ class Evaluate(Settings):
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
-        newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients"}
+        newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients", "metrics"}
         unused = {name for name in newer if getattr(self, name) == type(self).model_fields[name].default}
         return {key: value for key, value in written.items() if key not in unused}
 

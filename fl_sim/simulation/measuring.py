@@ -1,25 +1,20 @@
 """The evaluation of models on the test records and on the validation records."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from numbers import Real
 from types import MappingProxyType
-from typing import Final, Self, TypeAlias
+from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.job import Job
-from fl_sim.own_code import error_context, in_one_line
-from fl_sim.seeding import seeded_alone
+from fl_sim.own_code import error_context
 from fl_sim.simulation.client_runtime import evaluation_records, threads_of, validation_records
-from fl_sim.store.run_directory import ROUND_FIELDS, RoundRecord
+from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import (
     Confusion,
     Holdings,
@@ -30,14 +25,10 @@ from fl_sim.training.evaluation import (
     known,
     ready,
 )
+from fl_sim.training.own_metrics import OwnMetrics, measured_by, metrics_at
 from fl_sim.training.records import Source
 from fl_sim.types import Params
 from partitions import ByGroup
-
-OwnMetrics: TypeAlias = Callable[[int, nn.Module, TensorDataset], Mapping[str, float]]
-"""A function of the user that computes metrics: (round, model, test records) -> {name: number}."""
-
-_LONGEST_NAME: Final = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +100,8 @@ class Measured:
 class Measuring:
     """The evaluator of a run: it measures models of ``job`` on test and validation records.
 
-    ``clients_by``: as in ``Measured``. ``own_metrics``: {name of an observer: its metric function on test records}.
+    ``clients_by``: as in ``Measured``. ``own_metrics``: the user's own metric functions, {origin for messages:
+    function}.
     """
 
     job: Job
@@ -120,11 +112,17 @@ class Measuring:
 
     @classmethod
     def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
-        """Return the evaluator of ``job``, with its records in memory."""
+        """Return the evaluator of ``job``, with its records in memory.
+
+        ``own_metrics``: {name of an observer: its metric function}. The function of the setting ``evaluate.metrics`` is
+        added.
+        """
         validation = validation_records(job) if job.num_validated else None
         # In a private run the clients' class counts are private.
         clients_by = None if job.experiment.is_private else _clients_by(job)
-        return cls(job, evaluation_records(job), validation, clients_by, own_metrics)
+        named = {f"metrics of observer {name}": function for name, function in own_metrics.items()}
+        named |= metrics_at(job.experiment.evaluate.metrics)
+        return cls(job, evaluation_records(job), validation, clients_by, named)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
         """Return the measures of the model with the parameters ``params``.
@@ -141,24 +139,21 @@ class Measuring:
     def own(self, params: Params, server_round: int) -> dict[str, float]:
         """Return the user's own metrics, {name: number}, of the model with the parameters ``params``.
 
-        Each metric function receives its own copy of the model, and only the public test records. Raises RunError for a
-        value that is not a finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.
+        Each metric function receives its own copy of the model, and only the public test records. Raises RunError as
+        ``measured_by`` does, and for a name that two functions use.
         """
         found: dict[str, float] = {}
-        for observer, metrics in self.own_metrics.items():
-            what = f"metrics of observer {observer}"
+        for what, metrics in self.own_metrics.items():
             model = ready(self.job.model(), params).to(self.job.device)
-            with seeded_alone(self.job.experiment.seed, what, server_round), error_context(what), torch.no_grad():
-                returned = metrics(server_round, model, self._test_records)
-            for name, value in checked_metrics(returned, what, server_round).items():
+            seed = self.job.experiment.seed
+            for name, value in measured_by(metrics, what, server_round, model, self._test_records(), seed=seed).items():
                 if name in found:
-                    raise RunError(f"{what} returned {name!r}, as another observer does: give the metric another name")
+                    raise RunError(f"{what} returned {name!r}, as another one does: give the metric another name")
                 found[name] = value
         return found
 
-    @cached_property
     def _test_records(self) -> TensorDataset:
-        """Return the test records in the normalised form in which models receive them."""
+        """Return a copy of the test records, in the normalised form in which models receive them."""
         inputs = self.test.inputs.clone() if self.test.scale is None else self.test.normalised(self.test.inputs)
         return TensorDataset(inputs, self.test.labels.clone())
 
@@ -189,30 +184,3 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
         if own is not None and own.counts.any():
             return own
     return Holdings.of((job.shards, job.validation), train.labels)
-
-
-def checked_metrics(returned: object, what: str, server_round: int) -> dict[str, float]:
-    """Return further metrics of a round as floats, {name: number}. Raises the same errors as ``Measuring.own``.
-
-    ``what``: the function that returned the metrics, for the error message.
-    """
-    if not isinstance(returned, Mapping):
-        raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict from names to numbers")
-    numbers: dict[str, float] = {}
-    for name, value in returned.items():
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
-            raise RunError(
-                f"{what} gave a metric the name {in_one_line(repr(name))}: a name has 1 to "
-                f"{_LONGEST_NAME} printable letters"
-            )
-        if name in ROUND_FIELDS:
-            raise RunError(f"{what} returned {name!r}, a field that every round has: give the metric another name")
-        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
-            value = value.item()  # noqa: PLW2901 (an array of one element becomes a number)
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RunError(
-                f"{what} returned {name} = {in_one_line(repr(value))} after round {server_round}; it must be a finite "
-                "number: leave the metric out of rounds without one"
-            )
-        numbers[name] = float(value)
-    return numbers

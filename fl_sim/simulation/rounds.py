@@ -142,7 +142,7 @@ class Rounds(Procedure):
             further = measured_by_stages(run, record.round, is_last=True)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
         if twice := sorted(further.keys() & own.keys()):
-            raise RunError(f"an observer returned the metric {twice[0]!r}, as a stage did: give it another name")
+            raise RunError(f"a metric of your own has the name {twice[0]!r}, as one of a stage: give it another name")
         return _with_measures(log.measured.noted_in(record), {**further, **own}, run)
 
     def _conclude(self, run: Run, rounds_before: int) -> None:

@@ -28,6 +28,7 @@ from fl_sim.simulation.stage import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, readable_os_errors, run_lock
 from fl_sim.store.private import PrivateLog, prints_to, warnings_to
+from fl_sim.training.own_metrics import metrics_at
 from strategies.layer import layer_kinds
 
 
@@ -77,17 +78,19 @@ def _check_budgets(job: Job) -> None:
 
 
 def _check_metrics(job: Job, observer: Observer) -> None:
-    """Raise UserError if the observer defines its own metrics and this run would never compute them."""
-    for name in observer.own_metrics:
+    """Raise UserError if the user's own metrics would never be computed in this run."""
+    origins = [(f"observer {name}", "leave out the observer's method metrics") for name in observer.own_metrics]
+    origins += [(origin, "leave evaluate.metrics out") for origin in metrics_at(job.experiment.evaluate.metrics)]
+    for origin, cure in origins:
         if not type(procedure_of(job)).has_rounds:
             raise UserError(
-                f"observer {name} has metrics of a round's model, and algorithm {kind_of(job.experiment.algorithm)} "
-                "has no rounds: leave out the observer's method metrics"
+                f"{origin} has metrics of a round's model, and algorithm {kind_of(job.experiment.algorithm)} has no "
+                f"rounds: {cure}"
             )
         if job.experiment.evaluate.test == "never":
             raise UserError(
-                f"observer {name} has metrics on the test records, and evaluate.test=never uses none: set "
-                "evaluate.test=rounds or last, or leave out the observer's method metrics"
+                f"{origin} has metrics on the test records, and evaluate.test=never uses none: set "
+                f"evaluate.test=rounds or last, or {cure}"
             )
 
 

@@ -21,11 +21,12 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
 from fl_sim.report.measures import LADDER, Spent, area_under, mean_of_last, reached
-from fl_sim.simulation.measuring import Measured, OwnMetrics
+from fl_sim.simulation.measuring import Measured
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import StateChecksum, write_private
 from fl_sim.training.evaluation import Holdings, OwnTests, area_under_roc
+from fl_sim.training.own_metrics import OwnMetrics
 from fl_sim.types import Params, ServerState, Traffic
 from partitions import FeatureSkew, RecordSkew
 from strategies.algorithm import Reporting

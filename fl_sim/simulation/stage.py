@@ -36,11 +36,12 @@ from fl_sim.own_code import error_context, load_object
 from fl_sim.params import is_finite, layers_after, placed
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.client_runtime import local_settings, read_pool, sizes_trained_on
-from fl_sim.simulation.measuring import Measuring, OwnMetrics, checked_metrics
+from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import Observer, RunLog, is_json
 from fl_sim.store import run_directory
 from fl_sim.store.files import user_folder
 from fl_sim.training.loop import resident
+from fl_sim.training.own_metrics import OwnMetrics, checked_metrics
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, Params, Payloads, ServerState, Traffic
 from strategies.algorithm import Algorithm, Sharing

@@ -12,11 +12,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.evaluate import FINE_TUNED, OWN, RECEIVED, ROWS, TESTED, TRAINED, VALIDATED
+from clients.evaluate import MODELS, OWN, ROWS, TESTED, VALIDATED, OwnAnswer
 from fl_sim.simulation.stage import VALIDATION_ACCURACY
 from fl_sim.training.evaluation import ClassCounts, OverClients, known
-
-MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
 
 HELD_OUT: Final = "held_out_"
 """Prefix of the measures over clients that never took part in a round."""
@@ -46,17 +44,17 @@ TITLES: Final = {
 class OwnMeasures:
     """The clients' answers after a round, and the measures that are computed from them.
 
-    ``answers``: for each client {"own/test": counts of shape (3, classes)}, empty before the first measurement.
-    ``members``: the clients that take part in rounds.
+    ``answers``: one for each client; empty before the first measurement. ``members``: the clients that take part in
+    rounds.
     """
 
-    answers: Sequence[Mapping[str, NDArray[np.int64]]]
+    answers: Sequence[OwnAnswer]
     members: NDArray[np.int64]
 
     @property
     def models(self) -> Sequence[str]:
         """Return the names of the models that were tested."""
-        return [name for name in MODELS if any(f"{name}/{TESTED}" in one for one in self.answers)]
+        return [name for name in MODELS if any(f"{name}/{TESTED}" in one.counts for one in self.answers)]
 
     @cached_property
     def numbers(self) -> dict[str, float]:
@@ -123,6 +121,9 @@ class OwnMeasures:
                 "worst_tenth": over.worst_tenth,
                 "deviation": over.deviation,
             }
+        for name, values in self.metrics(model).items():
+            if len(given := known(values[chosen])):
+                measures[name] = float(given.mean())
         validated = known(self.accuracies(model, VALIDATED)[chosen])
         return measures | ({VALIDATION_ACCURACY: float(validated.mean())} if len(validated) else {})
 
@@ -136,13 +137,29 @@ class OwnMeasures:
         np.divide(right, held, out=shares, where=held > 0)
         return shares
 
+    def metrics(self, model: str) -> dict[str, NDArray[np.float64]]:
+        """Return the user's own metrics of ``model``, {name: one number for each client}; NaN for a missing number."""
+        start = f"{model}/"
+        names = dict.fromkeys(name for one in self.answers for name in one.metrics if name.startswith(start))
+        return {
+            name.removeprefix(start): np.array([one.metrics.get(name, np.nan) for one in self.answers])
+            for name in names
+        }
+
+    @property
+    def num_with_metric(self) -> dict[str, int]:
+        """Return the number of clients with each of the user's own metrics, {"own_NAME": number}."""
+        return {
+            f"{model}_{name}": len(known(values)) for model in MODELS for name, values in self.metrics(model).items()
+        }
+
     def _pooled(self, model: str, chosen: NDArray[np.bool_]) -> ClassCounts:
         """Return the sums, over the ``chosen`` clients, of their counts on test records."""
         return ClassCounts(*self._counts(model, TESTED)[chosen].sum(axis=0))
 
     def _counts(self, model: str, what: str) -> NDArray[np.int64]:
         """Return the counts of all clients, (clients, 3, classes); 0 for a client without records."""
-        named = [one.get(f"{model}/{what}") for one in self.answers]
+        named = [one.counts.get(f"{model}/{what}") for one in self.answers]
         num_classes = next((one.shape[1] for one in named if one is not None), 1)
         blank = np.zeros((ROWS, num_classes), dtype=np.int64)
         return np.stack([blank if one is None else one for one in named])

@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from clients.evaluate import FINE_TUNED, OWN, EvaluateOwn, OwnModel, counts_in
+from clients.evaluate import FINE_TUNED, MODELS, OWN, EvaluateOwn, OwnAnswer, OwnModel, answer_in
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
@@ -24,7 +24,7 @@ from fl_sim.params import detached, trainable
 from fl_sim.simulation.client_runtime import records_as_seen
 from fl_sim.simulation.stage import VALIDATION_ACCURACY, Run, Stage
 from fl_sim.simulation.timing import Work
-from fl_sim.stages.own_measures import HELD_OUT, MODELS, TITLES, OwnMeasures, worse_than_alone
+from fl_sim.stages.own_measures import HELD_OUT, TITLES, OwnMeasures, worse_than_alone
 from fl_sim.store.run_directory import MOST_LISTED
 from fl_sim.training.records import Records
 from fl_sim.types import Params, ServerState, Traffic
@@ -74,7 +74,8 @@ class OwnModels(Stage):
     def tasks(self) -> Mapping[str, EvaluateOwn]:
         """Return the client tasks: one for the rounds, and one, with further training, for after the last round."""
         job, evaluate = self.job, self.job.experiment.evaluate
-        task = EvaluateOwn(ClientRecords(job), job.dataset.num_classes, evaluate.tests(is_last=False))
+        is_tested = evaluate.tests(is_last=False)
+        task = EvaluateOwn(ClientRecords(job), job.dataset.num_classes, is_tested, metrics=evaluate.metrics)
         last = replace(
             task, is_tested=evaluate.tests(is_last=True), trains=True, fine_tune_epochs=evaluate.fine_tune_epochs
         )
@@ -119,18 +120,21 @@ class OwnModels(Stage):
             server_round=server_round + 1,
             learning_rate=experiment.local.rate_in(min(server_round + 1, experiment.rounds), experiment.rounds),
         )
-        read: Callable[[RecordDict], Mapping[str, NDArray[np.int64]]]
-        read = partial(counts_in, num_classes=self.job.dataset.num_classes)
+        has_metrics = experiment.evaluate.metrics != "none"
+        read: Callable[[RecordDict], OwnAnswer]
+        read = partial(answer_in, num_classes=self.job.dataset.num_classes, has_metrics=has_metrics)
         answers = run.ask(task, read, quoted=True, order=order, server=server)
         self._measures = OwnMeasures(answers, self.job.members)
         self._round, self._task = server_round, task
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
-        """Return the number of test records of each client, and the accuracy of each of its models."""
+        """Return the number of test records of each client, and accuracy and own metrics of each of its models."""
         if not self._measures.answers:
             return {}
-        accuracies = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
-        return {"test_records": self.job.own_tests.sizes, **accuracies}
+        columns = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
+        for model in self._measures.models:
+            columns |= {f"{model}_{name}": values for name, values in self._measures.metrics(model).items()}
+        return {"test_records": self.job.own_tests.sizes, **columns}
 
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``personal`` for ``result.json``: facts about test records, and measures over clients."""
@@ -147,6 +151,8 @@ class OwnModels(Stage):
         measures = {**self._measures.numbers, **self._best}
         said = {"in_words": _in_words(measures)} if measures else {}
         by_client: dict[str, Any] = {"by_client": self._by_client() if few else {}}
+        if numbers := self._measures.num_with_metric:
+            by_client["clients_with_metric"] = numbers
         if names := sources_of(self.job.dataset, self.job.shards):
             by_client["by_source"] = self._measures.by_source(names)
         return {"personal": {**records, **measures, **self._measures.recalls, **by_client, **said}}

@@ -126,11 +126,14 @@ class TableState:
         if alone is not None and alone is not result:
             for kind in stage_kinds(cell.experiment):
                 numbers |= kind.compared(alone, result)
+        unknown = ""
         if measure := self.settings.measure:
             last, best = (share_in(numbers, name) for name in (measure, best_of(measure)))
+            if last is None and cell.row not in self.plan.upper_bounds:
+                unknown = f"the run has no share {measure}"
         return SeedResult(
             *place, "finished", directory, last, last if best is None else best, statements=statements,
-            warnings=tuple(filter(None, [result["stopped"], *result["warnings"]])),
+            warnings=tuple(filter(None, [result["stopped"], *result["warnings"], unknown])),
             settings=settings, measures=numbers,
         )  # fmt: skip
 

@@ -24,11 +24,11 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.own_code import in_one_line, load_object, with_place
 from fl_sim.report.measures import flat_settings, measures, of_round
 from fl_sim.settings import read_table
-from fl_sim.simulation.measuring import OwnMetrics
 from fl_sim.simulation.run_log import Observer, Silent
 from fl_sim.store.files import read_whole, write_whole
 from fl_sim.store.run_directory import CONFIG, RoundRecord, read_result, read_rounds
 from fl_sim.tracking.trackers import TRACKERS, Session, TrackedRun, TrackerState, chosen_trackers
+from fl_sim.training.own_metrics import OwnMetrics
 
 Say: TypeAlias = Callable[[str], None]
 """A function that shows a line of text to the user."""

@@ -1,0 +1,70 @@
+"""The user's own metrics of a model: a function computes them from the model and from test records."""
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fl_sim.errors import RunError
+from fl_sim.own_code import error_context, in_one_line, load_object
+from fl_sim.seeding import seeded_alone
+from fl_sim.store.run_directory import ROUND_FIELDS
+
+OwnMetrics: TypeAlias = Callable[[int, nn.Module, TensorDataset], Mapping[str, float]]
+"""A function of the user that computes metrics: (round, model, test records) -> {name: number}."""
+
+LONGEST_NAME: Final = 100
+"""The largest number of letters in the name of a metric."""
+
+
+def metrics_at(path: str) -> dict[str, OwnMetrics]:
+    """Return {setting with its value: function} for the setting ``evaluate.metrics``; empty for "none"."""
+    return {} if path == "none" else {f"evaluate.metrics={path}": load_object(path, "evaluate.metrics")}
+
+
+def measured_by(
+    function: OwnMetrics, what: str, server_round: int, model: nn.Module, test: TensorDataset, *keys: int, seed: int
+) -> dict[str, float]:
+    """Return the metrics that the user's ``function`` computes after a round, {name: number}.
+
+    ``what``: the function in error messages. ``model``: a copy for the function alone, in evaluation mode. ``test``: a
+    copy of the records. The global random generators are seeded by ``seed``, ``what``, the round and the ``keys``, such
+    as the number of a client. Raises RunError for an error in the function, with its file and line, and as
+    ``checked_metrics`` does.
+    """
+    with seeded_alone(seed, what, server_round, *keys), error_context(what), torch.no_grad():
+        returned = function(server_round, model, test)
+    return checked_metrics(returned, what, server_round)
+
+
+def checked_metrics(returned: object, what: str, server_round: int) -> dict[str, float]:
+    """Return further metrics of a round as floats, {name: number}.
+
+    ``what``: the function that returned the metrics, for the error message. Raises RunError for a value that is not a
+    finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.
+    """
+    if not isinstance(returned, Mapping):
+        raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict from names to numbers")
+    numbers: dict[str, float] = {}
+    for name, value in returned.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+            raise RunError(
+                f"{what} gave a metric the name {in_one_line(repr(name))}: a name has 1 to "
+                f"{LONGEST_NAME} printable letters"
+            )
+        if name in ROUND_FIELDS:
+            raise RunError(f"{what} returned {name!r}, a field that every round has: give the metric another name")
+        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
+            value = value.item()  # noqa: PLW2901 (an array of one element becomes a number)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise RunError(
+                f"{what} returned {name} = {in_one_line(repr(value))} after round {server_round}; it must be a finite "
+                "number: leave the metric out of rounds without one"
+            )
+        numbers[name] = float(value)
+    return numbers
