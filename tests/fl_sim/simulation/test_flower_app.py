@@ -28,6 +28,11 @@ from fl_sim.store.run_directory import read_result, read_rounds
 
 PROJECT = Path(__file__).parents[3]
 QUICK = {"model": "logistic", "rounds": 2, "clients": 3, "partition": "dirichlet:0.3", "engine": "inprocess"}
+METRIC = """
+def margin(server_round, model, test):
+    first, second = model(test.tensors[0]).softmax(1).topk(2, 1).values.T
+    return {"margin": (first - second).mean()}
+"""
 
 
 def context(experiment: str, out: str) -> Context:
@@ -141,8 +146,15 @@ def test_flowers_copy_holds_all_that_the_app_reads() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
-def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, flwr: dict[str, str]) -> None:
-    two = {**QUICK, "clients": 2, "calibrate": "ccvr", "compress": "top-k:0.2"}
+def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
+    tmp_path: Path, flwr: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the measures of clients' own models, and metrics of the user's own, which clients compute."""
+    (tmp_path / "users_metrics.py").write_text(METRIC)
+    monkeypatch.syspath_prepend(tmp_path)
+    flwr = {**flwr, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    evaluate = {"clients": "class-shares", "metrics": "users_metrics:margin"}
+    two = {**QUICK, "clients": 2, "calibrate": "ccvr", "compress": "top-k:0.2", "evaluate": evaluate}
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(two))
     out = tmp_path / "flower"
     command = [
@@ -158,4 +170,7 @@ def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, 
     assert (read_result(out) or {}).get("status") == "finished", log
     run(experiment_from(two), tmp_path / "own", grid=InProcessGrid(client_app(), 2))
     assert_same(out, tmp_path / "own")
-    assert (read_result(out) or {})["engine"] == "flower"
+    result, own = read_result(out) or {}, read_result(tmp_path / "own") or {}
+    assert result["engine"] == "flower"
+    assert result["personal"] == own["personal"]
+    assert result["personal"]["clients_with_metric"]["own_margin"] == 2

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 import fl_sim
+from clients.evaluate import OwnAnswer
 from fl_sim.cli.report import write_report
-from fl_sim.stages.own_measures import TITLES, worse_than_alone
+from fl_sim.report.measures import measures
+from fl_sim.stages.own_measures import TITLES, OwnMeasures, worse_than_alone
+from fl_sim.tables.filling import TableState
+from fl_sim.tables.plan import TableSettings, plan_table
+from fl_sim.tables.workers import Finished
 
 PLAN: dict[str, Any] = {
     "measure": "personal.own_macro_f1", "centralized": False,
@@ -33,6 +38,13 @@ def test_clients_that_are_worse_off_than_alone_are_counted_where_both_runs_teste
         "personal.received_worse_than_alone_percent": 100.0,
     }
     assert worse_than_alone({}, other) == worse_than_alone(alone, {}) == {}
+
+
+def test_the_accuracy_of_a_source_is_the_mean_of_its_clients() -> None:
+    counts = [np.array([[10], [10], [right]]) for right in (5, 7, 9, 1)]
+    answers = [*(OwnAnswer({"own/test": one}) for one in counts), OwnAnswer({}), OwnAnswer({})]
+    found = OwnMeasures(answers, np.arange(6)).by_source(["south", "north", "south", "", "south", "east"])
+    assert found == {"south": {"own_accuracy": pytest.approx(0.7)}, "north": {"own_accuracy": 0.7}}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +86,7 @@ def test_the_page_of_a_table_has_the_same_further_tables_and_that_of_an_older_on
     assert f"<summary>{WORSE}</summary>" in (tmp_path / "old" / "report.html").read_text()
 
 
-def test_a_table_has_a_column_for_each_client_with_a_name(tmp_path: Path) -> None:
+def test_a_table_has_a_column_for_each_source_with_a_name(tmp_path: Path) -> None:
     coins, names = np.random.default_rng(0), np.array(["west", "east | coast", "north"])
     parts = {"train": 60, "test": 30}
     arrays = {f"x_{part}": coins.normal(size=(count, 4)).astype(np.float32) for part, count in parts.items()}
@@ -97,3 +109,21 @@ def test_a_table_has_a_column_for_each_client_with_a_name(tmp_path: Path) -> Non
     assert first.startswith("| Local")
     write_report([tmp_path / "t"], tmp_path / "r", paper=False, pictures=False, target=None, json_output=False)
     assert f"<summary>{escape(TITLES[BY_SOURCE])}</summary>" in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_a_metric_of_ones_own_that_is_named_as_a_share_is_one() -> None:
+    found = measures({"personal": {"own_top3_accuracy": 0.5, "own_margin": 0.5}})
+    assert found == {"personal.own_top3_accuracy_percent": 50.0, "personal.own_margin": 0.5}
+
+
+def test_a_table_says_which_runs_have_no_share_of_the_name(table: Path) -> None:
+    settings = TableSettings.model_validate({**PLAN, "measure": "personal.own_acuracy", "centralized": True})
+    state = TableState(settings, plan_table(settings))
+    for name, experiment in state.plan.runs.items():
+        if (path := table / "cells" / name / "result.json").exists():
+            state.outcomes[name] = Finished(name, json.loads(path.read_text()))
+        else:
+            assert experiment.is_central
+    assert len(state.outcomes) == 3
+    warned = [one.row for one in state.table().results if "the run has no share personal.own_acuracy" in one.warnings]
+    assert len(warned) == 3
