@@ -88,7 +88,7 @@ LONG = (
     "test_disk_limits.py", "test_engines_agree.py", "test_fuzz_files.py", "test_fuzz_settings.py",
     "test_gallery_runs.py", "test_gallery_tables.py", "test_hostile_replies.py", "test_kill9.py",
     "test_membership_audit.py", "test_mutants.py", "test_peers.py", "test_peers_personal.py", "test_release_audit.py",
-    "test_roofline_benchmark.py", "test_scale_benchmarks.py", "test_workloads.py", "strategies/test_defaults.py",
+    "test_personal_costs.py", "test_roofline_benchmark.py", "test_scale_benchmarks.py", "test_workloads.py", "strategies/test_defaults.py",
     "strategies/test_robust_pairs.py", "fl_sim/privacy/test_accounting_reference.py",
     "fl_sim/privacy/test_small_delta.py", "fl_sim/simulation/test_noise_from_epsilon.py",
     "fl_sim/simulation/test_whole_run_bills.py", "fl_sim/native/test_fuzz.py",

@@ -29,6 +29,7 @@ from fl_sim.params import num_parameters
 from fl_sim.simulation.client_runtime import (
     cores,
     generator_threads,
+    local_engine,
     local_settings,
     side_by_side,
     stack_of,
@@ -38,6 +39,7 @@ from fl_sim.simulation.client_runtime import (
 from fl_sim.simulation.rounds import procedure_of, runtime_of
 from fl_sim.simulation.stage import stages_of
 from fl_sim.simulation.timing import Stopwatch, Work
+from fl_sim.training.courses import StepByStep
 from fl_sim.training.trainer import Training
 from fl_sim.types import LocalSettings
 
@@ -146,8 +148,11 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     handler = partial(train_together, runtime_of, stacked=stack > 1)
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
-    least = math.ceil(LEAST_PRODUCTS / (parameters * records))
-    return ClientBatching(handler, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
+    steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
+    if isinstance(job.experiment.algorithm, StepByStep):  # each step is a call of the trainer, for all clients together
+        busy = job.experiment.sampler.expected_size(job.experiment.num_members) / job.experiment.num_clients
+        least = max(least, math.ceil(busy * steps.sum() / workers_of(local_engine(job.experiment.engine), job)))
+    return ClientBatching(handler, steps, stack, least, max(1, MOST_NUMBERS // parameters))
 
 
 def choose(job: Job) -> tuple[Engine, str]:

@@ -95,7 +95,8 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
     augment, black = settings.augment, black_of(settings.augment, inputs.device)
     inside = _InOrder(stream(job, number, inside=True).bit_generator)
     for batch, moves in batches(settings, len(labels), draws, device):
-        records = Records.of(moved(inputs[batch], moves, augment, black), labels[batch])
+        chosen = inputs.index_select(0, batch)  # a quarter of the time of inputs[batch]
+        records = Records.of(moved(chosen, moves, augment, black), labels.index_select(0, batch))
         one = replace(settings, batch_size=len(batch), epochs=1, steps=1, augment=Augment())
         seed = partial(seed_process, int(inside.integers(2**63)), "step")
         yield LocalJob(replace(task, settings=one), job.plan, records, inside, seed)
@@ -119,9 +120,13 @@ def at(
     ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace those of
     ``step`` if they are given.
     """
-    task = replace(step.task, params=params, settings=replace(step.task.settings, **settings))
-    if statistics is not None:
-        task = replace(task, statistics=statistics)
+    before = step.task
+    task = replace(
+        before,
+        params=params,
+        settings=replace(before.settings, **settings) if settings else before.settings,
+        statistics=before.statistics if statistics is None else statistics,
+    )
     return replace(step, task=task, plan=step.plan if plan is None else plan)
 
 

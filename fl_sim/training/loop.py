@@ -111,8 +111,8 @@ def train(
     norms, running = list(norms_in(model).values()), running_in(model)
     augment, black = task.settings.augment, black_of(task.settings.augment, inputs.device)
     for batch, moves in batches(task.settings, len(labels), generator, inputs.device):
-        records = moved(inputs[batch], moves, augment, black)
-        loss_of = partial(objective.loss, records, labels[batch], objective.partner(generator))
+        records = moved(inputs.index_select(0, batch), moves, augment, black)
+        loss_of = partial(objective.loss, records, labels.index_select(0, batch), objective.partner(generator))
         for norm in norms:
             norm.train(len(batch) > 1)  # one record has no variance, so the running statistics normalise it
         loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))

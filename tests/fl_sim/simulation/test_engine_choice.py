@@ -105,3 +105,18 @@ def test_of_a_smaller_model_more_steps_are_work_enough_for_another_thread():
     assert small.least_steps > 100
     assert 0 < large.least_steps < 10
     assert small.most_clients > large.most_clients > 16
+
+
+@pytest.mark.skipif(load_kernel()[0] is None, reason="clients are trained one by one without the compiled trainer")
+@pytest.mark.parametrize(
+    ("sampler", "workers", "share"), [("full", 1, 1.0), ("full", 2, 0.5), ("fixed-size:4", 1, 0.4)]
+)
+def test_each_worker_makes_the_single_steps_of_all_its_clients_together(sampler: str, workers: int, share: float):
+    """Each step of APFL is a call of the trainer, and of FedAvg a client's whole training is."""
+    base = {"model": "mlp", "partition": "iid", "engine": {"kind": "inprocess", "workers": workers}, "sampler": sampler}
+    job, plain = (job_of(experiment_from({**base, "algorithm": algorithm})) for algorithm in ("apfl", "fedavg"))
+    together, alone = (batching_of(one, lambda *_: procedure_of(job).runtime(), 1) for one in (job, plain))
+    assert together is not None
+    assert alone is not None
+    assert together.least_steps == pytest.approx(share * sum(together.steps), abs=1)
+    assert alone.least_steps < together.least_steps
