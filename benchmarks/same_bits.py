@@ -29,6 +29,7 @@ LONGEST_SECONDS = 600.0
 """How long one run may take."""
 
 KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("local.privacy", "dp-sgd"): ("local.privacy.noise_multiplier=1", "local.privacy.noise=seeded"),
     ("algorithm", "pate"): ("clients=20", "partition=iid", "algorithm.queries=50", "algorithm.labelling.noise=seeded",
                             "algorithm.student=supervised", "algorithm.student.steps=50"),
     ("algorithm", "tstr"): ("preprocess=da-fl", "preprocess.noise=seeded", "preprocess.generator=mean-embedding"),
@@ -53,7 +54,7 @@ KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
 """{(setting, kind): further settings that it needs}; ``{inputs}``: the folder of ``write_inputs``."""
 
 OPEN = ("algorithm", "aggregator", "sampler", "partition", "preprocess", "attack", "calibrate", "compress", "devices",
-        "server")  # fmt: skip
+        "server", "local.privacy")  # fmt: skip
 PRIVATE = ("aggregator=global-dp", "aggregator.noise_multiplier=1", "aggregator.noise=seeded", "sampler=poisson:0.5")
 POOL = ("preprocess=da-fl", "preprocess.noise=seeded", "preprocess.generator=mean-embedding", "model=dafl-cnn")
 TABLE = ("data=csv:{inputs}/table.csv", "data.test=0.3", "data.range.a=0..1", "partition=iid")

@@ -11,19 +11,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fl_sim.errors import Malformed, RunError
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import error_context
+from fl_sim.training.records import Records
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
+
+if TYPE_CHECKING:
+    from clients.policy import Policy
+    from fl_sim.training.trainer import LocalJob
+
+
+class Payer(Protocol):
+    """A client whose privacy ledger pays for a round (``clients.client_task.Client``)."""
+
+    @property
+    def number(self) -> int:
+        """The client's number."""
+
+    @property
+    def run(self) -> str:
+        """The random name of the run: equal after a resume, and different in every other run."""
+
+    @property
+    def policy(self) -> Policy | None:
+        """The limits that the client's owner has set."""
+
+    @property
+    def ledger(self) -> Path:
+        """The privacy ledger of a client without a policy."""
 
 
 class ClientLayer:
     """A round layer, such as compression, between a client's messages and the algorithm.
 
-    By default it changes nothing.
+    By default it changes nothing. ``protects``: True if updates are private for each record of the client. Then the
+    policy of a client's owner limits their cost, and need not allow updates without noise.
     """
+
+    protects: ClassVar[bool] = False
 
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task for the algorithm and the trainer. ``task``: the task from the next outer round layer."""
@@ -33,6 +62,26 @@ class ClientLayer:
         """Return the local plan for the trainer. ``came``: the task before this layer changed it in ``received``."""
         del came
         return plan
+
+    def typical(self, plan: LocalPlan) -> LocalPlan:
+        """Return a typical local plan of a client, for the choice of a trainer and for forecasts.
+
+        ``plan``: the typical plan of the algorithm and of the inner round layers.
+        """
+        return plan
+
+    def shown(self, records: Records) -> Records:
+        """Return the training records that the algorithm's own code may read, such as in ``start``."""
+        return records
+
+    def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> Mapping[str, LocalJob]:
+        """Return the inputs of the trainer for one round, under the same names as ``jobs``.
+
+        A layer may make the local steps private, and must then first write their cost into the privacy ledger.
+        ``jobs``: the input for the model that is sent, under the name "", and those for the client's further models.
+        """
+        del client
+        return jobs
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
         """Return the arguments for the algorithm's method ``finish``: the task and the result of training.
@@ -125,6 +174,9 @@ class OwnClientLayer(ClientLayer):
 
     received = _checked("received", LocalTask)
     planned = _checked("planned", LocalPlan)
+    typical = _checked("typical", LocalPlan)
+    shown = _checked("shown", Records)
+    protected = _checked("protected", Mapping)
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)
     model = _checked("model", Mapping)

@@ -136,6 +136,16 @@ class Client:
             return load_state(self.config.state_dir, self.number, self.config.server_round)
         return wire.state_in(self.content)
 
+    @property
+    def run(self) -> str:
+        """The random name of the run: equal after a resume, and different in every other run."""
+        return self.config.run
+
+    @property
+    def ledger(self) -> Path:
+        """Return the path of the client's privacy ledger, for a client whose owner has set no policy."""
+        return self.runtime.ledger(self.number)
+
     def model(self) -> Params:
         """Return the client's model: the parameters of the message, and personal parameters from the client state."""
         params = self.params
@@ -222,7 +232,8 @@ class ClientRuntime:
     training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
-    tensors in a file that a task names. ``initial``: the initial model of the run. ``layers``: the client halves of the
+    tensors in a file that a task names. ``ledger(client)``: the privacy ledger of a client without a policy.
+    ``initial``: the initial model of the run. ``layers``: the client halves of the
     round layers, such as compression, innermost first.
     """
 
@@ -242,6 +253,7 @@ class ClientRuntime:
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
     read_tensors: Callable[[str], Params] = read_by_content
     initial: Params = field(default_factory=dict)
+    ledger: Callable[[int], Path] = lambda _: Path()
 
     def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
         """Return a context that seeds the global random generators of the process for a user's own algorithm.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +34,8 @@ class Train:
         """Raise RunError if the policy of the client's owner forbids training on the records that the task uses."""
         assert client.policy is not None
         own = client.runtime.trains_on_own(client.config.synthetic)
+        if own and any(layer.protects for layer in client.runtime.layers):
+            return  # the policy limits the cost that the layer writes into its ledger
         client.policy.check_training(own_records=own)
         if not own:
             client.policy.check_pool(client.config.synthetic)
@@ -86,8 +88,9 @@ class TrainingJob:
         if isinstance(algorithm, CustomStart):
             methods.append(algorithm.start)
             layout = layout_of(task.params)
+            shown = reduce(lambda some, layer: layer.shown(some), runtime.layers, records)
             with runtime.drawing("start", number, server_round):
-                task = algorithm.start(task, OnClient(records, runtime.trainer, runtime.seed))
+                task = algorithm.start(task, OnClient(shown, runtime.trainer, runtime.seed))
             check_layout("the parameters that start returns", task.params, layout)
         with runtime.drawing("plan", number, server_round):
             plan = algorithm.plan(task)
@@ -103,7 +106,10 @@ class TrainingJob:
                 models = algorithm.further(task)
         first = LocalJob(task, plan, records, batches(), seeded)
         further = {name: further_job(first, name, model, batches()) for name, model in models.items()}
-        job = cls(client, first, tuple(came), tuple(guards), further)
+        jobs: Mapping[str, LocalJob] = {"": first, **further}
+        jobs = reduce(lambda some, layer: layer.protected(client, some), runtime.layers, jobs)
+        further = {name: one for name, one in jobs.items() if name}
+        job = cls(client, jobs[""], tuple(came), tuple(guards), further)
         job.check(*methods)
         return job
 

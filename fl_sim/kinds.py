@@ -25,6 +25,10 @@ class LocalChoices(Protocol):
         """The treatment of BatchNorm layers: "none", "average" or "personal"."""
 
     @property
+    def augment(self) -> str:
+        """The random change of images in training, "none" for no change."""
+
+    @property
     def optimizer(self) -> str:
         """The name of the optimiser."""
 

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
@@ -168,6 +169,34 @@ class Phase:
     epochs: float
 
 
+class NoiseSource(Protocol):
+    """The secret random numbers of one client in one round (``fl_sim.privacy.mechanisms.Noise``)."""
+
+    def taking_part(
+        self, count: int, sampling_rate: float, *, purpose: str, server_round: int
+    ) -> npt.NDArray[np.bool_]:
+        """Return the mask of the records that Poisson sampling draws, shape (count,)."""
+
+    def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> npt.NDArray[np.float64]:
+        """Return ``count`` independent N(0, std^2) numbers, as whole steps of the noise grid."""
+
+
+@dataclass(frozen=True)
+class PrivateSteps:
+    """DP-SGD (Abadi et al. 2016, algorithm 1): each local step clips the gradient of every record and adds noise.
+
+    ``clipping_norm``: the largest L2 norm of a record's gradient, over all trained parameters together.
+    ``noise_multiplier``: the standard deviation of the noise on the sum of the clipped gradients, divided by
+    ``clipping_norm``. ``noise``: the client's source of batches and noise; its cost is in the client's privacy ledger.
+    ``stream``: a name for the random numbers of this training; two trainings with one ``noise`` have different names.
+    """
+
+    clipping_norm: float
+    noise_multiplier: float
+    noise: NoiseSource
+    stream: str
+
+
 @dataclass(frozen=True)
 class LocalPlan:
     """The local plan: an algorithm's additions to local SGD as data, equal for one client and for a stack of clients.
@@ -184,8 +213,9 @@ class LocalPlan:
     step_offset). ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks for
     ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all parameters.
     All other parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in
-    place of the setting ``local.epochs``. The anchor of a phase is the model at its beginning. A term of strength 0
-    (``weight``, ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to
+    place of the setting ``local.epochs``. The anchor of a phase is the model at its beginning. ``private``: makes the
+    steps private for each record; all other fields then act on the noisy gradient. A term of strength 0 (``weight``,
+    ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to
     another trainer.
 
     Raises UserError for a shift or a scale together with ``mix``: the averaged record with which a batch is mixed may
@@ -210,6 +240,7 @@ class LocalPlan:
     class_features: bool = False
     trained: frozenset[str] | None = None
     phases: tuple[Phase, ...] = ()
+    private: PrivateSteps | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for fields that exclude each other: ``mix`` beside a shift or a scale of logits."""

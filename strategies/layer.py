@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
@@ -38,7 +39,9 @@ Kind = TypeVar("Kind", bound="Layer")
 Relabel: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """A function from an array of labels to an array of changed labels with the same shape."""
 
-ORDER: Final = ("compress", "local", "algorithm", "aggregator", "attack", "devices", "evaluate")
+ORDER: Final = (
+    "compress", "local", "algorithm", "local.privacy", "aggregator", "attack", "devices", "evaluate",
+)  # fmt: skip
 """The fields of an experiment whose layers wrap the rounds, from the inside out."""
 
 
@@ -296,7 +299,7 @@ def check_names(experiment: Any, names: Iterable[str]) -> None:
 
 
 def _all_kinds(experiment: Any) -> list[type[Layer]]:
-    kinds = {name: type(getattr(experiment, name)) for name in ORDER}
+    kinds = {name: type(attrgetter(name)(experiment)) for name in ORDER}
     paths = (path_in(kind, "layer") or _USUAL.get(name, "") for name, kind in kinds.items())
     return [load_object(path, "layer") for path in paths if path]
 

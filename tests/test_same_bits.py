@@ -1,8 +1,11 @@
 """The comparison of two versions has a case for every kind of every open setting, and names what differs."""
 
+from operator import attrgetter
+
 import pytest
 
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.groups import Local
 from fl_sim.settings import OneOf, kinds_of
 
 
@@ -12,10 +15,12 @@ def same_bits(load_benchmark):
 
 
 def test_all_open_settings_but_the_engine_are_compared(same_bits):
-    is_open = {
-        name for name, field in Experiment.model_fields.items() if any(isinstance(one, OneOf) for one in field.metadata)
-    }
-    assert set(same_bits.OPEN) == is_open - {"engine"}  # which --ray is for
+    fields = {**Experiment.model_fields, **{f"local.{name}": field for name, field in Local.model_fields.items()}}
+    is_open = {name for name, field in fields.items() if any(isinstance(one, OneOf) for one in field.metadata)}
+    assert set(same_bits.OPEN) == is_open - {
+        "engine",
+        "local.schedule",
+    }  # --ray is for engines; schedules have no group
 
 
 def test_every_kind_makes_an_experiment_and_is_resumed(same_bits, tmp_path):
@@ -25,7 +30,7 @@ def test_every_kind_makes_an_experiment_and_is_resumed(same_bits, tmp_path):
         for kind in kinds_of(setting):
             plain, resumed = cases[f"{setting} {kind}"], cases[f"{setting} {kind}, resumed"]
             given = [one.format(inputs=tmp_path) for one in plain.settings]
-            assert getattr(experiment_from(with_overrides({}, given)), setting).kind == kind
+            assert attrgetter(setting)(experiment_from(with_overrides({}, given))).kind == kind
             assert resumed.settings == plain.settings
             assert 0 < resumed.stop_after < 3
     assert len(cases) >= 150

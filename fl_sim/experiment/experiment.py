@@ -254,11 +254,13 @@ class Experiment(Settings):
 
     @property
     def _parts(self) -> list[object]:
-        return [getattr(self, name) for name in type(self).model_fields]
+        return [*(getattr(self, name) for name in type(self).model_fields), self.local.privacy]
 
     @property
     def _promising(self) -> list[object]:
-        parts: tuple[object, ...] = (self.algorithm, self.aggregator, self.preprocess, self.calibrate)
+        parts: tuple[object, ...] = (
+            self.algorithm, self.aggregator, self.preprocess, self.calibrate, self.local.privacy,
+        )  # fmt: skip
         return [part for part in parts if isinstance(part, Promising) and part.is_private]
 
 

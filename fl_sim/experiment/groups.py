@@ -20,7 +20,7 @@ from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, off
 from fl_sim.own_code import error_context, load_object
 from fl_sim.seeding import rng
-from fl_sim.settings import OneOf, Settings
+from fl_sim.settings import OneOf, Settings, by_default
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
@@ -142,6 +142,8 @@ class Local(Settings):
     send them, and the server does not average them. "head" is the last linear layer, and "body" is all other
     parameters. Names of parameters are separated by commas. With "none" all parameters are sent.
 
+    ``privacy``: the protection of each record in training. "dp-sgd" makes every local step differentially private.
+
     ``precision``: "tf32" rounds the factors of products to 11 bits, and "bfloat16" rounds them to 8 bits. Sums,
     weights, steps and evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer
     on processors with bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any
@@ -164,12 +166,15 @@ class Local(Settings):
     schedule: Annotated[Schedule, OneOf("local.schedule", wants=RateSchedule)] = Constant()
     precision: Precision = "float32"
     personal: str = Field("none", pattern=r"^[\w.,]+$")
+    privacy: Annotated[object, OneOf("local.privacy", group="fl_sim.local.privacy")] = by_default("none")
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
-        return {key: value for key, value in written.items() if key != "personal" or value != "none"}
+        unused = {"personal"} if self.personal == "none" else set()
+        unused |= {"privacy"} if is_none(self.privacy) else set()
+        return {key: value for key, value in written.items() if key not in unused}
 
     def rate_in(self, server_round: int, rounds: int) -> float:
         """Return the learning rate of round ``server_round`` of ``rounds``, after the schedule."""

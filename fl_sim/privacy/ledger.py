@@ -109,8 +109,7 @@ class Ledger:
         if path is not None:
             said = json.loads(json.dumps(asdict(terms)))
             self._log = ChargeLog(path, said, receipt, holder)
-            with self._up_to_date():
-                pass
+            self.catch_up()
 
     @property
     def identity(self) -> str:
@@ -140,6 +139,11 @@ class Ledger:
         """Return True if the privacy budget allows one more release with the privacy event ``event``."""
         with self._up_to_date():
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
+
+    def catch_up(self) -> None:
+        """Read the charges that other processes have added to the charge log."""
+        with self._up_to_date():
+            pass
 
     def has_charged(self, release: str, noise: str) -> bool:
         """Return True if the ledger already holds the cost of ``release`` with the noise key ``noise``.

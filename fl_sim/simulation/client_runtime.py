@@ -96,7 +96,14 @@ def runtime_for(
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
         read_tensors=job.read,
         initial=initial,
+        ledger=partial(_ledger, job),
     )
+
+
+def _ledger(job: Job, client: int) -> Path:
+    from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415 (the accountants load slowly)
+
+    return ledger_path(job, client)
 
 
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:

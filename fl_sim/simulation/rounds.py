@@ -221,7 +221,10 @@ class Rounds(Procedure):
             pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
         params = detached(trainable(self.job.model()).items())
         personal = self.job.experiment.local.personal
-        return plan_template(self.algorithm, params, pool, dataset.num_classes, personal)
+        plan = plan_template(self.algorithm, params, pool, dataset.num_classes, personal)
+        for half in self._on_clients:
+            plan = half.typical(plan)
+        return plan
 
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of a worker."""

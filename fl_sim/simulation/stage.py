@@ -344,13 +344,16 @@ def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[st
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a run of ``job``, in the order of preprocess, algorithm, calibrate and evaluate."""
+    """Return the stages of a run of ``job``, in the order of their settings."""
     return tuple(kind(job) for kind in stage_kinds(job.experiment) if kind.applies(job.experiment))
 
 
 def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
     """Return the classes of all stages that the settings of ``experiment`` name, also of those that do not apply."""
-    parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate, experiment.evaluate)
+    parts: tuple[object, ...] = (
+        experiment.preprocess, experiment.algorithm, experiment.local.privacy, experiment.calibrate,
+        experiment.evaluate,
+    )  # fmt: skip
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
     return [load_object(path, "stage") for both in named for path in both if path]
 
@@ -391,7 +394,7 @@ def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
         learning_rate=0.0,
         data_root=str(job.root.absolute()) if job.root else "",
         state_dir=str(out.absolute() / run_directory.STATE),
-        run=run_directory.run_name(out) if elsewhere else "",
+        run=run_directory.run_name(out) if elsewhere or job.experiment.is_private else "",
         facts=json.dumps(public_facts(job.dataset)) if elsewhere else "",
     )
 

@@ -99,14 +99,9 @@ def train(
     with torch.no_grad():
         copy_into(weights, task.params)
         load_statistics(model, task.statistics)
-    anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
-    drift = _on(plan.step_offset or {}, inputs.device)
-    objective = Objective.of(model, plan, anchor, inputs.device, smoothing=task.settings.label_smoothing)
-    momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
+    descent = Descent.of(trained, task, plan, inputs.device)
+    objective = Objective.of(model, plan, descent.anchor, inputs.device, smoothing=task.settings.label_smoothing)
     model.train()
-    moments = {
-        name: Moments.like(weight.detach()) for name, weight in trained.items() if task.settings.optimizer != "sgd"
-    }
     losses: list[torch.Tensor] = []
     norms, running = list(norms_in(model).values()), running_in(model)
     augment, black = task.settings.augment, black_of(task.settings.augment, inputs.device)
@@ -116,22 +111,87 @@ def train(
         for norm in norms:
             norm.train(len(batch) > 1)  # one record has no variance, so the running statistics normalise it
         loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))
-        with torch.no_grad():
-            corrected = {
-                name: _corrected(name, trained[name], gradient, anchor, offset, plan)
-                for name, gradient in gradients.items()
-            }
-            for name, gradient in clipped(corrected, task.settings.clip_norm).items():
-                _step(name, trained[name], gradient, momentum_buffers, moments, drift, task.settings)
+        descent.step(trained, gradients)
         losses.append(loss)
     return Trained(
         params=detached(weights.items()),
-        momentum_buffers=detached(momentum_buffers.items()),
+        momentum_buffers=detached(descent.buffers.items()),
         num_steps=len(losses),
         loss=float(torch.stack(losses).mean()) if losses else None,
         feature_sums=feature_sums(model, {}, inputs, labels) if plan.class_features else None,
         statistics=statistics_of(model),
     )
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
+
+    ``anchor``: the received model. ``offset``, ``drift``: the plan's gradient offset and step offset, empty if it has
+    none. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. All are {name: tensor}.
+    """
+
+    settings: LocalSettings
+    plan: LocalPlan
+    anchor: Params
+    offset: Params
+    drift: Params
+    buffers: dict[str, torch.Tensor]
+    moments: Mapping[str, Moments]
+
+    @classmethod
+    def of(cls, weights: Params, task: LocalTask, plan: LocalPlan, device: torch.device) -> Self:
+        """Return the state before the first step of the training of ``weights`` on ``device``."""
+        adaptive = weights.items() if task.settings.optimizer != "sgd" else ()
+        return cls(
+            task.settings,
+            plan,
+            anchor=_on(task.params, device),
+            offset=_on(plan.gradient_offset or {}, device),
+            drift=_on(plan.step_offset or {}, device),
+            buffers=_on(plan.momentum_buffers or {}, device, copy=True),
+            moments={name: Moments.like(weight.detach()) for name, weight in adaptive},
+        )
+
+    @torch.no_grad()
+    def step(self, weights: Params, gradients: Params) -> None:
+        """Update ``weights`` in place by one step. ``gradients``: those of the weights on which the loss depends."""
+        corrected = {name: self._corrected(name, weights[name], gradient) for name, gradient in gradients.items()}
+        for name, gradient in clipped(corrected, self.settings.clip_norm).items():
+            self._step(name, weights[name], gradient)
+
+    def _corrected(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        # Never in place: autograd may return the same tensor as the gradient of two parameters.
+        if self.plan.gradient_scale != 1:
+            gradient = gradient * self.plan.gradient_scale
+        if self.offset:
+            gradient = gradient + self.offset[name]
+        if self.plan.proximal_mu:
+            gradient = gradient.add(weight - self.anchor[name], alpha=self.plan.proximal_mu)
+        return gradient
+
+    def _step(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update one parameter in place.
+
+        An SGD step equals the step of torch.optim.SGD in every bit. The classes of torch.optim are not used, because
+        importing them takes over a second.
+        """
+        settings, buffers = self.settings, self.buffers
+        if settings.weight_decay and settings.optimizer == "adamw":
+            weight.mul_(1 - settings.learning_rate * settings.weight_decay)
+        elif settings.weight_decay:
+            gradient = gradient.add(weight, alpha=settings.weight_decay)
+        if settings.optimizer != "sgd":
+            gradient = self.moments[name].direction(gradient)
+        elif settings.momentum:
+            if name in buffers:
+                buffers[name].mul_(settings.momentum).add_(gradient)
+            else:
+                buffers[name] = gradient.clone()
+            gradient = buffers[name]
+        if self.drift:
+            gradient = gradient + self.drift[name]
+        weight.add_(gradient, alpha=-settings.learning_rate)
 
 
 @dataclass(frozen=True)
@@ -266,47 +326,3 @@ def _check(plan: LocalPlan, settings: LocalSettings, weights: Params, inputs: to
 
 def _on(params: Params, device: torch.device, *, copy: bool = False) -> dict[str, torch.Tensor]:
     return {name: value.to(device, copy=copy) for name, value in params.items()}
-
-
-def _corrected(
-    name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, offset: Params, plan: LocalPlan
-) -> torch.Tensor:
-    # Never in place: autograd may return the same tensor as the gradient of two parameters.
-    if plan.gradient_scale != 1:
-        gradient = gradient * plan.gradient_scale
-    if offset:
-        gradient = gradient + offset[name]
-    if plan.proximal_mu:
-        gradient = gradient.add(weight - anchor[name], alpha=plan.proximal_mu)
-    return gradient
-
-
-def _step(
-    name: str,
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    buffers: dict[str, torch.Tensor],
-    moments: Mapping[str, Moments],
-    drift: Params,
-    settings: LocalSettings,
-) -> None:
-    """Update one parameter in place by a step of SGD, Adam or AdamW.
-
-    An SGD step equals the step of torch.optim.SGD in every bit. The classes of torch.optim are not used, because
-    importing them takes over a second. ``drift``: the plan's step offset, empty if the plan has none.
-    """
-    if settings.weight_decay and settings.optimizer == "adamw":
-        weight.mul_(1 - settings.learning_rate * settings.weight_decay)
-    elif settings.weight_decay:
-        gradient = gradient.add(weight, alpha=settings.weight_decay)
-    if settings.optimizer != "sgd":
-        gradient = moments[name].direction(gradient)
-    elif settings.momentum:
-        if name in buffers:
-            buffers[name].mul_(settings.momentum).add_(gradient)
-        else:
-            buffers[name] = gradient.clone()
-        gradient = buffers[name]
-    if drift:
-        gradient = gradient + drift[name]
-    weight.add_(gradient, alpha=-settings.learning_rate)

@@ -90,6 +90,10 @@ class Records:
         """Return these records followed by the records of ``other``."""
         return Records(self.parts + other.parts)
 
+    def none(self) -> "Records":
+        """Return no records, of the same sources."""
+        return Records(tuple((source, rows[:0]) for source, rows in self.parts))
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Return the shape of one record."""

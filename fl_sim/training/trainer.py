@@ -219,11 +219,11 @@ class Trainer:
             if not hasattr(self._thread, "model"):
                 self._thread.model = copy.deepcopy(self._model)
             with arithmetic(inputs.device, self._precision):
-                return train(self._thread.model, job.task, job.plan, inputs, labels, job.generator)
+                return _train(self._thread.model, job, inputs, labels)
         with self._lock, process_alone(), arithmetic(inputs.device, self._precision):
             job.seed()
             before = process_state()
-            trained = train(self._model, job.task, job.plan, inputs, labels, job.generator)
+            trained = _train(self._model, job, inputs, labels)
             self._loss_draws = self._loss_draws or process_state() != before
             return trained
 
@@ -334,6 +334,15 @@ class Trainer:
             self._slower[input_shape] = "" if stack is None else slower_here(stack)
             self._stacks[input_shape] = None if self._slower[input_shape] else stack
         return self._stacks[input_shape]
+
+
+def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained:
+    """Train one client by PyTorch. Private steps draw from the client's own source, all others from the job's."""
+    if job.plan.private is None:
+        return train(model, job.task, job.plan, inputs, labels, job.generator)
+    from fl_sim.training.private_steps import train_privately  # noqa: PLC0415 (its cryptography loads slowly)
+
+    return train_privately(model, job.task, job.plan, inputs, labels)
 
 
 def _draws_nothing(module: nn.Module) -> bool:

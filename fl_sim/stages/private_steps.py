@@ -1,0 +1,149 @@
+"""The privacy bill of DP-SGD on clients: the costs of the clients' private steps, as forecast and as statement.
+
+The settings are in ``strategies.dp_sgd``. The module ``clients.private_steps`` writes the costs into the clients'
+privacy ledgers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from dp_accounting import dp_event
+
+from clients.private_steps import RoundCost, round_cost
+from fl_sim.experiment.job import Job
+from fl_sim.params import detached, trainable
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.bill import payment_of
+from fl_sim.privacy.statement import Coverage, statement
+from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
+from fl_sim.simulation.client_runtime import local_settings
+from fl_sim.simulation.stage import Run, Stage
+from strategies.dp_sgd import DPSGD
+from strategies.layer import found_in
+from strategies.private_steps import PrivateSteps, models_of
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+
+_COVERS: Final = (
+    "everything that a client sends in the rounds, its client state and what is computed from them, such as the model "
+    "of every round, also against the server. The clients are disjoint: the figure is that of the client with the "
+    "highest cost, and holds for each record of every client."
+)
+_DOES_NOT_COVER: Final = (
+    "How many records a client holds, and which clients take part in a round, are treated as public: sampling clients "
+    "does not reduce the cost."
+)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The clients with the same number of records, and so with the same cost of a round."""
+
+    num_records: int
+    clients: tuple[int, ...]
+    cost: RoundCost
+
+
+class PrivateStepsBill(Stage):
+    """The stage at the server: it asks clients for nothing, and only states the cost of the rounds."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._layer: PrivateSteps | None = None
+        self._run = ""
+
+    def before(self, run: Run) -> None:
+        """Remember the round layer, which counts the rounds of each client."""
+        self._layer, self._run = found_in(run.strategy.layer, PrivateSteps), run.order.run
+
+    def payments(self) -> "Iterator[Payment]":
+        """Yield the planned cost of all rounds, for a record of the client with the highest cost."""
+        if (worst := self._worst()) is not None:
+            is_simulated = self._settings.noise == "seeded"
+            yield payment_of(self._terms, self._planned(worst), "", is_simulated=is_simulated)
+
+    def warnings(self) -> list[str]:
+        """Return sentences on the noise of the clients and on the cost, and a warning if delta is too large."""
+        if (worst := self._worst()) is None:
+            return []
+        noises = sorted(group.cost.noise_multiplier for group in self._groups)
+        rates = sorted(group.cost.rate for group in self._groups)
+        spent = epsilon_of_counts(self._planned(worst), self._settings.delta)
+        said = (
+            f"local.privacy=dp-sgd: {_range(noises)} times the clipping norm is the noise on a sum of gradients, and "
+            f"{_range(rates)} the probability with which a record joins a batch; {self._rounds_of(worst):,} rounds of "
+            f"{worst.cost.num_steps:,} steps cost each record at most epsilon {rounded_up(spent)} at delta "
+            f"{self._settings.delta:g}"
+        )
+        advice = delta_advice(self._settings.delta, min(group.num_records for group in self._groups))
+        return [said, *([advice] if advice else [])]
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Return the privacy statements ``others``, and the statement of the rounds with unit "record"."""
+        if (worst := self._worst()) is None:
+            return list(others)
+        counts = self._layer.counts if self._layer else {}
+        trained = max((counts.get(client, 0) for client in worst.clients), default=0)
+        charges = [(f"round {number}", worst.cost.charge) for number in range(1, trained + 1)]
+        coverage = Coverage(_COVERS, _DOES_NOT_COVER, self._settings.noise == "seeded")
+        said = statement(self._terms, charges, self._planned(worst), coverage)
+        return [*others, {"ledger": self._run, **said}]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``local_privacy`` for ``result.json``: noise and steps for each number of records."""
+        groups = sorted(self._groups, key=lambda group: group.num_records)
+        listed = [
+            {
+                "records": group.num_records, "clients": len(group.clients), "steps": group.cost.num_steps,
+                "noise_multiplier": group.cost.noise_multiplier, "sampling_rate": group.cost.rate,
+                "rounds": self._rounds_of(group),
+            }
+            for group in groups
+        ]  # fmt: skip
+        return {"local_privacy": {"kind": self._settings.kind, "by_records": listed}}
+
+    @property
+    def _settings(self) -> DPSGD:
+        assert isinstance(self.job.experiment.local.privacy, DPSGD)
+        return self.job.experiment.local.privacy
+
+    @property
+    def _terms(self) -> Terms:
+        return Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self._settings.delta)
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        job, experiment = self.job, self.job.experiment
+        settings = local_settings(job, experiment.local.learning_rate)
+        models = models_of(experiment.algorithm, detached(trainable(job.model()).items()))
+        sizes: dict[int, list[int]] = {}
+        for client, size in enumerate(np.asarray(job.shards.sizes).tolist()):
+            sizes.setdefault(size, []).append(client)
+        return [
+            _Group(
+                size, tuple(clients), round_cost(self._settings.protection, settings, size, experiment.rounds, models)
+            )
+            for size, clients in sizes.items()
+            if size
+        ]
+
+    def _rounds_of(self, group: _Group) -> int:
+        rounds, most = self.job.experiment.rounds, group.cost.most_rounds
+        return rounds if most is None else min(rounds, most)
+
+    def _planned(self, group: _Group) -> Mapping[dp_event.DpEvent, int]:
+        return {group.cost.event: group.cost.num_steps * self._rounds_of(group)}
+
+    def _worst(self) -> _Group | None:
+        """Return the clients with the highest planned cost; None if no client has records."""
+        delta = self._settings.delta
+        return max(self._groups, key=lambda group: epsilon_of_counts(self._planned(group), delta), default=None)
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{values[0]:.4g}", f"{values[-1]:.4g}"
+    return least if least == most else f"{least} to {most}"

@@ -1,0 +1,100 @@
+"""The round layer of DP-SGD on clients: it checks the algorithm, and counts the rounds in which each client trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from clients.client_layer import ClientLayer
+from clients.client_task import CustomStart, OnClient
+from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, refused
+from fl_sim.errors import UserError
+from fl_sim.kinds import is_none, kind_of
+from fl_sim.local_plan import FurtherModels
+from fl_sim.training.private_steps import unsupported
+from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
+from strategies.algorithm import Algorithm
+from strategies.layer import Beginning, Layer
+
+_ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+
+
+class PrivateSteps(Layer):
+    """Counts the rounds in which each client trained: {client: number of rounds}. Rounds are unchanged."""
+
+    def __init__(self, counts: Mapping[int, int]) -> None:
+        self.counts = Counter(counts)
+
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Return True if the clients' local steps are private."""
+        return not is_none(experiment.local.privacy)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer:
+        """Return the layer of a new or resumed run."""
+        del experiment, out
+        return cls({int(client): count for client, count in progress.get("rounds_trained", {}).items()})
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
+        """Return the layer's code on clients, which pays for private steps and makes them."""
+        del algorithm, model
+        text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout"})
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return ClientPrivateSteps(experiment.local.privacy.protection, digest, experiment.rounds)
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if the algorithm reads records without noise, or has terms that private steps do not support.
+
+        The algorithm's methods are called once, with stand-ins for the records that raise an error when they are read.
+        """
+        if unknown := unsupported(beginning.plan, _ONE_STEP):
+            raise UserError(f"algorithm {kind_of(experiment.algorithm)}: {refused(unknown)}")
+        _rehearse(experiment.algorithm, beginning.server)
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Return the updates, and count the clients that trained."""
+        found = self.inner.received(replies)
+        self.counts.update(reply.client for reply in found if reply.num_examples)
+        return found
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the number of rounds that each client trained, for the checkpoint."""
+        return {"rounds_trained": {str(client): count for client, count in sorted(self.counts.items())}}
+
+
+def models_of(algorithm: object, params: Params) -> int:
+    """Return the number of models that a client trains in a round: the sent one, and further ones such as Ditto's."""
+    if not isinstance(algorithm, FurtherModels):
+        return 1
+    return 1 + len(algorithm.further(_task(ServerState(params))))
+
+
+def _task(server: ServerState, server_round: int = 1, state: Payloads | None = None) -> LocalTask:
+    return LocalTask(
+        server_round, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, state or {}, class_counts=CLASS_COUNTS,
+        initial=server.params,
+    )  # fmt: skip
+
+
+def _rehearse(algorithm: Algorithm, server: ServerState) -> None:
+    """Call the client methods of ``algorithm``, for two rounds, with stand-ins for records, which raise UserError."""
+    trainer: Any = RECORDS
+    state: Payloads = {}
+    for server_round in (1, 2):  # in its first round a client may have no state, and then no choice to make
+        task = _task(server, server_round, state)
+        if isinstance(algorithm, CustomStart):
+            task = algorithm.start(task, OnClient(RECORDS, trainer))
+        algorithm.plan(task)
+        trained = Trained(task.params, {}, 1, None)
+        if isinstance(algorithm, FurtherModels):
+            trained = replace(trained, further=dict.fromkeys(algorithm.further(task), trained))
+        state = {**algorithm.finish(task, trained).state}
