@@ -154,8 +154,8 @@ class Policy:
             if self._spent(charges) > self.epsilon:
                 raise RunError(
                     f"this client's policy allows epsilon {self.epsilon:g} at delta {self.delta:g} per record over all "
-                    "releases, and the request would exceed it: ask for less, with a smaller preprocess.epsilon or "
-                    "calibrate.epsilon"
+                    "releases, and the request would exceed it: ask for less, with a smaller preprocess.epsilon, "
+                    "calibrate.epsilon or local.privacy.epsilon"
                 )
             for name, event in new.items():
                 ledger.charge(event, release=name, noise=noise)

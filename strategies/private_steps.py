@@ -14,12 +14,13 @@ from torch import nn
 from clients.client_layer import ClientLayer
 from clients.client_task import CustomStart, OnClient
 from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, refused
-from fl_sim.errors import UserError
+from fl_sim.errors import Malformed, UserError
 from fl_sim.kinds import is_none, kind_of
 from fl_sim.local_plan import FurtherModels
 from fl_sim.training.private_steps import unsupported
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from strategies.algorithm import Algorithm
+from strategies.answers import refusal
 from strategies.layer import Beginning, Layer
 
 _ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
@@ -65,6 +66,12 @@ class PrivateSteps(Layer):
         found = self.inner.received(replies)
         self.counts.update(reply.client for reply in found if reply.num_examples)
         return found
+
+    def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Raise RunError without the client's error message, which may quote records and goes to a private file."""
+        del answered
+        for client, error in failed.items():
+            raise refusal(f"client {client} in round {server_round}", error, quoted=False)
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of rounds that each client trained, for the checkpoint."""

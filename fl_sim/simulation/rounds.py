@@ -20,7 +20,7 @@ from fl_sim.engines import wire
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of, own_job
-from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
+from fl_sim.kinds import hides_clients, is_none, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object
 from fl_sim.params import detached, fixed_in, trainable
@@ -392,6 +392,6 @@ def planned_bill(job: Job) -> "RunPayments":
     rounds = [replace(one, on_records=not on_synthetic) for one in of_training or ()]
     beside = [payment for stage in stages_of(job) for payment in stage.payments()]
     payments = None if of_training is None else (*rounds, *beside)
-    is_bare = of_training == () and not on_synthetic
+    is_bare = of_training == () and not on_synthetic and is_none(experiment.local.privacy)
     name, content = called(experiment.data), sealed_content(experiment.data, job.root, make_key=False)
     return RunPayments(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)

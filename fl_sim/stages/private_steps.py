@@ -13,14 +13,17 @@ import numpy as np
 from dp_accounting import dp_event
 
 from clients.private_steps import RoundCost, round_cost
+from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.bill import payment_of
+from fl_sim.privacy.mechanisms import clipping_norm_on_grid
 from fl_sim.privacy.statement import Coverage, statement
 from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
 from fl_sim.simulation.client_runtime import local_settings
 from fl_sim.simulation.stage import Run, Stage
+from fl_sim.types import Params
 from strategies.dp_sgd import DPSGD
 from strategies.layer import found_in
 from strategies.private_steps import PrivateSteps, models_of
@@ -57,8 +60,22 @@ class PrivateStepsBill(Stage):
         self._run = ""
 
     def before(self, run: Run) -> None:
-        """Remember the round layer, which counts the rounds of each client."""
+        """Remember the round layer, which counts the rounds of each client.
+
+        Raises UserError if the budget does not allow a client's first round, or if noise is too coarse for the model.
+        """
         self._layer, self._run = found_in(run.strategy.layer, PrivateSteps), run.order.run
+        norm, size = self._settings.clipping_norm, sum(value.numel() for value in self._params.values())
+        for group in self._groups:
+            clipping_norm_on_grid(norm, group.cost.noise_multiplier * norm, size, summands=group.num_records)
+            if group.cost.most_rounds == 0:
+                spent = epsilon_of_counts({group.cost.charge: 1}, self._settings.delta)
+                raise UserError(
+                    f"local.privacy.epsilon={self._settings.epsilon:g} does not allow the first round of clients with "
+                    f"{group.num_records:,} records, which costs epsilon {rounded_up(spent)} at delta "
+                    f"{self._settings.delta:g}: take a larger epsilon or noise_multiplier, or leave noise_multiplier "
+                    "out, and the noise is found from epsilon"
+                )
 
     def payments(self) -> "Iterator[Payment]":
         """Yield the planned cost of all rounds, for a record of the client with the highest cost."""
@@ -116,10 +133,14 @@ class PrivateStepsBill(Stage):
         return Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self._settings.delta)
 
     @cached_property
+    def _params(self) -> Params:
+        return detached(trainable(self.job.model()).items())
+
+    @cached_property
     def _groups(self) -> list[_Group]:
         job, experiment = self.job, self.job.experiment
         settings = local_settings(job, experiment.local.learning_rate)
-        models = models_of(experiment.algorithm, detached(trainable(job.model()).items()))
+        models = models_of(experiment.algorithm, self._params)
         sizes: dict[int, list[int]] = {}
         for client, size in enumerate(np.asarray(job.shards.sizes).tolist()):
             sizes.setdefault(size, []).append(client)

@@ -131,23 +131,25 @@ def _per_record(model: nn.Module, rest: Params, smoothing: float) -> Gradients:
         logits = functional_call(model, {**rest, **weights}, (record[None],))
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
-    gradient = grad(loss)
-    together = vmap(gradient, in_dims=(None, 0, 0), randomness="different")
-    slow = False
+    together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+    works: bool | None = None  # unknown before the first batch with records
 
     def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        nonlocal slow
+        nonlocal works
         fixed = {name: weight.detach() for name, weight in weights.items()}
-        if not slow:
+        if works is not False:
             try:
                 found: dict[str, torch.Tensor] = together(fixed, inputs, labels)
-            except RuntimeError as error:
-                if "vmap" not in str(error) and "batching rule" not in str(error):
+            except RuntimeError:
+                if works:
                     raise
-                slow = True
+                works = False
             else:
+                works = True
                 return found
-        each = [gradient(fixed, record, label) for record, label in zip(inputs, labels, strict=True)]
-        return {name: torch.stack([one[name] for one in each]) for name in fixed}
+        leaves = {name: weight.requires_grad_() for name, weight in fixed.items()}
+        losses = (loss(leaves, record, label) for record, label in zip(inputs, labels, strict=True))
+        each = [torch.autograd.grad(one, list(leaves.values())) for one in losses]
+        return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*each, strict=True), strict=True)}
 
     return gradients

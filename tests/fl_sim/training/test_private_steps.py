@@ -1,0 +1,203 @@
+"""DP-SGD in PyTorch: what one record moves, the noise, the steps without noise, layers without a per-record rule."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from opacus import GradSampleModule
+from scipy.stats import chi2
+from torch import nn
+
+from fl_sim import models
+from fl_sim.errors import UserError
+from fl_sim.local_plan import LocalPlan, PrivateSteps
+from fl_sim.params import detached, trainable
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.training.private_steps import _per_record, clipped_sum, sampling_rate, train_privately
+from fl_sim.types import LocalSettings, LocalTask, Params
+
+ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=8, epochs=0, steps=1)
+
+
+def _records(
+    seed: int, count: int, shape: tuple[int, ...] = (6,), classes: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *shape, generator=draw), torch.randint(0, classes, (count,), generator=draw)
+
+
+def _net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+@dataclass(frozen=True)
+class _Silent(Noise):
+    """Noise of zeros: what is left is the sum, rounded to the grid. ``everybody``: all records join each batch."""
+
+    everybody: bool = True
+
+    def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        return np.zeros(count)
+
+    def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> NDArray[np.bool_]:
+        if self.everybody:
+            return np.ones(count, np.bool_)
+        return super().taking_part(count, sampling_rate, purpose=purpose, server_round=server_round)
+
+
+def _task(model: nn.Module, local: LocalSettings = ONE_STEP) -> LocalTask:
+    return LocalTask(1, 0, 1, 1, local, detached(trainable(model).items()))
+
+
+def _trained(
+    model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], steps: PrivateSteps, local: LocalSettings = ONE_STEP
+) -> Params:
+    return train_privately(model, _task(model, local), LocalPlan(private=steps), *data).params
+
+
+def _moved(before: Params, after: Params, scale: float) -> NDArray[np.float64]:
+    """Return the change of all parameters, divided by ``scale``, as a vector."""
+    return np.concatenate([((after[name] - before[name]).double() / scale).flatten().numpy() for name in before])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 6),
+    st.lists(st.floats(width=32), min_size=6, max_size=6),
+    st.floats(1e-3, 10),
+)
+def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(
+    seed: int, count: int, row: list[float], limit: float
+) -> None:
+    model = _net(seed)
+    inputs, labels = _records(seed, count)
+    place = seed % count
+    inputs[place] = torch.tensor(row)
+    gradients_of, weights = _per_record(model, {}, 0.0), trainable(model)
+    whole = clipped_sum(gradients_of, weights, inputs, labels, limit)
+    nothing = inputs.clone()
+    nothing[place] = math.nan  # its gradient is not finite, and so counts as zeros: a record that is not there
+    without = clipped_sum(gradients_of, weights, nothing, labels, limit)
+    assert np.linalg.norm(whole - without) <= limit * (1 + 1e-12)
+    others = torch.arange(count) != place
+    again = clipped_sum(gradients_of, weights, inputs[others], labels[others], limit)
+    assert np.allclose(without, again, rtol=1e-5, atol=1e-6 * limit)
+
+
+def test_a_long_gradient_is_cut_to_the_clipping_norm_and_a_short_one_is_kept() -> None:
+    model = _net()
+    inputs, labels = _records(1, 1)
+    gradients_of, weights = _per_record(model, {}, 0.0), trainable(model)
+    true = clipped_sum(gradients_of, weights, inputs, labels, math.inf)
+    length = float(np.linalg.norm(true))
+    assert np.linalg.norm(clipped_sum(gradients_of, weights, inputs, labels, length / 2)) == pytest.approx(length / 2)
+    assert np.array_equal(clipped_sum(gradients_of, weights, inputs, labels, length * 2), true)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("name", ["logistic", "mlp", "niid-cnn", "resnet"])
+def test_the_clipped_sum_is_that_of_opacus(name: str) -> None:
+    shape = (1, 28, 28)
+    torch.manual_seed(0)
+    model = models.MODELS[name](shape, 10)
+    inputs, labels = _records(2, 5, shape, 10)
+    limit = 0.7
+    ours = clipped_sum(_per_record(model, {}, 0.0), trainable(model), inputs, labels, limit)
+    theirs = GradSampleModule(model, loss_reduction="sum")
+    nn.functional.cross_entropy(theirs(inputs), labels, reduction="sum").backward()
+    flat = torch.cat([weight.grad_sample.flatten(1) for weight in theirs.parameters()], dim=1).double()  # type: ignore[union-attr]
+    expected = (flat * (limit / flat.norm(dim=1, keepdim=True)).clamp(max=1.0)).sum(dim=0)
+    assert np.allclose(ours, expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_without_noise_and_clipping_a_step_is_that_of_sgd_on_the_drawn_records() -> None:
+    model, (inputs, labels) = _net(), _records(3, 40)
+    noise = _Silent(bytes(32), simulation_only=True, everybody=False)
+    local = replace(ONE_STEP, momentum=0.9, weight_decay=0.01, steps=3)
+    task = _task(model, local)
+    offset = {name: torch.full_like(value, 0.1) for name, value in task.params.items()}
+    plan = LocalPlan(private=PrivateSteps(1e6, 1e-3, noise, "model"), proximal_mu=0.3, gradient_offset=offset)
+    ours = train_privately(model, task, plan, inputs, labels)
+    rate = sampling_rate(local, len(labels))
+    assert rate == 8 / 40
+    weights = {name: value.clone().requires_grad_() for name, value in task.params.items()}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(3):
+        joins = noise.taking_part(40, rate, purpose=f"model: batch {step}", server_round=1)
+        logits = torch.func.functional_call(model, weights, (inputs[joins],))
+        loss = nn.functional.cross_entropy(logits, labels[joins], reduction="sum") / (rate * 40)
+        optimizer.zero_grad()
+        loss.backward()
+        for name, weight in weights.items():
+            assert weight.grad is not None
+            weight.grad += offset[name] + 0.3 * (weight.detach() - task.params[name])
+        optimizer.step()
+    for name, weight in weights.items():
+        assert torch.allclose(
+            ours.params[name], weight, rtol=1e-3, atol=2e-4
+        )  # the grid of the noise is 1e-3 * 1e6 wide
+    assert (ours.num_steps, ours.loss) == (3, None)
+
+
+def test_the_noise_of_a_step_has_the_stated_deviation_and_differs_between_steps_streams_and_keys() -> None:
+    model = _net()
+    data = _records(4, 16)
+    full, noises = replace(ONE_STEP, batch_size=16), []
+    for key, stream in ((b"a", "model"), (b"b", "model"), (b"a", "own")):
+        steps = PrivateSteps(2.0, 1.5, Noise(key * 32, simulation_only=True), stream)
+        silent = replace(steps, noise=_Silent(key * 32, simulation_only=True))
+        without, with_noise = _trained(model, data, silent, full), _trained(model, data, steps, full)
+        noises.append(_moved(without, with_noise, 0.1 / 16))  # the learning rate over the size of the batch
+    for one in noises:  # the deviation is noise_multiplier times clipping_norm
+        low, high = chi2.ppf([1e-4, 1 - 1e-4], len(one))
+        assert low < (one**2).sum() / 3.0**2 < high
+    for first in range(3):
+        for second in range(first):
+            assert abs(np.corrcoef(noises[first], noises[second])[0, 1]) < 0.6
+
+
+def test_a_batch_without_records_takes_a_step_of_noise_alone() -> None:
+    model = _net()
+    nobody = (torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
+    assert np.array_equal(clipped_sum(_per_record(model, {}, 0.0), trainable(model), *nobody, 1.0), np.zeros(53))
+    data = _records(5, 1000)
+    local = replace(ONE_STEP, batch_size=1, steps=20)  # about a third of these batches is empty
+    steps = PrivateSteps(1.0, 1.0, Noise(bytes(32), simulation_only=True), "model")
+    assert train_privately(model, _task(model, local), LocalPlan(private=steps), *data).num_steps == 20
+
+
+def test_a_layer_without_a_rule_for_many_records_is_computed_record_by_record() -> None:
+    torch.manual_seed(0)
+    model = models.build("gru", (12,), 5, 0, vocabulary=9)
+    inputs = torch.randint(1, 9, (4, 12), generator=torch.Generator().manual_seed(1)).float()
+    labels = torch.tensor([0, 1, 2, 3])
+    found = clipped_sum(_per_record(model, {}, 0.0), trainable(model), inputs, labels, math.inf)
+    loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+    true = torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
+    assert np.allclose(found, true.double().numpy(), rtol=1e-3, atol=1e-5)
+
+
+def test_frozen_parameters_are_neither_moved_nor_counted() -> None:
+    model = _net()
+    steps = PrivateSteps(1.0, 1.0, Noise(bytes(32), simulation_only=True), "model")
+    plan = LocalPlan(private=steps, trained=frozenset({"2.weight", "2.bias"}))
+    task = _task(model)
+    after = train_privately(model, task, plan, *_records(6, 20)).params
+    assert torch.equal(after["0.weight"], task.params["0.weight"])
+    assert not torch.equal(after["2.weight"], task.params["2.weight"])
+
+
+def test_terms_that_join_records_and_noise_that_hides_nothing_are_refused() -> None:
+    model = _net()
+    steps = PrivateSteps(1.0, 1.0, Noise(bytes(32), simulation_only=True), "model")
+    with pytest.raises(UserError, match=r"do not support logit_shift"):
+        train_privately(model, _task(model), LocalPlan(private=steps, logit_shift=torch.zeros(3)), *_records(7, 4))
+    with pytest.raises(UserError, match=r"hides nothing"):
+        _trained(model, _records(7, 4), replace(steps, noise_multiplier=1e-9))

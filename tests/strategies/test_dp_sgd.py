@@ -1,0 +1,210 @@
+"""Runs with local.privacy=dp-sgd: what is charged and said, what a spent client sends, resume, engines, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import pytest
+from dp_accounting import dp_event, rdp
+from safetensors.torch import load_file
+
+from clients.policy import open_ledger
+from clients.private_steps import Protection, round_cost
+from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.simulation.client_ledgers import ledger_path
+from fl_sim.simulation.rounds import planned_bill
+from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training import private_steps
+from fl_sim.types import LocalSettings
+
+
+class Interrupted(Exception):  # noqa: N818 (not an error)
+    """Raised by an observer, as an interruption by the user."""
+
+
+class Interrupting(Silent):
+    """Interrupts a run after its first round."""
+
+    def finished_round(self, record: RoundRecord) -> str:
+        raise Interrupted
+
+
+BASE: dict[str, Any] = {
+    "data": "digits", "partition": "iid", "clients": 3, "model": "logistic", "rounds": 2, "engine": "inprocess",
+}  # fmt: skip
+NOISY = {"kind": "dp-sgd", "noise_multiplier": 1.0, "noise": "seeded"}
+
+
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
+
+def settings_of(privacy: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    local = {"learning_rate": 0.5, "momentum": 0.0, "batch_size": 64, "privacy": {**NOISY, **(privacy or {})}}
+    return {**BASE, **changes, "local": {**local, **changes.get("local", {})}}
+
+
+def ran(out: Path, privacy: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return run(experiment_from(settings_of(privacy, **changes)), out)
+
+
+def _charges(client: int, **changes: Any) -> list[str]:
+    job = job_of(experiment_from(settings_of(**changes)))
+    path = ledger_path(job, client)
+    return [charge.release for charge in open_ledger(path).charges] if path.exists() else []
+
+
+def _rounds(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("size", "steps", "rounds"), [(500, 10, 100), (64, 3, 7), (30, 0, 5)])
+def test_the_cost_of_a_client_is_that_of_dp_accounting(size: int, steps: int, rounds: int) -> None:
+    local = LocalSettings(0.1, 0.0, 0.0, batch_size=50, epochs=0 if steps else 1, steps=steps)
+    cost = round_cost(Protection(None, 1e-5, 1.0, 1.3, "secret"), local, size, rounds)
+    accountant = rdp.RdpAccountant()
+    event: Any = dp_event.GaussianDpEvent(1.3)
+    if size > 50:
+        event = dp_event.PoissonSampledDpEvent(50 / size, event)
+    accountant.compose(event, (steps or 1) * rounds)
+    ours = epsilon_of_counts({cost.charge: rounds}, 1e-5)
+    theirs = accountant.get_epsilon(1e-5)
+    assert cost.rate == min(1, 50 / size)
+    assert ours == pytest.approx(theirs, rel=0.02)  # the RDP orders of both differ
+    pld = dp_accounting.pld.PLDAccountant()
+    pld.compose(event, (steps or 1) * rounds)
+    assert ours >= pld.get_epsilon(1e-5)
+
+
+def test_the_noise_that_is_found_spends_epsilon_in_all_rounds_and_of_all_models() -> None:
+    local = LocalSettings(0.1, 0.0, 0.0, batch_size=50, epochs=1)
+    one, two = (round_cost(Protection(3.0, 1e-5, 1.0, None, "secret"), local, 400, 20, models) for models in (1, 2))
+    for cost, steps in ((one, 8), (two, 16)):
+        assert cost.num_steps == steps
+        assert 2.99 < epsilon_of_counts({cost.event: 20 * steps}, 1e-5) <= 3.0
+    assert two.noise_multiplier > one.noise_multiplier
+
+
+def test_a_run_charges_every_client_for_every_round_and_states_the_highest_cost(tmp_path: Path) -> None:
+    result = ran(tmp_path / "run")
+    for client in range(3):
+        charges = _charges(client)
+        assert [name.rpartition(", ")[2] for name in charges] == ["round 1", "round 2"]
+    [said] = result["privacy"]
+    [listed] = [one for one in result["local_privacy"]["by_records"] if one["records"] == 479]
+    assert (said["unit"], said["adjacency"]) == ("record", "add-or-remove-one")
+    assert (said["steps"], said["steps_planned"]) == (16, 16)
+    assert listed["sampling_rate"] == pytest.approx(64 / 479)
+    assert said["epsilon"] == said["epsilon_realised"]
+    assert not said["simulation_only"] or "seed" in said["does_not_cover"]
+    for record in _rounds(tmp_path / "run"):
+        assert record.get("train_loss") is None
+
+
+def test_the_forecast_is_the_bill(tmp_path: Path) -> None:
+    experiment = experiment_from(settings_of())
+    bill = planned_bill(job_of(experiment))
+    assert bill.payments is not None
+    [payment] = bill.payments
+    [said] = ran(tmp_path / "run")["privacy"]
+    assert (payment.unit, payment.epsilon, payment.delta) == ("record", said["epsilon"], said["delta"])
+    assert not bill.bare
+
+
+def test_charged_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> object:
+        raise RunError("no step is made")
+
+    monkeypatch.setattr(private_steps, "train_privately", broken)
+    with pytest.raises(RunError, match="client 0 in round 1") as refused:
+        ran(tmp_path / "run")
+    assert "no step is made" not in str(refused.value)  # a client's message may quote its records
+    assert len(_charges(0)) == 1
+
+
+def test_a_client_whose_budget_is_spent_sends_nothing(tmp_path: Path) -> None:
+    alone = {"epsilon": 6.0, "noise_multiplier": 1.0}
+    result = ran(tmp_path / "run", alone, rounds=4)
+    [said] = result["privacy"]
+    trained = {one["rounds"] for one in result["local_privacy"]["by_records"]}
+    assert 0 < max(trained) < 4
+    assert said["epsilon"] <= 6.0
+    assert len(_charges(0)) == result["local_privacy"]["by_records"][0]["rounds"]
+    first = load_file(tmp_path / "run" / "model.safetensors")
+    shorter = ran(tmp_path / "short", alone, rounds=max(trained))
+    assert shorter["privacy"][0]["steps"] == said["steps"]
+    assert first.keys() == load_file(tmp_path / "short" / "model.safetensors").keys()
+
+
+def test_a_second_run_with_secret_noise_is_charged_again_and_a_seeded_one_is_not(tmp_path: Path) -> None:
+    for number in range(2):
+        ran(tmp_path / f"seeded-{number}")
+    assert len(_charges(0)) == 2
+    for number in range(2):
+        ran(tmp_path / f"secret-{number}", {"noise": "secret"})
+    assert len(_charges(0)) == 6
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("seeded-0", "seeded-1", "secret-0")]
+    assert all(models[0][name].equal(models[1][name]) for name in models[0])
+    assert not all(models[0][name].equal(models[2][name]) for name in models[0])
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "ditto", "fedper"])
+def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algorithm: str, tmp_path: Path) -> None:
+    experiment = experiment_from(settings_of(algorithm=algorithm, rounds=3, model="2nn", local={"batch_size": 200}))
+    whole = run(experiment, tmp_path / "whole")
+    charged = _charges(0)
+    assert len(charged) == 3
+    with pytest.raises(Interrupted):
+        run(experiment, tmp_path / "broken", observer=Interrupting())
+    resumed = run(experiment, tmp_path / "broken")
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken")]
+    assert all(models[0][name].equal(models[1][name]) for name in models[0])
+    assert _charges(0) == charged  # seeded noise: the same release
+    assert whole["privacy"][0]["epsilon"] == resumed["privacy"][0]["epsilon"]
+    assert whole["privacy"][0]["steps"] == resumed["privacy"][0]["steps"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"algorithm": "fedlc"}, "logit_shift"),
+        ({"algorithm": "feddisco"}, "number of a client's records of each class"),
+        ({"algorithm": "ifca"}, "reads a client's records"),
+        ({"algorithm": "fedala"}, "reads a client's records"),
+        ({"algorithm": "moon"}, "contrast"),
+        ({"algorithm": "fedrep", "model": "mlp"}, "phases"),
+        ({"algorithm": "fedmix"}, "share facts"),
+        ({"algorithm": "pfedme"}, "steps of one SGD"),
+        ({"algorithm": "knn-per"}, "predict by their records"),
+        ({"aggregator": "global-dp"}, "aggregator global-dp cannot run"),
+        ({"preprocess": "da-fl"}, "preprocess da-fl reads"),
+        ({"calibrate": "ccvr"}, "calibrate ccvr reads"),
+        ({"server": "fedbuff", "devices": "log-normal"}, "server=fedbuff cannot run with a privacy guarantee"),
+        ({"local": {"augment": "flip"}}, "local.augment=flip"),
+        ({"evaluate": {"validation": 0.1}}, "evaluate.validation"),
+        ({"evaluate": {"clients": "class-shares"}}, "evaluate.clients"),
+    ],
+)
+def test_what_reads_records_without_noise_is_refused(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=match):
+        ran(tmp_path / "run", **changes)
+    assert not _charges(0)
+
+
+def test_settings_without_noise_are_refused() -> None:
+    with pytest.raises(UserError, match=r"needs local\.privacy\.epsilon"):
+        experiment_from({**BASE, "local": {"privacy": "dp-sgd"}})
+
+
+def test_an_epsilon_that_no_noise_reaches_is_refused(tmp_path: Path) -> None:
+    for epsilon in (1e-9, 1e-4):
+        with pytest.raises(UserError, match=r"out of reach|too coarse"):
+            ran(tmp_path / f"run-{epsilon}", {"epsilon": epsilon, "noise_multiplier": None})
+    with pytest.raises(UserError, match=r"epsilon=2 does not allow the first round of clients with 47\d records"):
+        ran(tmp_path / "other", {"epsilon": 2.0})
+    assert not _charges(0)
