@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from fl_sim.errors import Malformed, RunError
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import error_context
-from fl_sim.training.records import Records
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
 
 if TYPE_CHECKING:
     from clients.policy import Policy
+    from fl_sim.training.records import Records
     from fl_sim.training.trainer import LocalJob
 
 
@@ -175,7 +175,7 @@ class OwnClientLayer(ClientLayer):
     received = _checked("received", LocalTask)
     planned = _checked("planned", LocalPlan)
     typical = _checked("typical", LocalPlan)
-    shown = _checked("shown", Records)
+    shown = _checked("shown", object)
     protected = _checked("protected", Mapping)
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)

@@ -35,7 +35,7 @@ _RELEASE: Final = "local steps of"
 
 
 @dataclass(frozen=True)
-class Protection:
+class StepProtection:
     """The privacy parameters of local steps, for each record of a client.
 
     ``epsilon``, ``delta``: the most that all rounds may cost; an epsilon of None is no limit. ``clipping_norm``: the
@@ -76,7 +76,7 @@ class RoundCost:
 
 
 def round_cost(
-    protection: Protection, settings: LocalSettings, num_records: int, rounds: int, models: int = 1
+    protection: StepProtection, settings: LocalSettings, num_records: int, rounds: int, models: int = 1
 ) -> RoundCost:
     """Return the cost of a round of a client with ``num_records`` records, in a run of ``rounds`` rounds.
 
@@ -155,7 +155,7 @@ class ClientPrivateSteps(ClientLayer):
     """
 
     protects: ClassVar[bool] = True
-    protection: Protection
+    protection: StepProtection
     run_digest: str
     rounds: int
 

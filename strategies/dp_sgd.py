@@ -11,7 +11,7 @@ from fl_sim.local_plan import Sharing
 from fl_sim.settings import Settings
 
 if TYPE_CHECKING:
-    from clients.private_steps import Protection
+    from clients.private_steps import StepProtection
 
 
 class NoLocalPrivacy(Settings):
@@ -43,7 +43,7 @@ class DPSGD(Settings):
 
     kind: Literal["dp-sgd"] = "dp-sgd"
     title: ClassVar[str] = "DP-SGD"
-    layer: ClassVar[str] = "strategies.private_steps:PrivateSteps"
+    layer: ClassVar[str] = "strategies.private_steps:PrivateTraining"
     stage: ClassVar[str] = "fl_sim.stages.private_steps:PrivateStepsBill"
     is_private: ClassVar[bool] = True
     epsilon: float | None = Field(None, gt=0)
@@ -62,11 +62,11 @@ class DPSGD(Settings):
         return self
 
     @property
-    def protection(self) -> Protection:
+    def protection(self) -> StepProtection:
         """Return the privacy parameters for clients."""
-        from clients.private_steps import Protection  # noqa: PLC0415 (the accountants load slowly)
+        from clients.private_steps import StepProtection  # noqa: PLC0415 (the accountants load slowly)
 
-        return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise_multiplier, self.noise)
+        return StepProtection(self.epsilon, self.delta, self.clipping_norm, self.noise_multiplier, self.noise)
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if another setting reads records without noise, or has no private counterpart yet."""

@@ -26,7 +26,7 @@ from strategies.layer import Beginning, Layer
 _ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
 
 
-class PrivateSteps(Layer):
+class PrivateTraining(Layer):
     """Counts the rounds in which each client trained: {client: number of rounds}. Rounds are unchanged."""
 
     def __init__(self, counts: Mapping[int, int]) -> None:

@@ -69,7 +69,8 @@ def run(
 
     Settings: data, features, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
-    local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, local.personal, rounds,
+    local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, local.personal,
+    local.privacy, rounds,
     evaluate_every, evaluate.validation, evaluate.test, evaluate.test_is_public, evaluate.patience,
     evaluate.target_accuracy, evaluate.clients, evaluate.personal_every, evaluate.fine_tune_epochs,
     evaluate.held_out_clients, evaluate.metrics, seed, partition_seed, model_seed, sampling_seed, device, engine,

@@ -26,7 +26,7 @@ from fl_sim.simulation.stage import Run, Stage
 from fl_sim.types import Params
 from strategies.dp_sgd import DPSGD
 from strategies.layer import found_in
-from strategies.private_steps import PrivateSteps, models_of
+from strategies.private_steps import PrivateTraining, models_of
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -56,7 +56,7 @@ class PrivateStepsBill(Stage):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._layer: PrivateSteps | None = None
+        self._layer: PrivateTraining | None = None
         self._run = ""
 
     def before(self, run: Run) -> None:
@@ -64,7 +64,7 @@ class PrivateStepsBill(Stage):
 
         Raises UserError if the budget does not allow a client's first round, or if noise is too coarse for the model.
         """
-        self._layer, self._run = found_in(run.strategy.layer, PrivateSteps), run.order.run
+        self._layer, self._run = found_in(run.strategy.layer, PrivateTraining), run.order.run
         norm, size = self._settings.clipping_norm, sum(value.numel() for value in self._params.values())
         for group in self._groups:
             clipping_norm_on_grid(norm, group.cost.noise_multiplier * norm, size, summands=group.num_records)

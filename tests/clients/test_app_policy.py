@@ -127,6 +127,15 @@ def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask
         ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.noise=seeded")
 
 
+def test_a_node_trains_on_its_raw_records_if_every_step_is_private(ask: Ask) -> None:
+    private = ("local.privacy=dp-sgd", "local.privacy.noise_multiplier=2", "local.privacy.epsilon=8")
+    assert wire.error_of(ask(wire.TRAIN, "epsilon = 10.0", *private)) is None
+    with pytest.raises(RunError, match="policy allows secret noise only"):
+        ask(wire.TRAIN, "epsilon = 10.0", *private, "local.privacy.noise=seeded")
+    with pytest.raises(RunError, match=r"epsilon 0.1 at delta 1e-05 .*exceed"):
+        ask(wire.TRAIN, "epsilon = 0.1", *private)
+
+
 def test_a_node_makes_secret_noise_only(ask: Ask) -> None:
     with pytest.raises(RunError, match="policy allows secret noise only"):
         ask(SYNTHESIZE, "epsilon = 10.0", *POOLED, "preprocess.noise=seeded")

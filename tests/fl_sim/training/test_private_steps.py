@@ -1,5 +1,6 @@
 """DP-SGD in PyTorch: what one record moves, the noise, the steps without noise, layers without a per-record rule."""
 
+import copy
 import math
 from dataclasses import dataclass, replace
 
@@ -58,7 +59,7 @@ def _task(model: nn.Module, local: LocalSettings = ONE_STEP) -> LocalTask:
 def _trained(
     model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], steps: PrivateSteps, local: LocalSettings = ONE_STEP
 ) -> Params:
-    return train_privately(model, _task(model, local), LocalPlan(private=steps), *data).params
+    return train_privately(copy.deepcopy(model), _task(model, local), LocalPlan(private=steps), *data).params
 
 
 def _moved(before: Params, after: Params, scale: float) -> NDArray[np.float64]:
@@ -161,6 +162,19 @@ def test_the_noise_of_a_step_has_the_stated_deviation_and_differs_between_steps_
     for first in range(3):
         for second in range(first):
             assert abs(np.corrcoef(noises[first], noises[second])[0, 1]) < 0.6
+
+
+def test_each_step_has_noise_of_its_own() -> None:
+    model, data = _net(), _records(4, 16)
+    task = _task(model)
+    noise = Noise(bytes(32), simulation_only=True)
+    after = [
+        _trained(model, data, PrivateSteps(1e-3, 1e3, noise, "model"), replace(ONE_STEP, batch_size=16, steps=steps))
+        for steps in (1, 2)
+    ]
+    first = _moved(task.params, after[0], 0.1 / 16)
+    second = _moved(after[0], after[1], 0.1 / 16)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.6
 
 
 def test_a_batch_without_records_takes_a_step_of_noise_alone() -> None:
