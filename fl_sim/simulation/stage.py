@@ -30,7 +30,7 @@ from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, public_facts
-from fl_sim.kinds import hides_clients, is_own_kind, path_in
+from fl_sim.kinds import hides_clients, is_none, is_own_kind, path_in
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import error_context, load_object
 from fl_sim.params import is_finite, layers_after, placed
@@ -394,7 +394,7 @@ def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
         learning_rate=0.0,
         data_root=str(job.root.absolute()) if job.root else "",
         state_dir=str(out.absolute() / run_directory.STATE),
-        run=run_directory.run_name(out) if elsewhere or job.experiment.is_private else "",
+        run=run_directory.run_name(out) if elsewhere or not is_none(job.experiment.local.privacy) else "",
         facts=json.dumps(public_facts(job.dataset)) if elsewhere else "",
     )
 
