@@ -26,18 +26,22 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import numpy as np  # noqa: E402
 import personal_papers as papers  # noqa: E402 (it lies beside this file)
 import torch  # noqa: E402
+from personal_clusters import cfl, with_clusters  # noqa: E402
 from personal_problem import BODY, HEAD, METHODS, Outcome, Problem, flat, outcome, read_outcomes, write  # noqa: E402
 
 Loop = Callable[[Problem], papers.Result]
+
+PAPERS: Mapping[str, Loop] = {**papers.PAPERS, "cfl": cfl}
 
 PEERS = {"pfllib": "personal_pfllib.py", "fl-bench": "personal_flbench.py", "fluke": "personal_fluke.py"}
 
 LONG = 60
 """The number of rounds after which accuracies are compared."""
 
-ROUNDING = 1e-6
+ROUNDING = 5e-6
 """The largest difference of two programs that compute the same in float32."""
 
 SETTINGS: dict[str, Any] = {
@@ -82,6 +86,7 @@ DEPARTURES: Mapping[str, Mapping[str, Loop]] = {
         "fedala": partial(papers.fedala, one_worker=True),
         "fedproto": partial(papers.fedproto, counts=False),
         "knn-per": partial(papers.knn_per, of_logits=True),
+        "cfl": partial(cfl, uniform=True, places=True),
     },
     "fluke": {
         "fedbabu": partial(papers.fedbabu, fine_tuned="own"),
@@ -123,6 +128,7 @@ def algorithm(problem: Problem, name: str) -> dict[str, Any]:
         "apfl": {"alpha": way.alpha}, "per-fedavg": {"personal_learning_rate": way.rate},
         "per-fedavg exact": {"personal_learning_rate": way.rate, "variant": "exact"}, "fedala": {"record_share": 1.0},
         "fedproto": {"kind": "fedproto-local", "strength": way.strength}, "knn-per": {"neighbours": way.neighbours},
+        "cfl": {"eps_1": 1e6, "eps_2": 0, "split_after": 0, "min_cluster_size": 2},
     }  # fmt: skip
     return {"kind": name.partition(" ")[0], **settings.get(name, {})}
 
@@ -142,6 +148,9 @@ def ours(problem: Problem, name: str, out: Path) -> Outcome:
     local = {"learning_rate": way.rate, "momentum": 0.0, "weight_decay": 0.0, "batch_size": 10**6, "epochs": way.steps}
     settings = {**SETTINGS, "rounds": way.rounds, "local": local, "algorithm": algorithm(problem, name)}
     fl_sim.run(settings, out=out, progress=False)
+    if name == "cfl":
+        clusters = np.genfromtxt(out / "clients.csv", delimiter=",", names=True)["cluster"].astype(int).tolist()
+        return outcome(None, with_clusters(load_file(out / "checkpoint.safetensors"), clusters))
     states = [load_state(out / "clients", client, way.rounds + 1) for client in range(len(problem.shards))]
     if name == "fedproto":
         checkpoint = load_file(out / "checkpoint.safetensors")
@@ -179,7 +188,7 @@ def solved_by_peer(problem: Problem, peer: str, python: Path, checkout: Path) ->
 
 def row(problem: Problem, program: str, name: str, found: Outcome) -> tuple[str, bool]:
     """Return a line of the table, and True if the program's departures explain all differences."""
-    known = papers.PAPERS.get(name.removesuffix(" by default").removesuffix(" adaptive"), papers.alone)
+    known = PAPERS.get(name.removesuffix(" by default").removesuffix(" adaptive"), papers.alone)
     departed = DEPARTURES[program].get(name, known)
     long = replace(problem, way=replace(problem.way, rounds=LONG))
     by_paper, by_program = (_distances(found, loop(problem)[0]) for loop in (known, departed))

@@ -22,7 +22,7 @@ CLASSES = {
     "ditto": ("ditto", "DittoServer"), "pfedme": ("pfedme", "pFedMeServer"), "apfl": ("apfl", "APFLServer"),
     "per-fedavg": ("perfedavg", "PerFedAvgServer"), "per-fedavg exact": ("perfedavg", "PerFedAvgServer"),
     "fedala": ("fedala", "FedALAServer"), "fedproto": ("fedproto", "FedProtoServer"),
-    "knn-per": ("knnper", "kNNPerServer"), "apfl adaptive": ("apfl", "APFLServer"),
+    "knn-per": ("knnper", "kNNPerServer"), "cfl": ("cfl", "CFLServer"), "apfl adaptive": ("apfl", "APFLServer"),
 }  # fmt: skip
 """The module in ``src.server`` and the class of each method."""
 
@@ -86,6 +86,7 @@ def options(problem: Problem, name: str) -> Any:
         "apfl": {"alpha": way.alpha, "adaptive_alpha": int("adaptive" in name)},
         "perfedavg": {"version": "hf" if "exact" in name else "fo", "beta": way.rate, "delta": 1e-3},
         "fedala": {"layer_idx": 2, "num_pre_loss": 10, "eta": 1.0, "threshold": 0.1, "rand_percent": 1.0},
+        "cfl": {"eps_1": 1e6, "eps_2": 0.0, "min_cluster_size": 1, "start_clustering_round": 0},
         "knnper": {"capacity": 500, "weight": 0.5, "scale": 1.0, "k": way.neighbours},
     }  # fmt: skip
     common = {
@@ -195,7 +196,7 @@ def personal(server: Any, problem: Problem, name: str) -> list[Tensor] | None:
     kind, whole = name.partition(" ")[0], (*BODY, *HEAD)
     groups = {
         "fedper": HEAD, "fedrep": HEAD, "lg-fedavg": HEAD, "fedrod": tuple(f"personalized_{one}" for one in HEAD),
-        "fedproto": whole, "ditto": whole, "pfedme": whole, "apfl": whole,
+        "fedproto": whole, "cfl": whole, "ditto": whole, "pfedme": whole, "apfl": whole,
     }  # fmt: skip
     held = {"ditto": "clients_personalized_model_params", "pfedme": "clients_personalized_model_params",
             "apfl": "client_local_model_params"}  # fmt: skip
@@ -218,6 +219,8 @@ def solved(problem: Problem, name: str) -> Outcome:
     params = {one.removeprefix("generic_model."): value for one, value in server.public_model_params.items()}
     if name == "fedproto":
         return outcome(torch.cat([server.global_prototypes[one] for one in range(10)]), personal(server, problem, name))
+    if name == "cfl":
+        return outcome(None, personal(server, problem, name))
     sent = {"fedper": BODY, "lg-fedavg": BODY, "fedrep": BODY, "fedbabu": BODY}.get(name, (*BODY, *HEAD))
     return outcome(joined(params, sent), personal(server, problem, name))
 

@@ -18,7 +18,7 @@ BODY, HEAD = ("1.weight", "1.bias"), ("3.weight", "3.bias")
 
 METHODS = (
     "fedper", "lg-fedavg", "fedrep", "fedbabu", "fedrod", "ditto", "pfedme", "apfl", "per-fedavg", "per-fedavg exact",
-    "fedala", "fedproto", "knn-per",
+    "fedala", "fedproto", "knn-per", "cfl",
 )  # fmt: skip
 """The methods that fl-sim and at least one peer have."""
 
