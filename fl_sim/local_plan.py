@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -250,6 +250,16 @@ class LocalPlan:
                 "that is mixed in may come from another client, with other classes; leave one of them out"
             )
 
+    @cached_property
+    def in_use(self) -> frozenset[str]:
+        """Return the names of the fields that differ from their defaults (``fields_in_use``)."""
+        kind: Any = type(self)
+        used, held = [], vars(self)
+        for name, default in _defaults(kind):  # most values are the default object: the comparison by ``is`` is fast
+            if held[name] is not default and (held[name] == default) is not True:  # tensor == number is a tensor
+                used.append(name)
+        return frozenset(used)
+
 
 class LocalAlgorithm(Protocol):
     """The client side of an algorithm."""
@@ -357,14 +367,7 @@ def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
     ``values``: a local plan or local settings. Fields without a default are always in use. A trainer compares these
     names with the fields that it supports.
     """
-    if isinstance(values, LocalSettings):
-        return _settings_in_use(values)
-    kind: Any = type(values)
-    used, held = [], vars(values)
-    for name, default in _defaults(kind):  # most values are the default object: the comparison by ``is`` is fast
-        if held[name] is not default and (held[name] == default) is not True:  # tensor == number is a tensor
-            used.append(name)
-    return frozenset(used)
+    return _settings_in_use(values) if isinstance(values, LocalSettings) else values.in_use
 
 
 @lru_cache(maxsize=64)  # all clients of a round have equal settings

@@ -94,9 +94,7 @@ class FedALA(Averaging):
         while not losses or (_rounds(task) == 1 and not self._have_converged(losses)):
             steps = list[float]()
             for batch in torch.split(torch.from_numpy(chosen), task.settings.batch_size):
-                job = _one_step(
-                    task, weights, (inputs.index_select(0, batch), labels.index_select(0, batch)), generator
-                )
+                job = _one_step(task, weights, (inputs[batch], labels[batch]), generator)
                 stepped = client.trainer.train(job)
                 moves = {name: stepped.momentum_buffers[name] * change for name, change in apart.items()}
                 weights = {

@@ -54,7 +54,8 @@ class FedRoD(BalancedSoftmax):
             continued = at(step, generic, replace(step.plan, momentum_buffers=buffers), statistics=statistics)
             own = gradient_job(step, _joined(generic, personal), head_only, statistics=statistics)
             stepped, summed = yield [continued, own]
-            gradient = {name: gradient_in(summed)[name] for name in personal}
+            found = gradient_in(summed)
+            gradient = {name: found[name] for name in personal}
             velocity = add(add(gradient, personal, settings.weight_decay), velocity, settings.momentum)
             personal = add(personal, velocity, -settings.learning_rate)
             generic, statistics, buffers = stepped.params, stepped.statistics, stepped.momentum_buffers or None

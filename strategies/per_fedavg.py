@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -62,7 +63,8 @@ class PerFedAvg(Averaging):
 
         w, settings, losses = job.task.params, job.task.settings, list[float]()
         statistics, alpha = job.task.statistics, self.personal_learning_rate
-        for step, first, third in zip(steps_of(job), steps_of(job, 1), steps_of(job, 2), strict=True):
+        thirds = steps_of(job, 2) if self.variant == "exact" else repeat(job)
+        for step, first, third in zip(steps_of(job), steps_of(job, 1), thirds, strict=False):
             [there] = yield [gradient_job(first, w)]
             adapted = add(w, gradient_in(there), -alpha)
             [after] = yield [gradient_job(step, adapted, statistics=statistics)]

@@ -7,7 +7,7 @@ executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -20,7 +20,7 @@ from fl_sim.seeding import seed_process
 from fl_sim.training.loop import batches
 from fl_sim.training.records import Records, black_of, moved
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import Augment, Params, Trained
+from fl_sim.types import Augment, LocalSettings, Params, Trained
 
 Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
 """A generator that yields jobs, receives one result per job, and at its end returns the result of the whole training.
@@ -97,7 +97,7 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
     for batch, moves in batches(settings, len(labels), draws, device):
         chosen = inputs.index_select(0, batch)  # a quarter of the time of inputs[batch]
         records = Records.of(moved(chosen, moves, augment, black), labels.index_select(0, batch))
-        one = replace(settings, batch_size=len(batch), epochs=1, steps=1, augment=Augment())
+        one = _changed(settings, batch_size=len(batch), epochs=1, steps=1, augment=Augment())
         seed = partial(seed_process, int(inside.integers(2**63)), "step")
         yield LocalJob(replace(task, settings=one), job.plan, records, inside, seed)
 
@@ -124,7 +124,7 @@ def at(
     task = replace(
         before,
         params=params,
-        settings=replace(before.settings, **settings) if settings else before.settings,
+        settings=_changed(before.settings, **settings),
         statistics=before.statistics if statistics is None else statistics,
     )
     return replace(step, task=task, plan=step.plan if plan is None else plan)
@@ -150,6 +150,11 @@ def gradient_in(trained: Trained) -> Params:
     if layout_of(found) == layout_of(trained.params):
         return found
     return {**zeros_like(trained.params), **found}
+
+
+@lru_cache(maxsize=256)  # the steps of all clients have few different settings
+def _changed(settings: LocalSettings, **changes: Any) -> LocalSettings:
+    return replace(settings, **changes)
 
 
 class _InOrder(np.random.Generator):
