@@ -6,7 +6,7 @@ The settings are in ``strategies.dp_sgd``, and the steps in ``fl_sim.training.pr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NoReturn, cast
@@ -17,9 +17,10 @@ from clients.client_layer import ClientLayer, Payer
 from clients.policy import open_ledger
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
-from fl_sim.privacy.accounting import epsilon_of_counts, poisson_noise_multiplier
+from fl_sim.privacy.accounting import epsilon_of_counts, noise_multiplier, steps_that_fit
 from fl_sim.privacy.events import amplify_poisson
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.terms import Accountant
 from fl_sim.training.private_steps import sampling_rate, unsupported
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
@@ -40,7 +41,8 @@ class StepProtection:
 
     ``epsilon``, ``delta``: the most that all rounds may cost; an epsilon of None is no limit. ``clipping_norm``: the
     largest L2 norm of a record's gradient. ``noise_multiplier``: None means the least one that epsilon allows.
-    ``noise``: "secret", or "seeded" for simulations only.
+    ``noise``: "secret", or "seeded" for simulations only. ``accountant``: the accountant that finds the noise, and
+    compares costs with epsilon.
     """
 
     epsilon: float | None
@@ -48,6 +50,7 @@ class StepProtection:
     clipping_norm: float
     noise_multiplier: float | None
     noise: Literal["secret", "seeded"]
+    accountant: Accountant = "rdp"
 
 
 @dataclass(frozen=True)
@@ -84,44 +87,26 @@ def round_cost(
     the least one with which all rounds cost at most epsilon. Raises UserError if no noise reaches epsilon.
     """
     plain = replace(settings, learning_rate=0.0)  # so that a schedule of learning rates repeats no search
-    return _round_cost(
-        protection.epsilon, protection.delta, protection.noise_multiplier, plain, num_records, rounds, models
-    )
+    return _round_cost(replace(protection, clipping_norm=1.0, noise="secret"), plain, num_records, rounds, models)
 
 
 @lru_cache(maxsize=2**16)
 def _round_cost(
-    epsilon: float | None,
-    delta: float,
-    noise_multiplier: float | None,
-    settings: LocalSettings,
-    num_records: int,
-    rounds: int,
-    models: int,
+    protection: StepProtection, settings: LocalSettings, num_records: int, rounds: int, models: int
 ) -> RoundCost:
+    epsilon, delta, accountant = protection.epsilon, protection.delta, protection.accountant
     rate, steps = sampling_rate(settings, num_records), models * settings.num_steps(num_records)
-    if noise_multiplier is None:
+    if protection.noise_multiplier is None:
         assert epsilon is not None
-        found = poisson_noise_multiplier(rate, max(1, steps * rounds), epsilon, delta)
+        sampled = partial(amplify_poisson, sampling_rate=rate)
+        found = noise_multiplier(sampled, max(1, steps * rounds), epsilon, delta, accountant=accountant)
         return RoundCost(found, rate, steps, rounds)
-    cost = RoundCost(noise_multiplier, rate, steps, None)
+    cost = RoundCost(protection.noise_multiplier, rate, steps, None)
     if epsilon is None:
         return cost
-    fits = partial(_fits, cost.event, steps, epsilon, delta)
-    return replace(cost, most_rounds=_most(fits, rounds))
-
-
-def _fits(event: dp_event.DpEvent, steps: int, epsilon: float, delta: float, rounds: int) -> bool:
-    return rounds == 0 or epsilon_of_counts({event: steps * rounds}, delta) <= epsilon
-
-
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number of rounds, from 0 to ``most``, with ``fits(number)``."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    if not steps or epsilon_of_counts({cost.charge: rounds}, delta, accountant=accountant) <= epsilon:
+        return replace(cost, most_rounds=rounds)
+    return replace(cost, most_rounds=steps_that_fit(cost.event, epsilon, delta, accountant=accountant) // steps)
 
 
 class Withheld:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fl_sim.kinds import Choices, is_none, kind_of, path_in
 from fl_sim.local_plan import Sharing
+from fl_sim.privacy.terms import Accountant
 from fl_sim.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class DPSGD(Settings):
     both, a client trains until its next round would exceed ``epsilon``. From then on it counts as a client without
     records.
     ``noise``: with "secret" the protection is real, and the noise differs from run to run. With "seeded" the noise is
-    repeatable, and protects in simulation only.
+    repeatable, and protects in simulation only. ``accountant``: the accountant that finds the noise, and compares costs
+    with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of records.
     """
 
     kind: Literal["dp-sgd"] = "dp-sgd"
@@ -51,6 +53,7 @@ class DPSGD(Settings):
     clipping_norm: float = Field(1.0, gt=0)
     noise_multiplier: float | None = Field(None, gt=0)
     noise: Literal["secret", "seeded"] = "secret"
+    accountant: Accountant = "rdp"
 
     @model_validator(mode="after")
     def _has_noise(self) -> DPSGD:
@@ -66,7 +69,9 @@ class DPSGD(Settings):
         """Return the privacy parameters for clients."""
         from clients.private_steps import StepProtection  # noqa: PLC0415 (the accountants load slowly)
 
-        return StepProtection(self.epsilon, self.delta, self.clipping_norm, self.noise_multiplier, self.noise)
+        return StepProtection(
+            self.epsilon, self.delta, self.clipping_norm, self.noise_multiplier, self.noise, self.accountant
+        )
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if another setting reads records without noise, or has no private counterpart yet."""

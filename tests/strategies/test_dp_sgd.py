@@ -1,6 +1,7 @@
 """Runs with local.privacy=dp-sgd: what is charged and said, what a spent client sends, resume, engines, refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ def test_the_noise_that_is_found_spends_epsilon_in_all_rounds_and_of_all_models(
         assert cost.num_steps == steps
         assert 2.99 < epsilon_of_counts({cost.event: 20 * steps}, 1e-5) <= 3.0
     assert two.noise_multiplier > one.noise_multiplier
+
+
+def test_the_pld_accountant_finds_less_noise_for_the_same_epsilon() -> None:
+    local = LocalSettings(0.1, 0.0, 0.0, batch_size=50, epochs=1)
+    noises = []
+    for accountant in ("rdp", "pld"):
+        protection = StepProtection(3.0, 1e-5, 1.0, None, "secret", accountant)
+        cost = round_cost(protection, local, 400, 20)
+        assert epsilon_of_counts({cost.event: 160}, 1e-5, accountant=accountant) <= 3.0
+        limited = replace(protection, noise_multiplier=cost.noise_multiplier)
+        assert round_cost(limited, local, 400, 20).most_rounds == 20
+        noises.append(cost.noise_multiplier)
+    assert noises[1] < 0.97 * noises[0]
 
 
 def test_a_run_charges_every_client_for_every_round_and_states_the_highest_cost(tmp_path: Path) -> None:
