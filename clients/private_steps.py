@@ -17,6 +17,7 @@ from clients.client_layer import ClientLayer, Payer
 from clients.policy import open_ledger
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
+from fl_sim.native.kernel import CompiledNormals, load_kernel
 from fl_sim.privacy.accounting import epsilon_of_counts, noise_multiplier, steps_that_fit
 from fl_sim.privacy.events import amplify_poisson
 from fl_sim.privacy.mechanisms import Noise
@@ -190,6 +191,8 @@ class ClientPrivateSteps(ClientLayer):
             noise, run = Noise.seeded(int.from_bytes(hashlib.sha256(text.encode()).digest())), self.run_digest
         else:
             noise, run = Noise.secret(), client.run
+        if kernel := load_kernel()[0]:
+            noise = replace(noise, normals=CompiledNormals(kernel))
         whose = f"{_RELEASE} run {run}, client {client.number}, round "
         release = f"{whose}{task.server_round}"
         ledger = policy.open_ledger() if policy else _open(client.ledger)

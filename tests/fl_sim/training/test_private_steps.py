@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,9 +20,11 @@ from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.training.private_steps import _per_record, clipped_sum, sampling_rate, train_privately
+from fl_sim.training.per_record import ClippedSum, by_layers, by_records, clipped_sum_of
+from fl_sim.training.private_steps import sampling_rate, train_privately
 from fl_sim.types import LocalSettings, LocalTask, Params
 
+WAYS: dict[str, Callable[[nn.Module, Params, float], ClippedSum]] = {"layers": by_layers, "records": by_records}
 ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=8, epochs=0, steps=1)
 
 
@@ -73,33 +76,35 @@ def _moved(before: Params, after: Params, scale: float) -> NDArray[np.float64]:
     st.integers(1, 6),
     st.lists(st.floats(width=32), min_size=6, max_size=6),
     st.floats(1e-3, 10),
+    st.sampled_from(sorted(WAYS)),
 )
 def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(
-    seed: int, count: int, row: list[float], limit: float
+    seed: int, count: int, row: list[float], limit: float, way: str
 ) -> None:
     model = _net(seed)
     inputs, labels = _records(seed, count)
     place = seed % count
     inputs[place] = torch.tensor(row)
-    gradients_of, weights = _per_record(model, {}, 0.0), trainable(model)
-    whole = clipped_sum(gradients_of, weights, inputs, labels, limit)
+    clipped_sum = WAYS[way](model, trainable(model), 0.0)
+    whole = clipped_sum(inputs, labels, limit)
     nothing = inputs.clone()
     nothing[place] = math.nan  # its gradient is not finite, and so counts as zeros: a record that is not there
-    without = clipped_sum(gradients_of, weights, nothing, labels, limit)
+    without = clipped_sum(nothing, labels, limit)
     assert np.linalg.norm(whole - without) <= limit * (1 + 1e-12)
     others = torch.arange(count) != place
-    again = clipped_sum(gradients_of, weights, inputs[others], labels[others], limit)
+    again = clipped_sum(inputs[others], labels[others], limit)
     assert np.allclose(without, again, rtol=1e-5, atol=1e-6 * limit)
 
 
-def test_a_long_gradient_is_cut_to_the_clipping_norm_and_a_short_one_is_kept() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_long_gradient_is_cut_to_the_clipping_norm_and_a_short_one_is_kept(way: str) -> None:
     model = _net()
     inputs, labels = _records(1, 1)
-    gradients_of, weights = _per_record(model, {}, 0.0), trainable(model)
-    true = clipped_sum(gradients_of, weights, inputs, labels, math.inf)
+    clipped_sum = WAYS[way](model, trainable(model), 0.0)
+    true = clipped_sum(inputs, labels, math.inf)
     length = float(np.linalg.norm(true))
-    assert np.linalg.norm(clipped_sum(gradients_of, weights, inputs, labels, length / 2)) == pytest.approx(length / 2)
-    assert np.array_equal(clipped_sum(gradients_of, weights, inputs, labels, length * 2), true)
+    assert np.linalg.norm(clipped_sum(inputs, labels, length / 2)) == pytest.approx(length / 2)
+    assert np.array_equal(clipped_sum(inputs, labels, length * 2), true)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
@@ -110,12 +115,13 @@ def test_the_clipped_sum_is_that_of_opacus(name: str) -> None:
     model = models.MODELS[name](shape, 10)
     inputs, labels = _records(2, 5, shape, 10)
     limit = 0.7
-    ours = clipped_sum(_per_record(model, {}, 0.0), trainable(model), inputs, labels, limit)
+    ours = [way(model, trainable(model), 0.1)(inputs, labels, limit) for way in WAYS.values()]
     theirs = GradSampleModule(model, loss_reduction="sum")
-    nn.functional.cross_entropy(theirs(inputs), labels, reduction="sum").backward()
+    nn.functional.cross_entropy(theirs(inputs), labels, reduction="sum", label_smoothing=0.1).backward()
     flat = torch.cat([weight.grad_sample.flatten(1) for weight in theirs.parameters()], dim=1).double()  # type: ignore[union-attr]
     expected = (flat * (limit / flat.norm(dim=1, keepdim=True)).clamp(max=1.0)).sum(dim=0)
-    assert np.allclose(ours, expected.numpy(), rtol=1e-4, atol=1e-6)
+    for sums in ours:
+        assert np.allclose(sums, expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
 def test_without_noise_and_clipping_a_step_is_that_of_sgd_on_the_drawn_records() -> None:
@@ -180,7 +186,8 @@ def test_each_step_has_noise_of_its_own() -> None:
 def test_a_batch_without_records_takes_a_step_of_noise_alone() -> None:
     model = _net()
     nobody = (torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
-    assert np.array_equal(clipped_sum(_per_record(model, {}, 0.0), trainable(model), *nobody, 1.0), np.zeros(53))
+    for way in WAYS.values():
+        assert np.array_equal(way(model, trainable(model), 0.0)(*nobody, 1.0), np.zeros(53))
     data = _records(5, 1000)
     local = replace(ONE_STEP, batch_size=1, steps=20)  # about a third of these batches is empty
     steps = PrivateSteps(1.0, 1.0, Noise(bytes(32), simulation_only=True), "model")
@@ -192,7 +199,7 @@ def test_a_layer_without_a_rule_for_many_records_is_computed_record_by_record() 
     model = models.build("gru", (12,), 5, 0, vocabulary=9)
     inputs = torch.randint(1, 9, (4, 12), generator=torch.Generator().manual_seed(1)).float()
     labels = torch.tensor([0, 1, 2, 3])
-    found = clipped_sum(_per_record(model, {}, 0.0), trainable(model), inputs, labels, math.inf)
+    found = clipped_sum_of(model, trainable(model), 0.0)(inputs, labels, math.inf)
     loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
     true = torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
     assert np.allclose(found, true.double().numpy(), rtol=1e-3, atol=1e-5)

@@ -1,0 +1,178 @@
+"""Sums of clipped per-record gradients, in two ways with the same results up to float32 rounding.
+
+``by_layers`` is for models of linear layers, convolutions and group norms. One backward pass gives, for each layer, its
+inputs a and the gradients d of its outputs. A linear layer's gradient for one record is the product of its d and a. So
+its norm is |d| sqrt(|a|^2 + 1), and the weighted sum over records is one matrix product: no per-record gradient is
+stored (Goodfellow 2015; "ghost clipping", Li et al. 2022, section 4). ``by_records`` is for all other models. It
+computes the gradient of every record from that record alone, so no layer can mix records.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from fl_sim import models
+from fl_sim.types import Params
+
+ClippedSum: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], NDArray[np.float64]]
+"""A function (inputs (b, *input shape), labels (b,), limit) -> the sum of the records' gradients, shape (size,).
+
+Each gradient is first scaled down to the L2 norm ``limit``, over all trained parameters together. A gradient that is
+not finite counts as zeros. ``size`` is the number of all trained parameters. The sum is computed in float64.
+"""
+
+_MOST_NUMBERS: Final = 2**24
+"""The largest number of per-record gradients that are held at once: 64 MiB."""
+
+_PLAIN: Final = {
+    nn.Sequential, nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
+    nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Linear, nn.Conv2d, nn.GroupNorm,
+    models.ResidualBlock,
+}  # fmt: skip
+"""Classes of modules that compute each record's outputs from this record alone."""
+
+
+def clipped_sum_of(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
+    """Return the function that computes sums of clipped gradients of ``model`` at its current weights.
+
+    ``trained``: the trained parameters of the model. ``smoothing``: the label smoothing of the loss.
+    """
+    if all(type(module) in _PLAIN for module in model.modules()) and all(map(_has_rule, model.modules())):
+        return by_layers(model, trained, smoothing)
+    return by_records(model, trained, smoothing)
+
+
+def _has_rule(module: nn.Module) -> bool:
+    return not isinstance(module, nn.Conv2d) or (module.groups == 1 and module.padding_mode == "zeros")
+
+
+def by_layers(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
+    """Return the function for models of linear layers, convolutions and group norms, one call of each in a pass."""
+    kinds = (nn.Linear, nn.Conv2d, nn.GroupNorm)
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+
+    def clipped_sum(inputs: torch.Tensor, labels: torch.Tensor, limit: float) -> NDArray[np.float64]:
+        if not len(labels):
+            return np.zeros(sum(value.numel() for value in trained.values()))
+        seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def see(name: str) -> Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]:
+            def hook(_: nn.Module, given: tuple[torch.Tensor], made: torch.Tensor) -> None:
+                assert name not in seen, f"{name} is called twice"
+                seen[name] = given[0].detach(), made
+
+            return hook
+
+        with ExitStack() as hooks:
+            for name, layer in layers.items():
+                handle = layer.register_forward_hook(see(name))
+                hooks.callback(handle.remove)
+            loss = functional.cross_entropy(model(inputs), labels, reduction="sum", label_smoothing=smoothing)
+        backwards = torch.autograd.grad(loss, [made for _, made in seen.values()])
+        parts: dict[str, _Part] = {}
+        for (name, (given, _)), back in zip(seen.items(), backwards, strict=True):
+            parts |= _parts_of(name, layers[name], given, back)
+        chosen = [parts[name] for name in trained]
+        norms = torch.stack([part.squares() for part in chosen]).sum(dim=0).sqrt()
+        factors = _factors(norms, limit)
+        return torch.cat([part.summed(factors).flatten() for part in chosen]).cpu().numpy()
+
+    return clipped_sum
+
+
+class _Part:
+    """The per-record gradients of one parameter: ``left`` (b, ...), times ``right`` if there is one (b, ...)."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        self.left, self.right = left.double(), None if right is None else right.double()
+
+    def squares(self) -> torch.Tensor:
+        """Return the squared norm of each record's gradient, shape (b,), in float64."""
+        squares = self.left.flatten(1).square().sum(dim=1)
+        return squares if self.right is None else squares * self.right.square().sum(dim=1)
+
+    def summed(self, factors: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all gradients, each times its factor; a record of factor 0 is left out, also if NaN."""
+        kept = factors > 0
+        left, factors = self.left[kept], factors[kept]
+        if self.right is None:
+            return torch.einsum("b,b...->...", factors, left)
+        return torch.mm((left * factors[:, None]).T, self.right[kept])
+
+
+def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tensor) -> Mapping[str, _Part]:
+    """Return the per-record gradients of a layer's parameters. ``given``: its inputs; ``back``: d loss / d outputs."""
+    prefix = f"{name}." if name else ""
+    if isinstance(layer, nn.Linear):
+        return {f"{prefix}weight": _Part(back, given), f"{prefix}bias": _Part(back)}
+    if isinstance(layer, nn.Conv2d):
+        columns = functional.unfold(given, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type] # never a word here
+        weight = torch.bmm(back.flatten(2), columns.transpose(1, 2))
+        return {f"{prefix}weight": _Part(weight), f"{prefix}bias": _Part(back.flatten(2).sum(dim=2))}
+    assert isinstance(layer, nn.GroupNorm)
+    normal = functional.group_norm(given, layer.num_groups, eps=layer.eps)
+    return {
+        f"{prefix}weight": _Part((back * normal).flatten(2).sum(dim=2)),
+        f"{prefix}bias": _Part(back.flatten(2).sum(dim=2)),
+    }
+
+
+def by_records(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
+    """Return the function for any model, which computes the gradient of each record from that record alone.
+
+    All records are computed together (``vmap``). A model with a layer that does not allow this, such as a GRU, is
+    computed record by record.
+    """
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    rest = {name: value for name, value in everything.items() if name not in trained}
+    size = sum(value.numel() for value in trained.values())
+
+    def loss(weights: Params, record: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        logits = functional_call(model, {**rest, **weights}, (record[None],))
+        return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
+
+    together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+    works: bool | None = None  # unknown before the first batch with records
+
+    def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        nonlocal works
+        fixed = {name: weight.detach() for name, weight in weights.items()}
+        if works is not False:
+            try:
+                found: dict[str, torch.Tensor] = together(fixed, inputs, labels)
+            except RuntimeError:
+                if works:
+                    raise
+                works = False
+            else:
+                works = True
+                return found
+        leaves = {name: weight.requires_grad_() for name, weight in fixed.items()}
+        losses = (loss(leaves, record, label) for record, label in zip(inputs, labels, strict=True))
+        each = [torch.autograd.grad(one, list(leaves.values())) for one in losses]
+        return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*each, strict=True), strict=True)}
+
+    def clipped_sum(inputs: torch.Tensor, labels: torch.Tensor, limit: float) -> NDArray[np.float64]:
+        total = torch.zeros(size, dtype=torch.float64, device=inputs.device)
+        for chunk in torch.split(torch.arange(len(labels), device=inputs.device), max(1, _MOST_NUMBERS // size)):
+            if not len(chunk):
+                continue
+            each = gradients(trained, inputs[chunk], labels[chunk])
+            part = _Part(torch.cat([each[name].detach().flatten(1) for name in trained], dim=1))
+            total += part.summed(_factors(part.squares().sqrt(), limit))
+        return total.cpu().numpy()
+
+    return clipped_sum
+
+
+def _factors(norms: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the factor of each record: 1 up to the norm ``limit``, less above it, and 0 if not finite, shape (b,)."""
+    norms = torch.where(torch.isfinite(norms), norms, torch.inf)
+    return torch.where(norms <= limit, 1.0, limit / norms)
