@@ -152,7 +152,7 @@ def _is_bare(run: SavedRun) -> bool:
         return True
     if run.voted or "client" in {statement.unit for statement in result.privacy}:
         return False
-    if run.settings["local"].get("privacy"):
+    if run.settings.get("local", {}).get("privacy"):
         return False
     on_raw_records = run.config.preprocess.kind == "none" or run.settings["preprocess"].get("train_on") != "synthetic"
     return on_raw_records and result.rounds > 0

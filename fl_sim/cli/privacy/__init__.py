@@ -100,8 +100,8 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
 
-    The result is for DP-SGD in other programs: clients of 'fl-sim run' do not train with DP-SGD in rounds. In fl-sim,
-    only the generator dp-cgan of preprocess=da-fl uses DP-SGD.
+    One data holder has --records records, such as a client with local.privacy=dp-sgd. Its steps are the local steps
+    of a round times its rounds. 'fl-sim plan' computes the costs of all clients of a run.
 
     For example:
 

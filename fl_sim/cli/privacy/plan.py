@@ -19,13 +19,12 @@ from fl_sim.report.picture import save_plot
 _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
-NOT_IN_RUNS: Final = (
-    "DP-SGD on the records of one data holder, as in the generator dp-cgan of preprocess=da-fl. Clients of fl-sim run "
-    "do not train with DP-SGD in rounds, and no secure aggregation hides their updates from the server. In fl-sim run "
-    "a record is protected by preprocess=da-fl, calibrate.epsilon or algorithm=pate, and a client by "
-    "aggregator=global-dp"
+IN_RUNS: Final = (
+    "DP-SGD on the records of one data holder, as in local.privacy=dp-sgd of fl-sim run (steps: local steps times "
+    "rounds of the client) and in the generator dp-cgan of preprocess=da-fl. It protects a record; "
+    "aggregator=global-dp protects a client"
 )
-"""A sentence for the user about the limit of a DP-SGD plan: clients of ``fl-sim run`` do not train with DP-SGD."""
+"""A sentence for the user about the privacy unit of a DP-SGD plan, and about its use in ``fl-sim run``."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
         "target_epsilon": request.target, "steps_that_fit": fits,
         "adjacency": str(events.adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
-        "not_in_runs": NOT_IN_RUNS if sampling.unit == "record" else "",
+        "in_runs": IN_RUNS if sampling.unit == "record" else "",
         "warnings": [advice] if advice else [],
     }  # fmt: skip
 
@@ -117,7 +116,7 @@ def in_words(plan: dict[str, Any]) -> str:
         f"sampling          {plan['sampling']}",
     ]
     if plan["unit"] == "record":
-        lines.append(f"where that runs   {NOT_IN_RUNS}")
+        lines.append(f"where that runs   {IN_RUNS}")
     if plan["steps_that_fit"] is not None:
         lines.append(f"steps that fit    {plan['steps_that_fit']} within epsilon {plan['target_epsilon']:g}")
     return "\n".join(lines)

@@ -197,10 +197,10 @@ def test_the_audit_command_prints_bounds_for_every_mechanism(
     assert text.count("CLAIM REFUTED") >= 5
 
 
-def test_a_plan_of_dp_sgd_says_that_clients_of_a_run_do_not_train_with_dp_sgd() -> None:
+def test_a_plan_of_dp_sgd_names_the_setting_of_a_run_with_this_cost() -> None:
     sampling = ("--sampling-rate", "0.01", "--noise-multiplier", "1", "--delta", "1e-5")
     runner = CliRunner()
     by_records = runner.invoke(app, ["dp-sgd", *sampling, "--steps", "10"]).stdout
-    assert "do not train with DP-SGD in rounds, and no secure aggregation" in by_records
-    assert "do not train with DP-SGD" not in runner.invoke(app, ["global-dp", *sampling, "--rounds", "10"]).stdout
-    assert "do not train with DP-SGD" in " ".join(runner.invoke(app, ["dp-sgd", "--help"]).stdout.split())
+    assert "as in local.privacy=dp-sgd of fl-sim run" in by_records
+    assert "local.privacy" not in runner.invoke(app, ["global-dp", *sampling, "--rounds", "10"]).stdout
+    assert "such as a client with" in " ".join(runner.invoke(app, ["dp-sgd", "--help"]).stdout.split())
