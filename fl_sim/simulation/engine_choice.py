@@ -59,6 +59,14 @@ This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to 
 """
 
 
+MOST_CACHED = 2**20
+"""The largest number of parameters of clients that make single steps together: their models stay in the cache.
+
+On two cores, a step of APFL by ten clients took 10 % less time together for a model of 26,000 parameters, and 35 % more
+for one of 532,000.
+"""
+
+
 @dataclass(frozen=True)
 class EngineChoice:
     """The chosen engine. ``why``: the reason, in words. ``trainer``: a description of the clients' trainer."""
@@ -150,8 +158,9 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
     if isinstance(job.experiment.algorithm, StepByStep):  # each step is a call of the trainer, for all clients together
-        busy = job.experiment.sampler.expected_size(job.experiment.num_members) / job.experiment.num_clients
-        least = max(least, math.ceil(busy * steps.sum() / workers_of(local_engine(job.experiment.engine), job)))
+        cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
+        each = cohort / workers_of(local_engine(job.experiment.engine), job)
+        least = max(least, math.ceil(min(each, MOST_CACHED / parameters) * steps.mean()))
     return ClientBatching(handler, steps, stack, least, max(1, MOST_NUMBERS // parameters))
 
 
