@@ -246,6 +246,8 @@ def test_defaults_have_an_effect(part: str) -> None:
         more: dict[str, Any] = {"devices": "constant"} if part == "server" else {}
         if kind in {"fedbabu", "knn-per"}:  # their effect is on clients' own models
             more = {"evaluate": {"clients": "class-shares", "fine_tune_epochs": 1}}
+        if kind == "cfl":  # whose clusters are split after 20 rounds at the earliest
+            more = {"rounds": 30}
         if kind in {"profile", "tstr"}:
             continue
         assert experiment_from({"clients": 12, **more, part: kind}).remarks == [], kind
