@@ -5,7 +5,7 @@ privacy ledgers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.bill import payment_of
+from fl_sim.privacy.loss_distribution import NoTimeError
 from fl_sim.privacy.mechanisms import clipping_norm_on_grid
 from fl_sim.privacy.statement import Coverage, statement
 from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
@@ -144,10 +145,13 @@ class PrivateStepsBill(Stage):
         sizes: dict[int, list[int]] = {}
         for client, size in enumerate(np.asarray(job.shards.sizes).tolist()):
             sizes.setdefault(size, []).append(client)
+        protection, rounds = self._settings.protection, experiment.rounds
+        try:
+            round_cost(protection, settings, max(sizes), rounds, models)
+        except NoTimeError:  # a forecast in a hurry: the RDP accountant's noise costs at most as much
+            protection = replace(protection, accountant="rdp")
         return [
-            _Group(
-                size, tuple(clients), round_cost(self._settings.protection, settings, size, experiment.rounds, models)
-            )
+            _Group(size, tuple(clients), round_cost(protection, settings, size, rounds, models))
             for size, clients in sizes.items()
             if size
         ]

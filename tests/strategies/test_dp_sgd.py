@@ -21,6 +21,7 @@ from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.tables.forecast import forecast
 from fl_sim.training import private_steps
 from fl_sim.types import LocalSettings
 
@@ -128,6 +129,16 @@ def test_the_forecast_is_the_bill(tmp_path: Path) -> None:
     [said] = ran(tmp_path / "run")["privacy"]
     assert (payment.unit, payment.epsilon, payment.delta) == ("record", said["epsilon"], said["delta"])
     assert not bill.bare
+
+
+def test_a_forecast_without_time_takes_the_noise_of_the_rdp_accountant(tmp_path: Path) -> None:
+    experiment = experiment_from(settings_of({"epsilon": 4.0, "noise_multiplier": None, "accountant": "pld"}))
+    found = forecast({"run": experiment}, tmp_path, None, None, billed=lambda: False)
+    assert found[0].paid is not None
+    assert found[0].paid.payments is not None
+    [payment] = found[0].paid.payments
+    assert payment.epsilon is not None
+    assert payment.epsilon <= 4.0
 
 
 def test_charged_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
