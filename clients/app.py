@@ -79,16 +79,19 @@ def task_of(client: Client) -> ClientTask:
     return task
 
 
-def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> BatchHandler:
+def train_together(
+    runtime_of: RuntimeFactory, signer: remote.Signer | None = None, *, stacked: bool = False
+) -> BatchHandler:
     """Return a function that trains several clients in one call of the compiled trainer.
 
-    The compiled trainer is C++ code. ``stacked``: train the clients as one PyTorch computation instead. If the joint
-    training fails, the function trains each client separately. So only the failing client gets an error. Several
-    threads may call the function. Compiled code runs in all threads at once. A lock lets only one thread at a time run
-    the function's Python code. Without this lock, threads would wait for Python's global lock at every PyTorch
-    operation. The waiting would take a seventh of the time of a round of 100 small clients.
+    The compiled trainer is C++ code. ``signer``: the object that verifies tickets, as in ``build_client_app``.
+    ``stacked``: train the clients as one PyTorch computation instead. If the joint training fails, the function trains
+    each client separately. So only the failing client gets an error. Several threads may call the function. Compiled
+    code runs in all threads at once. A lock lets only one thread at a time run the function's Python code. Without this
+    lock, threads would wait for Python's global lock at every PyTorch operation. The waiting would take a seventh of
+    the time of a round of 100 small clients.
     """
-    reader, in_python = _Reader(runtime_of), Lock()
+    reader, in_python = _Reader(runtime_of, signer), Lock()
 
     def trained(messages: Sequence[Message]) -> list[Message]:
         with in_python:

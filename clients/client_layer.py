@@ -21,6 +21,7 @@ from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, Serve
 
 if TYPE_CHECKING:
     from clients.policy import Policy
+    from fl_sim.engines.remote import Ticket
     from fl_sim.training.records import Records
     from fl_sim.training.trainer import LocalJob
 
@@ -43,6 +44,14 @@ class Payer(Protocol):
     @property
     def ledger(self) -> Path:
         """The privacy ledger of a client without a policy."""
+
+    @property
+    def has_disk(self) -> bool:
+        """True if this process can write the client's files, such as its privacy ledger."""
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The proof that another process has written the cost of this round into the client's privacy ledger."""
 
 
 class ClientLayer:

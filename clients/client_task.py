@@ -142,6 +142,11 @@ class Client:
         return self.config.run
 
     @property
+    def has_disk(self) -> bool:
+        """Return True if this process can write the client's files: its state, and its privacy ledger."""
+        return bool(self.config.state_dir)
+
+    @property
     def ledger(self) -> Path:
         """Return the path of the client's privacy ledger, for a client whose owner has set no policy."""
         return self.runtime.ledger(self.number)

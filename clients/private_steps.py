@@ -15,7 +15,7 @@ from dp_accounting import dp_event
 
 from clients.client_layer import ClientLayer, Payer
 from clients.policy import open_ledger
-from fl_sim.errors import UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.native.kernel import CompiledNormals, load_kernel
 from fl_sim.privacy.accounting import epsilon_of_counts, noise_multiplier, steps_that_fit
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fl_sim.privacy.ledger import Ledger
+
+SPENT: Final = (0,)
+"""The ``counts`` in the ticket of a client whose budget does not allow the round."""
 
 _RELEASE: Final = "local steps of"
 """The beginning of the names of this module's charges in the privacy ledger."""
@@ -178,12 +181,21 @@ class ClientPrivateSteps(ClientLayer):
         return {name: self._private(job, cost, noise, name) for name, job in jobs.items()}
 
     def _private(self, job: LocalJob, cost: RoundCost, noise: Noise, name: str) -> LocalJob:
+        if kernel := load_kernel()[0]:
+            noise = replace(noise, normals=CompiledNormals(kernel))
         steps = PrivateSteps(self.protection.clipping_norm, cost.noise_multiplier, noise, name or "model")
         return replace(job, plan=replace(job.plan, private=steps))
 
     def _paid(self, client: Payer, task: LocalTask, cost: RoundCost) -> Noise | None:
         """Return the source of the round's noise, after its cost is on the disk; None if the budget is spent."""
         policy = client.policy
+        if client.ticket:
+            return None if client.ticket.counts == SPENT else Noise(client.ticket.key, client.ticket.simulation_only)
+        if not client.has_disk:
+            raise RunError(
+                "this worker has no access to the client's privacy ledger, and nothing is released without a charge: "
+                "start the same version of fl-sim on all machines"
+            )
         if policy:
             policy.check_noise(self.protection.noise, "local.privacy.noise")
         if self.protection.noise == "seeded":
@@ -191,8 +203,6 @@ class ClientPrivateSteps(ClientLayer):
             noise, run = Noise.seeded(int.from_bytes(hashlib.sha256(text.encode()).digest())), self.run_digest
         else:
             noise, run = Noise.secret(), client.run
-        if kernel := load_kernel()[0]:
-            noise = replace(noise, normals=CompiledNormals(kernel))
         whose = f"{_RELEASE} run {run}, client {client.number}, round "
         release = f"{whose}{task.server_round}"
         ledger = policy.open_ledger() if policy else _open(client.ledger)

@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import RecordDict
 
 from clients.client_task import Client, CustomStart, OnClient
-from fl_sim.engines import wire
+from fl_sim.engines import remote, wire
 from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import FurtherModel, FurtherModels, LocalPlan
 from fl_sim.own_code import check_returned
@@ -68,6 +68,19 @@ class TrainingJob:
     def jobs(self) -> list[LocalJob]:
         """Return the inputs of the trainer: first for the model that is sent, then for the further models."""
         return [self.job, *self.further.values()]
+
+    @property
+    def ticket(self) -> remote.Ticket | None:
+        """Return the proof that the cost of private steps is in the client's privacy ledger, for a worker without disk.
+
+        The result is None if the steps are not private. A client that may not take private steps any more gets a
+        ticket with ``counts`` (0,).
+        """
+        if not any(layer.protects for layer in self.client.runtime.layers):
+            return None
+        if (private := self.job.plan.private) is None:
+            return remote.Ticket(bytes(32), simulation_only=True, counts=(0,))
+        return remote.Ticket(private.noise.key, private.noise.simulation_only)
 
     @classmethod
     def of(cls, client: Client) -> TrainingJob:

@@ -172,6 +172,14 @@ class Phase:
 class NoiseSource(Protocol):
     """The secret random numbers of one client in one round (``fl_sim.privacy.mechanisms.Noise``)."""
 
+    @property
+    def key(self) -> bytes:
+        """The secret key, from which all numbers follow."""
+
+    @property
+    def simulation_only(self) -> bool:
+        """True if the key comes from a seed."""
+
     def taking_part(
         self, count: int, sampling_rate: float, *, purpose: str, server_round: int
     ) -> npt.NDArray[np.bool_]:

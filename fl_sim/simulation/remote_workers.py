@@ -16,6 +16,7 @@ from safetensors.torch import load
 
 from clients.app import build_client_app, train_together
 from clients.client_task import Begun, Client, ClientRuntime, PaidAtHome
+from clients.train import TrainingJob
 from fl_sim.engines import remote, wire
 from fl_sim.engines.batching import BatchHandler, partition_of, raised
 from fl_sim.engines.remote import Parcel
@@ -87,7 +88,7 @@ def worker_handler(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
 
     ``stacked``: True if the clients are trained as one computation over stacked parameters.
     """
-    return train_together(lambda *_: setup.runtime, stacked=stacked)
+    return train_together(lambda *_: setup.runtime, setup.signer, stacked=stacked)
 
 
 def _plain(examples: Examples) -> Examples:
@@ -162,7 +163,8 @@ class ClientStore:
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)
         if order.task == wire.TRAIN or (task is not None and task.reads_state):
-            return wire.state_records(load_state(order.state_dir, client, order.server_round))
+            state = wire.state_records(load_state(order.state_dir, client, order.server_round))
+            return {**state, **self._ticket_to_train(message, order, RecordDict({**content, **state}))}
         if not isinstance(task, PaidAtHome):
             return {}
         if (order.task, client) not in self._begun:
@@ -171,6 +173,20 @@ class ClientStore:
                 return {} if begun is None else begun
             self._begun[order.task, client] = begun
         return self.signer.records(self._begun[order.task, client].ticket, order.task, client, content)
+
+    def _ticket_to_train(
+        self, message: Message, order: wire.TaskConfig, content: RecordDict
+    ) -> Mapping[str, ConfigRecord]:
+        """Return a Flower record with the signed ticket for a round of training; empty if its steps are not private.
+
+        The cost of the round is first written into the client's privacy ledger. ``content``: the message, with the
+        client's state.
+        """
+        if order.task != wire.TRAIN or not any(layer.protects for layer in self._runtime.layers):
+            return {}
+        client = partition_of(message)
+        ticket = TrainingJob.of(Client(client, self._runtime, order, message.content)).ticket
+        return {} if ticket is None else self.signer.records(ticket, order.task, client, content)
 
     def _without_paths(self, content: RecordDict) -> tuple[wire.TaskConfig, RecordDict]:
         if self._shared is None or self._shared[0] is not content:

@@ -9,6 +9,7 @@ import torch
 
 from clients.policy import Policy, open_ledger, read_policy
 from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, StepProtection, round_cost
+from fl_sim.engines.remote import Ticket
 from fl_sim.errors import RunError, UserError
 from fl_sim.local_plan import LocalPlan
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -27,6 +28,8 @@ class Payer:
 
     ledger: Path
     policy: Policy | None = None
+    ticket: Ticket | None = None
+    has_disk: bool = True
     number: int = 4
     run: str = "ab" * 8
 
@@ -50,7 +53,7 @@ def test_the_models_of_a_client_are_charged_together_and_have_noise_of_their_own
     private = [job.plan.private for job in jobs.values()]
     assert private[0] is not None
     assert private[1] is not None
-    assert private[0].noise is private[1].noise
+    assert private[0].noise == private[1].noise
     assert private[0].stream != private[1].stream
     assert [job.plan.private for job in _half().protected(payer, {"": _job()}).values()] != private[:1]
 

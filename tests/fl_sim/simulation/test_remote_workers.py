@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ConfigRecord, Message
 
 from clients.app import build_client_app
@@ -15,6 +16,7 @@ from fl_sim.engines.remote import Parcel
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.params import detached
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.remote_workers import ClientStore, WorkerSetup, worker_app
 from fl_sim.stages.ccvr import SUMMARISE
@@ -162,3 +164,32 @@ def test_shards_that_were_dealt_otherwise_are_other_records() -> None:
         with pytest.raises(RunError, match="the received records differ from those that were sent"):
             replace(setup, shards=shards).runtime  # noqa: B018 (made when it is asked for)
     assert setup.runtime.num_clients == 3
+
+
+def test_private_steps_are_charged_by_the_driver_before_a_worker_without_disk_makes_them(tmp_path: Path) -> None:
+    privacy = {"kind": "dp-sgd", "noise_multiplier": 1.0, "epsilon": 12.0}
+    settings = {"model": "logistic", "clients": 6, "partition": "iid", "rounds": 3, "algorithm": "scaffold"}
+    job = job_of(experiment_from({**settings, "local": {"privacy": privacy, "batch_size": 200, "momentum": 0.0}}))
+    params = detached(job.model().named_parameters())
+    order = wire.TaskConfig(job.experiment.model_dump_json(), 1, 0.1, "", str(tmp_path / "clients"), run="ab" * 8)
+    zeros = {"control": {name: torch.zeros_like(value) for name, value in params.items()}}
+    app = worker_app(WorkerSetup.of(job, SIGNER))
+    weights = []
+    for server_round in (1, 2, 3):
+        content = wire.task_content(replace(order, server_round=server_round), params, zeros)
+        message = Message(content, [*LocalGrid(6).get_node_ids()][CLIENT], wire.TRAIN)
+        message.metadata.__dict__["_message_id"] = "one"
+        store = ClientStore(job, SIGNER)
+        parcel = store.before(message)
+        assert isinstance(parcel, Parcel)
+        assert charges(job) == min(server_round, 2)  # epsilon 12 allows two rounds
+        whole = wire.RecordDict({**parcel.content, **parcel.own})
+        reply = answer(app, Message(whole, metadata=message.metadata), 6)
+        weights.append(reply.content.metric_records["report"]["num-examples"])
+        bare = wire.RecordDict({name: one for name, one in whole.items() if name != "ticket"})
+        refused = wire.error_of(answer(app, Message(bare, metadata=message.metadata), 6))
+        assert refused is not None
+        assert "no access to the client's privacy ledger" in refused
+        store.after(message, reply)
+    assert weights == [1, 1, 0]
+    assert charges(job) == 2
