@@ -113,6 +113,18 @@ def _round_cost(
     return replace(cost, most_rounds=steps_that_fit(cost.event, epsilon, delta, accountant=accountant) // steps)
 
 
+def num_charged(ledger: Ledger, run: str, client: int) -> int:
+    """Return the number of rounds of a run that the privacy ledger of ``client`` has charged, with repetitions.
+
+    ``run``: the name of the run; for seeded noise, the digest of the experiment.
+    """
+    return sum(one.release.startswith(_rounds_of(run, client)) for one in ledger.charges)
+
+
+def _rounds_of(run: str, client: int) -> str:
+    return f"{_RELEASE} run {run}, client {client}, round "
+
+
 class Withheld:
     """A stand-in for facts about a client's records that no code without noise may read. Every use raises UserError."""
 
@@ -203,12 +215,11 @@ class ClientPrivateSteps(ClientLayer):
             noise, run = Noise.seeded(int.from_bytes(hashlib.sha256(text.encode()).digest())), self.run_digest
         else:
             noise, run = Noise.secret(), client.run
-        whose = f"{_RELEASE} run {run}, client {client.number}, round "
-        release = f"{whose}{task.server_round}"
+        release = f"{_rounds_of(run, client.number)}{task.server_round}"
         ledger = policy.open_ledger() if policy else _open(client.ledger)
         if cost.most_rounds is not None and not ledger.has_charged(release, noise.identity):
             ledger.catch_up()
-            if sum(one.release.startswith(whose) for one in ledger.charges) >= cost.most_rounds:
+            if num_charged(ledger, run, client.number) >= cost.most_rounds:
                 return None
         if policy:
             policy.pay({release: cost.charge}, noise.identity)

@@ -47,9 +47,7 @@ class PrivateTraining(Layer):
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
         """Return the layer's code on clients, which pays for private steps and makes them."""
         del algorithm, model
-        text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout"})
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return ClientPrivateSteps(experiment.local.privacy.protection, digest, experiment.rounds)
+        return ClientPrivateSteps(experiment.local.privacy.protection, digest_of(experiment), experiment.rounds)
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
@@ -76,6 +74,12 @@ class PrivateTraining(Layer):
     def state(self) -> Mapping[str, Any]:
         """Return the number of rounds that each client trained, for the checkpoint."""
         return {"rounds_trained": {str(client): count for client, count in sorted(self.counts.items())}}
+
+
+def digest_of(experiment: Any) -> str:
+    """Return a digest of all settings that determine the numbers of a run; it names runs with seeded noise."""
+    text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout"})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def models_of(algorithm: object, params: Params) -> int:

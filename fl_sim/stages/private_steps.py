@@ -5,6 +5,7 @@ privacy ledgers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from dp_accounting import dp_event
 
-from clients.private_steps import RoundCost, round_cost
-from fl_sim.errors import UserError
+from clients.policy import open_ledger
+from clients.private_steps import RoundCost, num_charged, round_cost
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -21,13 +23,14 @@ from fl_sim.privacy.bill import payment_of
 from fl_sim.privacy.loss_distribution import NoTimeError
 from fl_sim.privacy.mechanisms import clipping_norm_on_grid
 from fl_sim.privacy.statement import Coverage, statement
-from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
+from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, none_if_infinite, rounded_up
+from fl_sim.simulation.client_ledgers import JointCost, joint_cost, joint_cost_in_words, ledger_path
 from fl_sim.simulation.client_runtime import local_settings
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.types import Params
 from strategies.dp_sgd import DPSGD
 from strategies.layer import found_in
-from strategies.private_steps import PrivateTraining, models_of
+from strategies.private_steps import PrivateTraining, digest_of, models_of
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -59,6 +62,7 @@ class PrivateStepsBill(Stage):
         super().__init__(job)
         self._layer: PrivateTraining | None = None
         self._run = ""
+        self._together: JointCost | None = None
 
     def before(self, run: Run) -> None:
         """Remember the round layer, which counts the rounds of each client.
@@ -77,6 +81,22 @@ class PrivateStepsBill(Stage):
                     f"{self._settings.delta:g}: take a larger epsilon or noise_multiplier, or leave noise_multiplier "
                     "out, and the noise is found from epsilon"
                 )
+
+    def after(self, run: Run) -> None:
+        """Compute the joint cost of everything in the clients' privacy ledgers, if the ledgers are on this machine."""
+        del run
+        with suppress(RunError, UserError):
+            self._together = joint_cost(self.job, self._settings.delta) if self._is_charged_here() else None
+
+    def _is_charged_here(self) -> bool:
+        """Return True if the privacy ledgers on this machine contain all rounds in which clients trained."""
+        assert self._layer is not None
+        run = digest_of(self.job.experiment) if self._settings.noise == "seeded" else self._run
+        paths = {client: ledger_path(self.job, client) for client in self._layer.counts}
+        return all(
+            path.exists() and num_charged(open_ledger(path), run, client) >= self._layer.counts[client]
+            for client, path in paths.items()
+        )
 
     def payments(self) -> "Iterator[Payment]":
         """Yield the planned cost of all rounds, for a record of the client with the highest cost."""
@@ -108,8 +128,11 @@ class PrivateStepsBill(Stage):
         trained = max((counts.get(client, 0) for client in worst.clients), default=0)
         charges = [(f"round {number}", worst.cost.charge) for number in range(1, trained + 1)]
         coverage = Coverage(_COVERS, _DOES_NOT_COVER, self._settings.noise == "seeded")
-        said = statement(self._terms, charges, self._planned(worst), coverage)
-        return [*others, {"ledger": self._run, **said}]
+        said, together = statement(self._terms, charges, self._planned(worst), coverage), self._together
+        if together is None or together.shares > trained:  # other releases about the same records
+            said["guarantee"] = f"{said['guarantee']}{joint_cost_in_words(together, self._settings.delta)}"
+        joint = together and none_if_infinite(together.epsilon)
+        return [*others, {"ledger": self._run, **said, "epsilon_together": joint}]
 
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``local_privacy`` for ``result.json``: noise and steps for each number of records."""

@@ -173,6 +173,11 @@ def test_a_second_run_with_secret_noise_is_charged_again_and_a_seeded_one_is_not
     for number in range(2):
         ran(tmp_path / f"secret-{number}", {"noise": "secret"})
     assert len(_charges(0)) == 6
+    said = [json.loads((tmp_path / f"secret-{number}" / "result.json").read_text())["privacy"][0] for number in (0, 1)]
+    assert (
+        said[1]["epsilon_together"] > said[0]["epsilon_together"] > said[0]["epsilon"]
+    )  # six, four rounds
+    assert "hold up to 6 releases about the same records" in said[1]["guarantee"]
     models = [load_file(tmp_path / name / "model.safetensors") for name in ("seeded-0", "seeded-1", "secret-0")]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])
     assert not all(models[0][name].equal(models[2][name]) for name in models[0])

@@ -98,7 +98,7 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     plot: _Plot = None,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
+    """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon; or all three, for delta.
 
     One data holder has --records records, such as a client with local.privacy=dp-sgd. Its steps are the local steps
     of a round times its rounds. 'fl-sim plan' computes the costs of all clients of a run.

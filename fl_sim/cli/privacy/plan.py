@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fl_sim.errors import UserError
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import bounds, epsilon_of_counts, noise_multiplier, steps_that_fit
+from fl_sim.privacy.accounting import bounds, delta_profile, epsilon_of_counts, noise_multiplier, steps_that_fit
 from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
 from fl_sim.privacy.terms import Accountant, Adjacency, delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
@@ -87,13 +87,17 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
     found = bounds(counts, delta)
     epsilons: dict[Accountant, float] = {"rdp": found.rdp, "pld": found.least}
     advice = delta_advice(delta, sampling.population) if sampling.population else None
+    at_target = None
+    if request.noise and request.steps and request.target and found.pld is not None:
+        [at_target] = delta_profile([dp_event.SelfComposedDpEvent(event, steps)], [request.target])
     return {
         "unit": sampling.unit, "asked": asked, "epsilon": _json(epsilons[accountant]), "delta": delta,
         "noise_multiplier": noise, "sampling_rate": events.sampling_rate(event), "steps": steps,
         "accountant": accountant, "epsilon_rdp": _json(epsilons["rdp"]),
         "epsilon_pld": None if found.pld is None else _json(found.pld), "no_pld": found.reason,
         "epsilon_least": _json(found.least), "accountant_least": found.accountant,
-        "target_epsilon": request.target, "steps_that_fit": fits,
+        "target_epsilon": request.target, "steps_that_fit": fits, "delta_at_target": at_target,
+        "mu": math.sqrt(steps) / noise if isinstance(event, dp_event.GaussianDpEvent) else None,
         "adjacency": str(events.adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
         "in_runs": IN_RUNS if sampling.unit == "record" else "",
@@ -117,6 +121,10 @@ def in_words(plan: dict[str, Any]) -> str:
     ]
     if plan["unit"] == "record":
         lines.append(f"where that runs   {IN_RUNS}")
+    if plan["delta_at_target"] is not None:
+        lines.append(f"delta at {plan['target_epsilon']:<9g}{plan['delta_at_target']:.4g}  (of the same steps, by PLD)")
+    if plan["mu"] is not None:
+        lines.append(f"Gaussian DP       mu {rounded_up(plan['mu'])}, exactly: steps without sampling")
     if plan["steps_that_fit"] is not None:
         lines.append(f"steps that fit    {plan['steps_that_fit']} within epsilon {plan['target_epsilon']:g}")
     return "\n".join(lines)

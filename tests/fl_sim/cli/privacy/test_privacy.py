@@ -197,6 +197,16 @@ def test_the_audit_command_prints_bounds_for_every_mechanism(
     assert text.count("CLAIM REFUTED") >= 5
 
 
+def test_a_plan_with_noise_steps_and_epsilon_answers_with_delta() -> None:
+    given = ("dp-sgd", "--sampling-rate", "0.01", "--noise-multiplier", "1", "--steps", "1000", "--json")
+    plain = json.loads(CliRunner().invoke(app, [*given]).stdout)
+    assert (plain["delta_at_target"], plain["mu"]) == (None, None)
+    asked = json.loads(CliRunner().invoke(app, [*given, "--epsilon", str(plain["epsilon_pld"])]).stdout)
+    assert asked["delta_at_target"] == pytest.approx(1e-5, rel=1e-3)
+    whole = ("dp-sgd", "--sampling-rate", "1", "--noise-multiplier", "4", "--steps", "9", "--epsilon", "2")
+    assert "mu 0.75, exactly" in CliRunner().invoke(app, [*whole]).stdout
+
+
 def test_a_plan_of_dp_sgd_names_the_setting_of_a_run_with_this_cost() -> None:
     sampling = ("--sampling-rate", "0.01", "--noise-multiplier", "1", "--delta", "1e-5")
     runner = CliRunner()
