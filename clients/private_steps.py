@@ -22,7 +22,7 @@ from fl_sim.privacy.accounting import epsilon_of_counts, noise_multiplier, steps
 from fl_sim.privacy.events import amplify_poisson
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Accountant
-from fl_sim.training.private_steps import sampling_rate, unsupported
+from fl_sim.training.private_steps import num_private_steps, sampling_rate, unsupported
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Trained
@@ -83,23 +83,24 @@ class RoundCost:
 
 
 def round_cost(
-    protection: StepProtection, settings: LocalSettings, num_records: int, rounds: int, models: int = 1
+    protection: StepProtection, settings: LocalSettings, num_records: int, rounds: int, num_steps: int
 ) -> RoundCost:
     """Return the cost of a round of a client with ``num_records`` records, in a run of ``rounds`` rounds.
 
-    ``models``: the number of models that the client trains in a round. If ``protection`` has no noise multiplier, it is
-    the least one with which all rounds cost at most epsilon. Raises UserError if no noise reaches epsilon.
+    ``num_steps``: the number of private steps in a round, of all models of the client together. If ``protection`` has
+    no noise multiplier, it is the least one with which all rounds cost at most epsilon. Raises UserError if no noise
+    reaches epsilon.
     """
     plain = replace(settings, learning_rate=0.0)  # so that a schedule of learning rates repeats no search
-    return _round_cost(replace(protection, clipping_norm=1.0, noise="secret"), plain, num_records, rounds, models)
+    return _round_cost(replace(protection, clipping_norm=1.0, noise="secret"), plain, num_records, rounds, num_steps)
 
 
 @lru_cache(maxsize=2**16)
 def _round_cost(
-    protection: StepProtection, settings: LocalSettings, num_records: int, rounds: int, models: int
+    protection: StepProtection, settings: LocalSettings, num_records: int, rounds: int, steps: int
 ) -> RoundCost:
     epsilon, delta, accountant = protection.epsilon, protection.delta, protection.accountant
-    rate, steps = sampling_rate(settings, num_records), models * settings.num_steps(num_records)
+    rate = sampling_rate(settings, num_records)
     if protection.noise_multiplier is None:
         assert epsilon is not None
         sampled = partial(amplify_poisson, sampling_rate=rate)
@@ -186,7 +187,8 @@ class ClientPrivateSteps(ClientLayer):
         first = next(iter(jobs.values()))
         if not len(first.records):
             return jobs
-        cost = round_cost(self.protection, first.task.settings, len(first.records), self.rounds, len(jobs))
+        steps = sum(num_private_steps(job.plan, job.task.settings, len(job.records)) for job in jobs.values())
+        cost = round_cost(self.protection, first.task.settings, len(first.records), self.rounds, steps)
         noise = self._paid(client, first.task, cost)
         if noise is None:
             return {name: _without_records(job) for name, job in jobs.items()}

@@ -27,6 +27,7 @@ from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, none_if_infinit
 from fl_sim.simulation.client_ledgers import JointCost, joint_cost, joint_cost_in_words, ledger_path
 from fl_sim.simulation.client_runtime import local_settings
 from fl_sim.simulation.stage import Run, Stage
+from fl_sim.training.private_steps import num_private_steps
 from fl_sim.types import Params
 from strategies.dp_sgd import DPSGD
 from strategies.layer import found_in
@@ -162,19 +163,26 @@ class PrivateStepsBill(Stage):
 
     @cached_property
     def _groups(self) -> list[_Group]:
+        from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (it asks all stages)
+
         job, experiment = self.job, self.job.experiment
         settings = local_settings(job, experiment.local.learning_rate)
-        models = models_of(experiment.algorithm, self._params)
+        plan = procedure_of(job).typical_plan()
+        further = models_of(experiment.algorithm, self._params) - 1
+
+        def steps_of(size: int) -> int:
+            return num_private_steps(plan, settings, size) + further * settings.num_steps(size)
+
         sizes: dict[int, list[int]] = {}
         for client, size in enumerate(np.asarray(job.shards.sizes).tolist()):
             sizes.setdefault(size, []).append(client)
         protection, rounds = self._settings.protection, experiment.rounds
         try:
-            round_cost(protection, settings, max(sizes), rounds, models)
+            round_cost(protection, settings, max(sizes), rounds, steps_of(max(sizes)))
         except NoTimeError:  # a forecast in a hurry: the RDP accountant's noise costs at most as much
             protection = replace(protection, accountant="rdp")
         return [
-            _Group(size, tuple(clients), round_cost(protection, settings, size, rounds, models))
+            _Group(size, tuple(clients), round_cost(protection, settings, size, rounds, steps_of(size)))
             for size, clients in sizes.items()
             if size
         ]

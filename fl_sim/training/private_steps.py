@@ -5,6 +5,7 @@ records, and their order are then equal, because each gradient is computed from 
 its batch. So a step's sum of clipped gradients moves by at most the clipping norm.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,12 +26,22 @@ TAKES = frozenset({
     "optimizer", "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "trained",
     "private",
 })  # fmt: skip
-"""The supported fields of LocalSettings and LocalPlan: those that act on the noisy gradient, and label smoothing."""
+"""The supported fields of LocalSettings and LocalPlan: those that act on the noisy gradient, and label smoothing.
+
+A plan with ``phases`` is trained phase by phase, each with a plan of its own (``LocalJob.in_phase``).
+"""
 
 
 def unsupported(plan: LocalPlan, settings: LocalSettings) -> list[str]:
     """Return the names of the fields in use that private steps do not support, sorted."""
-    return sorted((fields_in_use(plan) | fields_in_use(settings)) - TAKES)
+    return sorted((fields_in_use(plan) | fields_in_use(settings)) - TAKES - {"phases"})
+
+
+def num_private_steps(plan: LocalPlan, settings: LocalSettings, num_records: int) -> int:
+    """Return the number of steps of a training on ``num_records`` records, in all phases of the plan together."""
+    if not plan.phases:
+        return settings.num_steps(num_records)
+    return sum(replace(settings, epochs=one.epochs, steps=0).num_steps(num_records) for one in plan.phases)
 
 
 def sampling_rate(settings: LocalSettings, num_records: int) -> float:
@@ -50,6 +61,7 @@ def train_privately(
     """
     private, settings, count = plan.private, task.settings, len(labels)
     assert private is not None
+    assert not plan.phases
     if unknown := unsupported(plan, settings):
         raise UserError(f"private steps do not support {', '.join(unknown)}: leave {unknown[0]} out")
     check_optimizer(plan, settings)

@@ -85,8 +85,10 @@ class LocalJob:
         """
         if not self.plan.phases:
             return self
-        phase = self.plan.phases[number]
-        plan = replace(self.plan, phases=(), trained=phase.names)
+        phase, private = self.plan.phases[number], self.plan.private
+        if private is not None:  # no two trainings have the same noise
+            private = replace(private, stream=f"{private.stream}, phase {number}")
+        plan = replace(self.plan, phases=(), trained=phase.names, private=private)
         settings = replace(self.task.settings, epochs=phase.epochs, steps=0)
         return replace(self, plan=plan, task=replace(self.task, settings=settings))
 

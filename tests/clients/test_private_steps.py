@@ -11,7 +11,7 @@ from clients.policy import Policy, open_ledger, read_policy
 from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, StepProtection, round_cost
 from fl_sim.engines.remote import Ticket
 from fl_sim.errors import RunError, UserError
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import LocalPlan, Phase
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
@@ -48,7 +48,7 @@ def test_the_models_of_a_client_are_charged_together_and_have_noise_of_their_own
     payer = Payer(tmp_path / "ledger.jsonl")
     jobs = _half().protected(payer, {"": _job(), "own": _job()})
     [charge] = open_ledger(payer.ledger).charges
-    cost = round_cost(PROTECTION, LOCAL, 40, 5, models=2)
+    cost = round_cost(PROTECTION, LOCAL, 40, 5, 8)
     assert (charge.event, cost.num_steps) == (cost.charge, 8)
     private = [job.plan.private for job in jobs.values()]
     assert private[0] is not None
@@ -56,6 +56,17 @@ def test_the_models_of_a_client_are_charged_together_and_have_noise_of_their_own
     assert private[0].noise == private[1].noise
     assert private[0].stream != private[1].stream
     assert [job.plan.private for job in _half().protected(payer, {"": _job()}).values()] != private[:1]
+
+
+def test_the_phases_of_a_round_are_charged_together_and_have_noise_of_their_own(tmp_path: Path) -> None:
+    payer = Payer(tmp_path / "ledger.jsonl")
+    plan = LocalPlan(phases=(Phase(frozenset({"weight"}), 3), Phase(frozenset({"weight"}), 1)))
+    job = _half().protected(payer, {"": _job(plan=plan)})[""]
+    [charge] = open_ledger(payer.ledger).charges
+    assert charge.event == round_cost(PROTECTION, LOCAL, 40, 5, 16).charge  # four epochs of four steps
+    streams = [phase.private.stream for phase in (job.in_phase(0).plan, job.in_phase(1).plan) if phase.private]
+    assert len({*streams}) == 2
+    assert [job.in_phase(number).num_steps for number in (0, 1)] == [12, 4]
 
 
 def test_each_round_and_each_repetition_with_secret_noise_is_charged(tmp_path: Path) -> None:
@@ -71,7 +82,7 @@ def test_each_round_and_each_repetition_with_secret_noise_is_charged(tmp_path: P
 
 def test_a_repeated_round_counts_against_the_budget(tmp_path: Path) -> None:
     payer = Payer(tmp_path / "ledger.jsonl")
-    epsilon = 1.01 * epsilon_of_counts({round_cost(PROTECTION, LOCAL, 40, 5).charge: 2}, 1e-5)
+    epsilon = 1.01 * epsilon_of_counts({round_cost(PROTECTION, LOCAL, 40, 5, 4).charge: 2}, 1e-5)
     half = _half(replace(PROTECTION, epsilon=epsilon))
     rounds = [half.protected(payer, {"": _job(server_round=number)})[""] for number in (1, 1, 2)]
     assert [len(job.records) for job in rounds] == [40, 40, 0]
@@ -95,7 +106,7 @@ def test_a_policy_limits_the_cost_and_wants_secret_noise(tmp_path: Path) -> None
     _half().protected(payer, {"": _job()})
     assert len(open_ledger(tmp_path / "policy.toml.private" / "ledger.jsonl").charges) == 1
     assert not payer.ledger.exists()
-    two = round_cost(PROTECTION, LOCAL, 40, 5).charge
+    two = round_cost(PROTECTION, LOCAL, 40, 5, 4).charge
     assert epsilon_of_counts({two: 1}, 1e-5) < 6 < epsilon_of_counts({two: 2}, 1e-5)
     with pytest.raises(RunError, match=r"epsilon 6 at delta 1e-05 .*local\.privacy\.epsilon"):
         _half().protected(payer, {"": _job(server_round=2)})
