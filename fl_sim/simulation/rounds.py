@@ -233,6 +233,7 @@ class Rounds(Procedure):
     def beginning(self) -> ServerState:
         """Return the server state before the first round, after checks of the algorithm and of all round layers."""
         model, experiment = self.job.model(), self.job.experiment
+        self._check_own_code()
         plan = self.typical_plan()
         if plan.class_features and not trainable(head_of(model)):
             raise UserError(
@@ -246,18 +247,19 @@ class Rounds(Procedure):
         for layer in layer_kinds(experiment):
             layer.check(experiment, Beginning(server, plan, sent, kept, whole))
             server = layer.begun(experiment, model, server)
-        self._check_own_code()
         return server
 
     def _check_own_code(self) -> None:
         """Raise UserError if a run promises privacy and the user's own code would receive answers without noise."""
         experiment = self.job.experiment
-        if hides_clients(experiment.aggregator) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
+        hides, protects = hides_clients(experiment.aggregator), not is_none(experiment.local.privacy)
+        if (hides or protects) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
+            sees = "clients' updates without noise" if hides else "clients' records"
             raise UserError(
-                f"{own[0].__name__}, a round layer of your own, sees clients' updates without noise, and this run "
-                "promises privacy: no epsilon would cover the layer; leave the layer out, or the privacy promise"
+                f"{own[0].__name__}, a round layer of your own, sees {sees}, and this run promises privacy: no epsilon "
+                "would cover the layer; leave the layer out, or the privacy promise"
             )
-        if not (hides_clients(experiment.aggregator) or replaces_records(experiment.preprocess)):
+        if not (hides or protects or replaces_records(experiment.preprocess)):
             return
         for name, task in tasks_of(self.job).items():
             if is_own_kind(task):

@@ -6,7 +6,6 @@ its batch. So a step's sum of clipped gradients moves by at most the clipping no
 """
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -78,12 +77,15 @@ def train_privately(
     size, std = sum(weight.numel() for weight in trained.values()), private.noise_multiplier * private.clipping_norm
     limit = clipping_norm_on_grid(private.clipping_norm, std, size, summands=max(1, count))
     for step in range(num_steps):
-        drawn = partial(_named, private.stream, step)
-        joins = private.noise.taking_part(count, rate, purpose=drawn("batch"), server_round=task.server_round)
+        joins = private.noise.taking_part(
+            count, rate, purpose=f"batch {step} of {private.stream}", server_round=task.server_round
+        )
         batch = torch.from_numpy(np.flatnonzero(joins)).to(inputs.device)
         total = clipped_sum(inputs[batch], labels[batch], limit)
         if std:
-            noise = private.noise.gaussian(size, std, purpose=drawn("noise"), server_round=task.server_round)
+            noise = private.noise.gaussian(
+                size, std, purpose=f"noise {step} of {private.stream}", server_round=task.server_round
+            )
             total = add_noise(total, std, noise)
         descent.step(trained, _shaped(total / (rate * count), trained))
     return Trained(
@@ -92,10 +94,6 @@ def train_privately(
         num_steps=num_steps,
         loss=None,
     )
-
-
-def _named(stream: str, step: int, what: str) -> str:
-    return f"{stream}: {what} {step}"
 
 
 def _shaped(values: NDArray[np.float64], like: Params) -> dict[str, torch.Tensor]:

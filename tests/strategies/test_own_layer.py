@@ -263,10 +263,13 @@ class Watched(FedAvg):
 
 
 def test_a_layer_of_ones_own_has_no_place_in_a_run_that_hides_its_clients(tmp_path: Path) -> None:
-    private = {"aggregator": {"kind": "global-dp", "noise": "seeded"}, "algorithm": Watched()}
-    with pytest.raises(UserError, match="Marks, a round layer of your own, sees clients' updates without noise"):
-        run(experiment_from({**QUICK, **private}), tmp_path / "run")
-    assert not [*(tmp_path / "run").iterdir()]
+    for name, private, seen in (
+        ("client", {"aggregator": {"kind": "global-dp", "noise": "seeded"}}, "clients' updates without noise"),
+        ("record", {"local": {"privacy": {"kind": "dp-sgd", "noise_multiplier": 1.0}}}, "clients' records"),
+    ):
+        with pytest.raises(UserError, match=f"Marks, a round layer of your own, sees {seen}"):
+            run(experiment_from({**QUICK, **private, "algorithm": Watched()}), tmp_path / name)
+        assert not [*(tmp_path / name).iterdir()]
 
 
 def test_whatever_a_layer_or_its_client_half_may_say_goes_through_the_checks() -> None:

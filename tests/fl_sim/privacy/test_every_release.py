@@ -29,13 +29,18 @@ from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from clients.frequency_sums import STEPS, FrequencyQuestion, answer, black_frame
 from clients.images import lowest_frequencies
 from clients.private_moments import Protection, private_moments
+from fl_sim import models
 from fl_sim.errors import UserError
+from fl_sim.local_plan import LocalPlan, PrivateSteps
+from fl_sim.params import detached, trainable
 from fl_sim.privacy import mechanisms
 from fl_sim.privacy.events import pure_epsilon
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Cost, GNMaxCost, LNMaxCost
-from fl_sim.types import Cohort, Reply
+from fl_sim.training import per_record
+from fl_sim.training.private_steps import train_privately
+from fl_sim.types import Cohort, LocalSettings, LocalTask, Reply
 from strategies.global_dp import GlobalDP
 from strategies.pate.labelling import ConfidentGNMax, GNMax, LNMax
 from strategies.private_start import PrivateStart
@@ -55,6 +60,7 @@ HELD = {
     ("clients/dafl/labels.py", "label selection"): "labels",
     ("clients/dafl/dpcgan/training.py", "discriminator gradient"): "dp_cgan",
     ("clients/dafl/dpcgan/with_opacus.py", "discriminator gradient"): "dp_cgan",
+    ("fl_sim/training/private_steps.py", "noise "): "private_steps",
     ("strategies/pate/labelling.py", "pate votes"): "votes",
     ("strategies/pate/labelling.py", "pate threshold"): "votes",
     ("fl_sim/privacy/pate/smooth_sensitivity.py", "pate cost"): "published_cost",
@@ -64,6 +70,7 @@ HELD = {
 COINS = {
     ("strategies/private.py", "cohort "): "who takes part: held against the rate that is charged in test_mechanisms",
     ("clients/dafl/dpcgan/training.py", "records of a step"): "who takes part, as above",
+    ("fl_sim/training/private_steps.py", "batch "): "who takes part, as above",
     ("clients/dafl/dpcgan/training.py", "latent vectors"): "looks at no record",
     ("clients/dafl/dpcgan/training.py", "classes of fakes"): "looks at counts that were released",
 }
@@ -284,6 +291,46 @@ def test_generators(worlds: Both, generator: Any, epsilon: float) -> None:
         return
     assert found.gaussian <= bill.event.noise_multiplier**-2 * (1 + 1e-12)
     assert found.gaussian > 0.7 * bill.event.noise_multiplier**-2
+
+
+@dataclass(frozen=True)
+class _Everybody(Noise):
+    """Noise of a source by whose coins all records join every batch."""
+
+    def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> np.ndarray:
+        return np.ones(count, np.bool_)
+
+
+@pytest.mark.parametrize("name", ["2nn", "niid-cnn", "gru"])
+@pytest.mark.parametrize("clipping_norm", [0.01, 1e3])
+def test_private_steps(worlds: Both, name: str, clipping_norm: float) -> None:
+    """Where a record joins every step, it moves them together by at most the cost of as many Gaussian releases."""
+    local = LocalSettings(0.1, 0.9, 1e-3, batch_size=5, epochs=3)  # one step an epoch
+    draw = torch.Generator().manual_seed(3)
+    model = models.build(name, (9,) if name == "gru" else (1, 28, 28), 4, 0, vocabulary=7 if name == "gru" else 0)
+    inputs = torch.randint(1, 7, (5, 9), generator=draw).float()
+    inputs = inputs if name == "gru" else torch.randn(5, 1, 28, 28, generator=draw)
+    labels = torch.tensor([0, 1, 2, 3, 0])
+    start = detached(trainable(model).items())
+    steps = PrivateSteps(clipping_norm, 1.3, _Everybody(bytes(32), simulation_only=True), "model")
+
+    def release(*, there: bool) -> None:
+        # Nothing in the place of the first record: a gradient that is not finite counts as zeros.
+        patch = pytest.MonkeyPatch()
+        if not there:
+            patch.setattr(per_record, "_factors", lambda norms, limit: _without_first(factors(norms, limit)))
+        train_privately(model, LocalTask(1, 0, 1, 5, local, start), LocalPlan(private=steps), inputs, labels)
+        patch.undo()
+
+    factors = per_record._factors
+    found = worlds(release).gaussian
+    assert found <= 3 * 1.3**-2 * (1 + 1e-12)
+    if clipping_norm == 0.01:
+        assert found > 0.95 * 3 * 1.3**-2
+
+
+def _without_first(factors: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros_like(factors[:1]), factors[1:]])
 
 
 @pytest.mark.parametrize("seed", range(5))

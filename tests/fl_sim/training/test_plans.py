@@ -29,7 +29,7 @@ from fl_sim.native.layers import describe
 from fl_sim.native.request import Draws, KernelJob
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
-from fl_sim.training import loop, stacked_step
+from fl_sim.training import loop, private_steps, stacked_step
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records, Source
 from fl_sim.training.stacked import StackedTrainer
@@ -154,8 +154,9 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
 
 def test_trainers_name_fields_that_there_are() -> None:
     there = {part.name for kind in (LocalPlan, LocalSettings) for part in fields(kind)}
-    assert there - {"phases"} == loop.TAKES == stacked_step.TAKES  # each phase is a job of its own
-    assert there - {"phases", "loss_term", "label_smoothing"} == request.TAKES
+    assert there - {"phases", "private"} == loop.TAKES == stacked_step.TAKES  # each phase is a job of its own
+    assert there - {"phases", "private", "loss_term", "label_smoothing"} == request.TAKES
+    assert {"private"} < private_steps.TAKES < there
 
 
 def test_a_field_is_in_use_where_it_differs_from_its_default() -> None:

@@ -137,7 +137,7 @@ def test_without_noise_and_clipping_a_step_is_that_of_sgd_on_the_drawn_records()
     weights = {name: value.clone().requires_grad_() for name, value in task.params.items()}
     optimizer = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, weight_decay=0.01)
     for step in range(3):
-        joins = noise.taking_part(40, rate, purpose=f"model: batch {step}", server_round=1)
+        joins = noise.taking_part(40, rate, purpose=f"batch {step} of model", server_round=1)
         logits = torch.func.functional_call(model, weights, (inputs[joins],))
         loss = nn.functional.cross_entropy(logits, labels[joins], reduction="sum") / (rate * 40)
         optimizer.zero_grad()
