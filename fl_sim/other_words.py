@@ -50,9 +50,9 @@ def bare(name: str) -> str:
 _DP_SGD: Final = "dp_sgd dpsgd opacus dp private privacy privacy_engine record_level_dp local_dp ldp dp_fedsgd dpfedavg"
 _NOT_OFFERED: Final = {
     (
-        "noise in the clients' training steps (DP-SGD, Opacus, local DP) is not offered yet. Offered are: per client, "
-        "aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by algorithm=pate; "
-        "docs/privacy.md compares them, and 'fl-sim privacy dp-sgd' does the accounting of a DP-SGD run elsewhere"
+        "for noise in the clients' training steps (DP-SGD) set local.privacy=dp-sgd local.privacy.epsilon=8. Also "
+        "offered are: per client, aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by "
+        "algorithm=pate; docs/privacy.md compares them. Noise on a client's update (local DP) is not offered yet"
     ): _DP_SGD,
 }
 

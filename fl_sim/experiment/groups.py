@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, off
+from fl_sim.kinds import Choices, hides_clients, is_none, is_own_kind, kind_of, off
 from fl_sim.own_code import error_context, load_object
 from fl_sim.seeding import rng
 from fl_sim.settings import OneOf, Settings, by_default
@@ -186,6 +186,11 @@ class Local(Settings):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if a setting would treat the running statistics of BatchNorm as a client's update."""
+        if is_own_kind(self.privacy):
+            raise ValueError(
+                f"local.privacy {kind_of(self.privacy)} is your own code, and no epsilon would cover it: take dp-sgd, "
+                "or an algorithm with trainers of its own (examples/private_steps.py), which promises nothing"
+            )
         aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
         if self.batch_norm == "none":
             return

@@ -167,13 +167,13 @@ def test_a_data_set_in_the_spelling_of_other_programs_is_answered_with_its_name_
 @pytest.mark.parametrize(
     "typed", ["algorithm=dp-sgd", "opacus=true", "dp_sgd=true", "aggregator=DP-SGD", "local.opacus=1", "algorithm=dp"]
 )
-def test_record_level_noise_in_training_is_said_not_to_be_offered_and_what_is(typed: str) -> None:
+def test_record_level_noise_in_training_is_answered_with_its_setting_and_others(typed: str) -> None:
     with pytest.raises(UserError) as caught:
         experiment_from(with_overrides({}, [typed]))
     said = str(caught.value)
-    assert "is not offered yet" in said
-    offered = re.findall(r"(?:aggregator|preprocess|algorithm)=[a-z-]+", said.partition(": noise")[2])
-    assert offered == ["aggregator=global-dp", "preprocess=da-fl", "algorithm=pate"]
+    assert "(local DP) is not offered yet" in said
+    offered = re.findall(r"(?:aggregator|preprocess|algorithm|local.privacy)=[a-z-]+", said.partition("for noise")[2])
+    assert offered == ["local.privacy=dp-sgd", "aggregator=global-dp", "preprocess=da-fl", "algorithm=pate"]
     for setting in offered:
         assert setting.partition("=")[2] in kinds_of(setting.partition("=")[0])
 

@@ -24,6 +24,7 @@ from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.forecast import forecast
 from fl_sim.training import private_steps
 from fl_sim.types import LocalSettings
+from strategies.dp_sgd import DPSGD
 
 
 class Interrupted(Exception):  # noqa: N818 (not an error)
@@ -225,6 +226,18 @@ def test_what_reads_records_without_noise_is_refused(changes: dict[str, Any], ma
     with pytest.raises(UserError, match=match):
         ran(tmp_path / "run", **changes)
     assert not _charges(0)
+
+
+class MyPrivacy(DPSGD):
+    """Somebody else's mechanism, of which nobody knows what it costs."""
+
+
+def test_a_mechanism_of_ones_own_is_refused() -> None:
+    with pytest.raises(UserError, match="is your own code, and no epsilon would cover it"):
+        experiment_from({**BASE, "local": {"privacy": MyPrivacy(epsilon=1.0)}})
+    for value in (0.1, True, [1], None):
+        with pytest.raises(UserError, match=r"local\.privacy"):
+            experiment_from({**BASE, "local": {"privacy": value}})
 
 
 def test_settings_without_noise_are_refused() -> None:
