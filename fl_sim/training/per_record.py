@@ -1,12 +1,13 @@
 """Sums of clipped per-record gradients, in two ways with the same results up to float32 rounding.
 
 ``by_layers`` is for models of linear layers, convolutions and group norms. One backward pass gives, for each layer, its
-inputs a and the gradients d of its outputs. A linear layer's gradient for one record is the product of its d and a. So
-its norm is |d| sqrt(|a|^2 + 1), and the weighted sum over records is one matrix product: no per-record gradient is
+inputs a and the gradients d of its outputs. The gradient of a linear layer's weights for one record is the product of
+its d and a. So its norm is |d| |a|, and the weighted sum over records is one matrix product: no per-record gradient is
 stored (Goodfellow 2015; "ghost clipping", Li et al. 2022, section 4). ``by_records`` is for all other models. It
 computes the gradient of every record from that record alone, so no layer can mix records.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Final, TypeAlias
@@ -44,19 +45,27 @@ def clipped_sum_of(model: nn.Module, trained: Params, smoothing: float) -> Clipp
 
     ``trained``: the trained parameters of the model. ``smoothing``: the label smoothing of the loss.
     """
-    if all(type(module) in _PLAIN for module in model.modules()) and all(map(_has_rule, model.modules())):
-        return by_layers(model, trained, smoothing)
-    return by_records(model, trained, smoothing)
+    return (by_layers if _has_rules(model) else by_records)(model, trained, smoothing)
+
+
+def _has_rules(model: nn.Module) -> bool:
+    """Return True if ``by_layers`` may be used: every layer has a rule, and no layer and no parameter is used twice."""
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
+    is_used_once = len({*map(id, modules)}) == len(modules) and len({*map(id, weights)}) == len(weights)
+    return is_used_once and all(type(module) in _PLAIN and _has_rule(module) for module in modules)
 
 
 def _has_rule(module: nn.Module) -> bool:
-    return not isinstance(module, nn.Conv2d) or (module.groups == 1 and module.padding_mode == "zeros")
+    if not isinstance(module, nn.Conv2d):
+        return True
+    return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def by_layers(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
     """Return the function for models of linear layers, convolutions and group norms, one call of each in a pass."""
-    kinds = (nn.Linear, nn.Conv2d, nn.GroupNorm)
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+    owners = {name.rpartition(".")[0] for name in trained}  # other layers are frozen: nothing is differentiated there
+    layers = {name: part for name, part in model.named_modules() if name in owners}
 
     def clipped_sum(inputs: torch.Tensor, labels: torch.Tensor, limit: float) -> NDArray[np.float64]:
         if not len(labels):
@@ -110,17 +119,24 @@ class _Part:
 def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tensor) -> Mapping[str, _Part]:
     """Return the per-record gradients of a layer's parameters. ``given``: its inputs; ``back``: d loss / d outputs."""
     prefix = f"{name}." if name else ""
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, nn.Linear) and given.ndim == 2:
         return {f"{prefix}weight": _Part(back, given), f"{prefix}bias": _Part(back)}
+    if isinstance(layer, nn.Linear):  # on the last axis of images, for example
+        outer, inner = back.flatten(1, -2), given.flatten(1, -2)
+        return {
+            f"{prefix}weight": _Part(torch.bmm(outer.transpose(1, 2), inner)),
+            f"{prefix}bias": _Part(outer.sum(dim=1)),
+        }
     if isinstance(layer, nn.Conv2d):
         columns = functional.unfold(given, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type] # never a word here
         weight = torch.bmm(back.flatten(2), columns.transpose(1, 2))
         return {f"{prefix}weight": _Part(weight), f"{prefix}bias": _Part(back.flatten(2).sum(dim=2))}
     assert isinstance(layer, nn.GroupNorm)
     normal = functional.group_norm(given, layer.num_groups, eps=layer.eps)
+    by_channel = (*back.shape[:2], -1)
     return {
-        f"{prefix}weight": _Part((back * normal).flatten(2).sum(dim=2)),
-        f"{prefix}bias": _Part(back.flatten(2).sum(dim=2)),
+        f"{prefix}weight": _Part((back * normal).reshape(by_channel).sum(dim=2)),
+        f"{prefix}bias": _Part(back.reshape(by_channel).sum(dim=2)),
     }
 
 
@@ -133,9 +149,10 @@ def by_records(model: nn.Module, trained: Params, smoothing: float) -> ClippedSu
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
+    twin = copy.deepcopy(model)  # functional_call does not restore a module that stands at two places of a model
 
     def loss(weights: Params, record: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        logits = functional_call(model, {**rest, **weights}, (record[None],))
+        logits = functional_call(twin, {**rest, **weights}, (record[None],))
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")

@@ -124,6 +124,52 @@ def test_the_clipped_sum_is_that_of_opacus(name: str) -> None:
         assert np.allclose(sums, expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
+def _tied() -> nn.Module:
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), second, nn.Linear(6, 3))
+
+
+def _frozen_body() -> nn.Module:
+    body = nn.Linear(6, 5).requires_grad_(requires_grad=False)
+    return nn.Sequential(nn.Flatten(), body, nn.ReLU(), nn.Linear(5, 3))
+
+
+def _called_twice() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(nn.Flatten(), layer, nn.Tanh(), layer, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _tied, _frozen_body, _called_twice,
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Flatten(), nn.Linear(8, 3)),  # a linear layer on rows of images
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(12, 3)),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3, 2, 2, 2, bias=False), nn.GroupNorm(1, 2, affine=False), nn.Flatten(),
+                              nn.Linear(4, 3)),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1, groups=2), nn.Flatten(), nn.Linear(12, 3)),
+    ],
+)  # fmt: skip
+def test_models_of_ones_own_have_the_sum_of_gradients_that_are_computed_record_by_record(
+    made: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(1)
+    model = made()
+    inputs, labels = _records(8, 5, (1, 2, 3))
+    trained = trainable(model)
+    clipped_sum = clipped_sum_of(model, trained, 0.0)
+    found = [clipped_sum(inputs, labels, 0.4) for _ in range(2)]
+    each = []
+    for record, label in zip(inputs, labels, strict=True):
+        loss = nn.functional.cross_entropy(model(record[None]), label[None])
+        flat = torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(trained.values()))]).double()
+        each.append(flat * min(1.0, 0.4 / float(flat.norm())))
+    for sums in found:
+        assert np.allclose(sums, torch.stack(each).sum(dim=0).numpy(), rtol=1e-4, atol=1e-6)
+
+
 def test_without_noise_and_clipping_a_step_is_that_of_sgd_on_the_drawn_records() -> None:
     model, (inputs, labels) = _net(), _records(3, 40)
     noise = _Silent(bytes(32), simulation_only=True, everybody=False)
