@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fl_sim.errors import Malformed, RunError
 from fl_sim.local_plan import LocalPlan
-from fl_sim.own_code import error_context
+from fl_sim.own_code import error_context, load_object
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
 
 if TYPE_CHECKING:
@@ -92,6 +92,14 @@ class ClientLayer:
         del client
         return jobs
 
+    def ticket(self, jobs: Mapping[str, LocalJob]) -> Ticket | None:
+        """Return the proof that the cost of a round is in the client's privacy ledger, for a worker without disk.
+
+        ``jobs``: the result of ``protected`` of all round layers. A layer that protects nothing returns None.
+        """
+        del jobs
+        return None
+
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
         """Return the arguments for the algorithm's method ``finish``: the task and the result of training.
 
@@ -156,7 +164,8 @@ class ClientLayer:
 def _checked(name: str, wanted: Any) -> Any:
     """Return a method that calls the user's method ``name`` and checks that its result has the type ``wanted``.
 
-    Error messages name the user's method, with file and line.
+    ``wanted``: a type, or its import path where settings must not import it. Error messages name the user's method,
+    with file and line.
     """
 
     def method(self: OwnClientLayer, *given: Any) -> Any:
@@ -168,8 +177,9 @@ def _checked(name: str, wanted: Any) -> Any:
         except Exception:
             with error_context(said):
                 raise
-        if not isinstance(made, wanted):
-            raise RunError(f"{said} returned {type(made).__name__}: return {wanted.__name__}")
+        kind = load_object(wanted, "type") if isinstance(wanted, str) else wanted
+        if not isinstance(made, kind):
+            raise RunError(f"{said} returned {type(made).__name__}: return {getattr(kind, '__name__', kind)}")
         return made
 
     return method
@@ -184,8 +194,9 @@ class OwnClientLayer(ClientLayer):
     received = _checked("received", LocalTask)
     planned = _checked("planned", LocalPlan)
     typical = _checked("typical", LocalPlan)
-    shown = _checked("shown", object)
+    shown = _checked("shown", "fl_sim.training.records:Records")
     protected = _checked("protected", Mapping)
+    ticket = _checked("ticket", type(None))  # no user's layer promises privacy
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)
     model = _checked("model", Mapping)

@@ -238,8 +238,8 @@ class ClientRuntime:
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
     tensors in a file that a task names. ``ledger(client)``: the privacy ledger of a client without a policy.
-    ``initial``: the initial model of the run. ``layers``: the client halves of the
-    round layers, such as compression, innermost first.
+    ``initial``: the initial model of the run. ``layers``: the client halves of the round layers, such as compression,
+    innermost first.
     """
 
     algorithm: LocalAlgorithm

@@ -15,6 +15,7 @@ from dp_accounting import dp_event
 
 from clients.client_layer import ClientLayer, Payer
 from clients.policy import open_ledger
+from fl_sim.engines.remote import Ticket
 from fl_sim.errors import RunError, UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.native.kernel import CompiledNormals, load_kernel
@@ -194,6 +195,13 @@ class ClientPrivateSteps(ClientLayer):
             return {name: _without_records(job) for name, job in jobs.items()}
         return {name: self._private(job, cost, noise, name) for name, job in jobs.items()}
 
+    def ticket(self, jobs: Mapping[str, LocalJob]) -> Ticket:
+        """Return the ticket with the key of the round's noise, or with ``SPENT`` if the client may not train."""
+        steps = next(iter(jobs.values())).plan.private
+        if steps is None:
+            return Ticket(bytes(32), simulation_only=True, counts=SPENT)
+        return Ticket(steps.noise.key, steps.noise.simulation_only)
+
     def _private(self, job: LocalJob, cost: RoundCost, noise: Noise, name: str) -> LocalJob:
         if kernel := load_kernel()[0]:
             noise = replace(noise, normals=CompiledNormals(kernel))
@@ -218,15 +226,16 @@ class ClientPrivateSteps(ClientLayer):
         else:
             noise, run = Noise.secret(), client.run
         release = f"{_rounds_of(run, client.number)}{task.server_round}"
-        ledger = policy.open_ledger() if policy else _open(client.ledger)
-        if cost.most_rounds is not None and not ledger.has_charged(release, noise.identity):
+        if cost.most_rounds is not None:
+            ledger = policy.open_ledger() if policy else _open(client.ledger)
             ledger.catch_up()
-            if num_charged(ledger, run, client.number) >= cost.most_rounds:
+            is_new = not ledger.has_charged(release, noise.identity)
+            if is_new and num_charged(ledger, run, client.number) >= cost.most_rounds:
                 return None
         if policy:
             policy.pay({release: cost.charge}, noise.identity)
         else:
-            ledger.charge(cost.charge, release=release, noise=noise.identity)
+            _open(client.ledger).charge(cost.charge, release=release, noise=noise.identity)
         return noise
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:

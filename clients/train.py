@@ -71,16 +71,12 @@ class TrainingJob:
 
     @property
     def ticket(self) -> remote.Ticket | None:
-        """Return the proof that the cost of private steps is in the client's privacy ledger, for a worker without disk.
+        """Return the proof that the cost of the round is in the client's privacy ledger, for a worker without disk.
 
-        The result is None if the steps are not private. A client that may not take private steps any more gets a
-        ticket with ``counts`` (0,).
+        The result is None if no round layer protects the records.
         """
-        if not any(layer.protects for layer in self.client.runtime.layers):
-            return None
-        if (private := self.job.plan.private) is None:
-            return remote.Ticket(bytes(32), simulation_only=True, counts=(0,))
-        return remote.Ticket(private.noise.key, private.noise.simulation_only)
+        tickets = (layer.ticket({"": self.job, **self.further}) for layer in self.client.runtime.layers)
+        return next((one for one in tickets if one is not None), None)
 
     @classmethod
     def of(cls, client: Client) -> TrainingJob:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -167,6 +167,10 @@ class Phase:
 
     names: frozenset[str]
     epochs: float
+
+    def settings(self, local: LocalSettings) -> LocalSettings:
+        """Return the settings of this phase. ``local``: the settings of the round."""
+        return replace(local, epochs=self.epochs, steps=0)
 
 
 class NoiseSource(Protocol):

@@ -54,7 +54,7 @@ FEDAVG = "this is fedavg"
 _LEAST, _MOST = 1e-37, 1e37
 """Range of absolute values x for which float32 can represent both x and 1 / x."""
 
-_ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
 """Local settings with one epoch of batches of one record: the number of steps is the number of records."""
 
 
@@ -287,7 +287,7 @@ def plan_template(
     counts = (1, *[0] * (num_classes - 1))
     whole = {**params, **server.params} if sends_a_part(algorithm, personal) else server.params
     with seeded_alone(0, "template"), error_context(f"plan of {type(algorithm).__name__}"):
-        task = LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts, initial=whole)
+        task = LocalTask(1, 0, 1, 1, ONE_STEP, whole, server.broadcast, {}, pool, counts, initial=whole)
         plan = algorithm.plan(task)
     check_returned(plan, LocalPlan, algorithm.plan)
     return plan
@@ -295,9 +295,9 @@ def plan_template(
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
     """Return the update of a client that took one step per record and whose model did not change."""
-    task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast, initial=server.params)
+    task = LocalTask(1, 0, 1, num_examples, ONE_STEP, server.params, server.broadcast, initial=server.params)
     loss = 0.0 if num_examples else None
-    trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)
+    trained = Trained(scale(server.params, 1.0), {}, ONE_STEP.num_steps(num_examples), loss)
     if isinstance(algorithm, FurtherModels):
         with seeded_alone(0, "template"), error_context(f"further of {type(algorithm).__name__}"):
             names = list(algorithm.further(task))

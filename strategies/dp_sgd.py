@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fl_sim.kinds import Choices, is_none, kind_of, path_in
+from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, path_in
 from fl_sim.local_plan import Sharing
 from fl_sim.privacy.terms import Accountant
 from fl_sim.settings import Settings
@@ -83,13 +83,11 @@ class DPSGD(Settings):
         for name, (default, value, reason) in reasons.items():
             if value != default:
                 raise ValueError(f"{name}={value} cannot run with local.privacy=dp-sgd: {reason}; leave {name} out")
-        for name in ("aggregator", "server"):
-            value = getattr(experiment, name)
-            if getattr(value, "is_private", False) or path_in(type(value), "procedure"):
-                raise ValueError(
-                    f"{name} {kind_of(value)} cannot run with local.privacy=dp-sgd, whose privacy costs are stated for "
-                    f"rounds without another mechanism: leave one of the two out"
-                )
+        if hides_clients(experiment.aggregator):
+            raise ValueError(
+                f"aggregator {kind_of(experiment.aggregator)} cannot run with local.privacy=dp-sgd, whose privacy "
+                "costs are stated for rounds without another mechanism: leave one of the two out"
+            )
         for name in ("preprocess", "calibrate"):
             value = getattr(experiment, name)
             if not is_none(value):

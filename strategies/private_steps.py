@@ -18,12 +18,10 @@ from fl_sim.errors import Malformed, UserError
 from fl_sim.kinds import is_none, kind_of
 from fl_sim.local_plan import FurtherModels
 from fl_sim.training.private_steps import unsupported
-from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
-from strategies.algorithm import Algorithm
+from fl_sim.types import LocalTask, Params, Payloads, Reply, ServerState, Trained
+from strategies.algorithm import ONE_STEP, Algorithm
 from strategies.answers import refusal
 from strategies.layer import Beginning, Layer
-
-_ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
 
 
 class PrivateTraining(Layer):
@@ -55,7 +53,7 @@ class PrivateTraining(Layer):
 
         The algorithm's methods are called once, with stand-ins for the records that raise an error when they are read.
         """
-        if unknown := unsupported(beginning.plan, _ONE_STEP):
+        if unknown := unsupported(beginning.plan, ONE_STEP):
             raise UserError(f"algorithm {kind_of(experiment.algorithm)}: {refused(unknown)}")
         _rehearse(experiment.algorithm, beginning.server)
 
@@ -91,7 +89,7 @@ def models_of(algorithm: object, params: Params) -> int:
 
 def _task(server: ServerState, server_round: int = 1, state: Payloads | None = None) -> LocalTask:
     return LocalTask(
-        server_round, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, state or {}, class_counts=CLASS_COUNTS,
+        server_round, 0, 1, 1, ONE_STEP, server.params, server.broadcast, state or {}, class_counts=CLASS_COUNTS,
         initial=server.params,
     )  # fmt: skip
 

@@ -165,8 +165,8 @@ class Ticket:
     """The driver's proof that the client's privacy ledger contains the cost of a private output that a worker makes.
 
     ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise has a seed.
-    ``counts``: for synthetic records, the number of records to make of each class. Only a ``Signer`` reads a ticket
-    from a message.
+    ``counts``: whole numbers for the task, such as the number of synthetic records to make of each class. Only a
+    ``Signer`` reads a ticket from a message.
     """
 
     key: bytes = field(repr=False)

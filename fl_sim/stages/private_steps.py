@@ -101,13 +101,13 @@ class PrivateStepsBill(Stage):
 
     def payments(self) -> "Iterator[Payment]":
         """Yield the planned cost of all rounds, for a record of the client with the highest cost."""
-        if (worst := self._worst()) is not None:
+        if (worst := self._worst) is not None:
             is_simulated = self._settings.noise == "seeded"
             yield payment_of(self._terms, self._planned(worst), "", is_simulated=is_simulated)
 
     def warnings(self) -> list[str]:
         """Return sentences on the noise of the clients and on the cost, and a warning if delta is too large."""
-        if (worst := self._worst()) is None:
+        if (worst := self._worst) is None:
             return []
         noises = sorted(group.cost.noise_multiplier for group in self._groups)
         rates = sorted(group.cost.rate for group in self._groups)
@@ -123,7 +123,7 @@ class PrivateStepsBill(Stage):
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the privacy statements ``others``, and the statement of the rounds with unit "record"."""
-        if (worst := self._worst()) is None:
+        if (worst := self._worst) is None:
             return list(others)
         counts = self._layer.counts if self._layer else {}
         trained = max((counts.get(client, 0) for client in worst.clients), default=0)
@@ -194,6 +194,7 @@ class PrivateStepsBill(Stage):
     def _planned(self, group: _Group) -> Mapping[dp_event.DpEvent, int]:
         return {group.cost.event: group.cost.num_steps * self._rounds_of(group)}
 
+    @cached_property
     def _worst(self) -> _Group | None:
         """Return the clients with the highest planned cost; None if no client has records."""
         delta = self._settings.delta

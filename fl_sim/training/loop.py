@@ -92,9 +92,7 @@ def train(
     not fit the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
-    trained = {
-        name: weight for name, weight in trainable(model).items() if plan.trained is None or name in plan.trained
-    }
+    trained = trained_weights(model, plan)
     _check(plan, task.settings, weights, inputs)
     with torch.no_grad():
         copy_into(weights, task.params)
@@ -121,6 +119,11 @@ def train(
         feature_sums=feature_sums(model, {}, inputs, labels) if plan.class_features else None,
         statistics=statistics_of(model),
     )
+
+
+def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor]:
+    """Return the parameters of ``model`` that a training by ``plan`` changes, {name: parameter}."""
+    return {name: weight for name, weight in trainable(model).items() if plan.trained is None or name in plan.trained}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ records, and their order are then equal, because each gradient is computed from 
 its batch. So a step's sum of clipped gradients moves by at most the clipping norm.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,9 +12,9 @@ from torch import nn
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, check_optimizer, fields_in_use
-from fl_sim.params import copy_into, detached, placed_in, trainable
+from fl_sim.params import copy_into, detached, placed_in
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid
-from fl_sim.training.loop import Descent
+from fl_sim.training.loop import Descent, trained_weights
 from fl_sim.training.per_record import clipped_sum_of
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
@@ -40,7 +38,7 @@ def num_private_steps(plan: LocalPlan, settings: LocalSettings, num_records: int
     """Return the number of steps of a training on ``num_records`` records, in all phases of the plan together."""
     if not plan.phases:
         return settings.num_steps(num_records)
-    return sum(replace(settings, epochs=one.epochs, steps=0).num_steps(num_records) for one in plan.phases)
+    return sum(phase.settings(settings).num_steps(num_records) for phase in plan.phases)
 
 
 def sampling_rate(settings: LocalSettings, num_records: int) -> float:
@@ -65,9 +63,7 @@ def train_privately(
         raise UserError(f"private steps do not support {', '.join(unknown)}: leave {unknown[0]} out")
     check_optimizer(plan, settings)
     weights: Params = placed_in(model, task.params)
-    trained = {
-        name: weight for name, weight in trainable(model).items() if plan.trained is None or name in plan.trained
-    }
+    trained = trained_weights(model, plan)
     with torch.no_grad():
         copy_into(weights, task.params)
     model.train()

@@ -89,8 +89,7 @@ class LocalJob:
         if private is not None:  # no two trainings have the same noise
             private = replace(private, stream=f"{private.stream}, phase {number}")
         plan = replace(self.plan, phases=(), trained=phase.names, private=private)
-        settings = replace(self.task.settings, epochs=phase.epochs, steps=0)
-        return replace(self, plan=plan, task=replace(self.task, settings=settings))
+        return replace(self, plan=plan, task=replace(self.task, settings=phase.settings(self.task.settings)))
 
 
 class LocalTrainer(Protocol):
