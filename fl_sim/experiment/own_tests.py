@@ -66,9 +66,8 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
             f"evaluate.clients=class-shares takes test records of each client's own source, and {dataset.name} does "
             "not name the sources of its test records: name them (docs/data.md), or take evaluate.clients=pooled:0.25"
         )
-    source_of = np.full(len(shards), -1, dtype=np.int64)
-    source_of[shards.owners] = dataset.train.groups[shards.records]
-    if (dataset.train.groups[shards.records] != source_of[shards.owners]).any():
+    source_of = _only_sources(shards, dataset.train.groups)
+    if source_of is None:
         raise UserError(
             "evaluate.clients=class-shares takes test records of each client's own source, but some clients have "
             "training records of several sources: take evaluate.clients=pooled:0.25"
@@ -142,11 +141,8 @@ def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
     groups, held = dataset.train.groups, shards.sizes > 0
     if groups is None or not dataset.sources:
         return ()
-    source_of = np.zeros(len(shards), dtype=np.int64)
-    source_of[shards.owners] = groups[shards.records]
-    if not np.array_equal(source_of[shards.owners], groups[shards.records]):
-        return ()
-    if not 2 <= len(np.unique(source_of[held])) <= MOST_NAMED:
+    source_of = _only_sources(shards, groups)
+    if source_of is None or not 2 <= len(np.unique(source_of[held])) <= MOST_NAMED:
         return ()
     return tuple(dataset.sources[number] if has else "" for number, has in zip(source_of, held, strict=True))
 
@@ -167,6 +163,16 @@ def merged(dataset: Dataset) -> Dataset:
         np.concatenate(groups) if len(groups) == 2 else None,
     )
     return replace(dataset, train=train)
+
+
+def _only_sources(shards: Parts, groups: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return the source of each client's records, shape (clients,); -1 for a client without records.
+
+    ``groups``: the source of each training record. The result is None if a client has records of several sources.
+    """
+    source_of = np.full(len(shards), -1, dtype=np.int64)
+    source_of[shards.owners] = groups[shards.records]
+    return source_of if np.array_equal(source_of[shards.owners], groups[shards.records]) else None
 
 
 def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Dataset, Parts, Parts]:
