@@ -27,6 +27,9 @@ Ray's node.
 CONNECT_SECONDS = 2.0
 """Seconds that Ray's node may take to accept a connection."""
 
+CLOSING_SECONDS = 3.0
+"""Seconds that a dying node may take to close its port. It ends the run's process before that."""
+
 MOST_SECONDS = 8.0
 """Seconds that the killing of processes may take. The kernel kills a process that waits for a disk only later."""
 
@@ -109,9 +112,13 @@ def main() -> None:
     If the run's process did not end normally and Ray's node is gone, print an error message first.
     """
     said = sys.stdin.buffer.read().split()
-    if said and said[-1] != DONE and not is_there(address := said[0].decode()):
-        sys.stderr.write(f"error: {node_gone(address)}\n")
-        sys.stderr.flush()
+    if said and said[-1] != DONE:
+        address, deadline = said[0].decode(), time.monotonic() + CLOSING_SECONDS
+        while (there := is_there(address)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not there:
+            sys.stderr.write(f"error: {node_gone(address)}\n")
+            sys.stderr.flush()
     if folder := sys.argv[1]:
         clear(folder)
 

@@ -116,6 +116,7 @@ class RayGrid(LocalGrid):
                     if calls := [*pool.calls, *pool.starting]:
                         self._wait(exchange, calls, min(left, LOOK_SECONDS))
                     elif exchange.waiting:
+                        check_node(self._node)  # without this machine's node, no other can be reached
                         pool.wait_for_nodes()
             finally:
                 pool.end_busy()  # workers still busy after a deadline or Ctrl-C; the next exchange starts new ones

@@ -47,6 +47,20 @@ def test_a_node_that_is_gone_is_told_in_one_line_with_the_way_on(gone: str, tmp_
     assert not folder.exists()
 
 
+def test_a_node_that_closes_its_port_after_the_run_has_ended_is_told_too(tmp_path: Path) -> None:
+    keeper = [sys.executable, "-I", own_ray.__file__, str(tmp_path / "ray")]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        running = subprocess.Popen(keeper, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert running.stdin is not None
+        running.stdin.write(address)
+        running.stdin.close()
+        running.stdin = None
+        server.accept()[0].close()  # the first look finds the node
+    assert f"error: Ray's node at {address} (raylet) is gone" in running.communicate(timeout=60)[1]
+    assert running.returncode == 0
+
+
 def test_where_the_run_was_killed_or_ended_by_itself_nothing_is_said(gone: str, listening: str, tmp_path: Path) -> None:
     for said in (listening.encode(), gone.encode() + b"\n" + DONE, b"\n" + DONE, b""):
         assert said_by_keeper(tmp_path / "ray", said) == ""

@@ -218,6 +218,17 @@ def test_a_ray_whose_head_process_is_gone_ends_the_run_with_what_to_do() -> None
         check_head("127.0.0.1:9")
 
 
+def test_a_run_whose_own_node_is_gone_does_not_wait_for_others(
+    misbehaving: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lonely = RayGrid(misbehaving.client_app, 2, RayResources(actors=1))
+    monkeypatch.setattr("fl_sim.engines.actor_pool.ray.nodes", list)
+    monkeypatch.setattr(lonely, "_node", "127.0.0.1:9")
+    with pytest.raises(RunError, match=r"Ray's node at 127\.0\.0\.1:9 \(raylet\) is gone: start the same command"):
+        send(lonely, misbehaving.order("", 0))
+    lonely.close()
+
+
 def plain_environment() -> dict[str, str]:
     """Return what programs start with that have no Ray of their own yet."""
     ours = (MODE, TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
