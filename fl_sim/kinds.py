@@ -222,11 +222,15 @@ class Promising(Protocol):
 
 @runtime_checkable
 class Supplying(Protocol):
-    """A settings class of a stage that gives training records, such as synthetic records, to all clients."""
+    """A settings class of a stage that makes training records, such as synthetic records, for clients or the server."""
 
     @property
     def replaces_records(self) -> bool:
         """True if clients train on the supplied records alone, not on their own records."""
+
+    @property
+    def supplies_rounds(self) -> bool:
+        """True if clients train on the supplied records in the rounds; False if only the server trains on them."""
 
 
 def replaces_records(kind: object) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, path_in
+from fl_sim.kinds import Choices, Promising, Supplying, hides_clients, is_none, kind_of, path_in
 from fl_sim.local_plan import Sharing
 from fl_sim.privacy.terms import Accountant
 from fl_sim.settings import Settings
@@ -88,9 +88,17 @@ class DPSGD(Settings):
                 f"aggregator {kind_of(experiment.aggregator)} cannot run with local.privacy=dp-sgd, whose privacy "
                 "costs are stated for rounds without another mechanism: leave one of the two out"
             )
+        supplied = experiment.preprocess
+        if isinstance(supplied, Supplying) and supplied.supplies_rounds:
+            raise ValueError(
+                f"preprocess {kind_of(supplied)} gives records to clients that train with local.privacy=dp-sgd, whose "
+                "costs are stated for a client's own records: let the server alone train on them, as by "
+                "preprocess.train_on=own preprocess.server_epochs=5, or leave one of the two out"
+            )
         for name in ("preprocess", "calibrate"):
             value = getattr(experiment, name)
-            if not is_none(value):
+            is_paid = isinstance(value, Supplying) and isinstance(value, Promising) and value.is_private
+            if not (is_none(value) or is_paid):
                 raise ValueError(
                     f"{name} {kind_of(value)} reads the clients' records beside local.privacy=dp-sgd, and no statement "
                     f"covers both: leave one of the two out"

@@ -34,8 +34,9 @@ class DaFl(Settings):
     alone; "marginals" is for tables, "gaussian" for public features.
     ``labels``: the mechanism that selects the number of synthetic records of each class.
     ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the training records in the rounds,
-    either the client's own records and the pool of all synthetic records, or the pool alone. With the pool alone, the
-    whole run is private by post-processing.
+    the client's own records and the pool of all synthetic records, or the pool alone, or the own records alone. With
+    the pool alone, the whole run is private by post-processing. With "own", the server alone trains on the pool, for
+    ``server_epochs``; then the rounds may have a privacy of their own, such as local.privacy=dp-sgd.
     ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
     round; 0, as in the paper, means a start from random weights. The server receives the pool in both cases.
     ``noise``: "secret" protects the records and differs from run to run; "seeded" repeats in every run, for simulations
@@ -53,7 +54,7 @@ class DaFl(Settings):
     client_gammas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     generator: Annotated[AnyGenerator, OneOf("generator", Generator)] = DpCgan()
     labels: Annotated[LabelPicker, OneOf("labels")] = ExponentialMechanism()
-    train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
+    train_on: Literal["own-and-synthetic", "synthetic", "own"] = "own-and-synthetic"
     server_epochs: int = Field(0, ge=0)
     noise: Literal["secret", "seeded"] = "secret"
 
@@ -74,7 +75,12 @@ class DaFl(Settings):
         return [line]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if ``client_gammas`` is given and does not have one value for each client."""
+        """Raise ValueError unless ``client_gammas`` has one value for each client, and the pool has a use."""
+        if self.train_on == "own" and not self.server_epochs:
+            raise ValueError(
+                "preprocess.train_on=own without preprocess.server_epochs leaves the pool of synthetic records without "
+                "a use: set preprocess.server_epochs=5, or another number"
+            )
         if self.client_gammas and len(self.client_gammas) != experiment.clients:
             raise ValueError(
                 f"preprocess.client_gammas has {len(self.client_gammas)} values for {experiment.clients} clients: "
@@ -119,6 +125,11 @@ class DaFl(Settings):
     def replaces_records(self) -> bool:
         """Return True if clients train on the pool alone."""
         return self.train_on == "synthetic"
+
+    @property
+    def supplies_rounds(self) -> bool:
+        """Return True if clients train on the pool in the rounds."""
+        return self.train_on != "own"
 
     def gamma_of(self, client: int) -> float:
         """Return gamma of ``client``, approximately its number of synthetic records divided by that of own records."""

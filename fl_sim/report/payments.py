@@ -7,7 +7,8 @@ cost of several payments. This module is imported only when needed, because the 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
 from fl_sim.errors import RunError
 from fl_sim.privacy import events
@@ -17,13 +18,6 @@ from fl_sim.report.files import PrivacyStatement, StageResult
 from fl_sim.report.groups import split_of
 from fl_sim.report.runs import Found, Problem, SavedRun
 from fl_sim.types import called
-
-_MOMENTS: Final = "moments-"
-"""Prefix of the field ``ledger`` in privacy statements about feature moments.
-
-Feature moments are, for each class, the number of records and sums of their features. Clients publish noisy feature
-moments after training (stage CCVR).
-"""
 
 
 def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
@@ -101,7 +95,9 @@ def _payments(statements: Sequence[PrivacyStatement], made: StageResult) -> tupl
 
 
 def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
-    pool = made.pool if statement.unit == "record" and not statement.ledger.startswith(_MOMENTS) else ""
+    # The statement about a pool names the pool's file; other statements about records name other ledgers.
+    is_of_pool = statement.unit == "record" and statement.ledger in {"", Path(made.pool).stem}
+    pool = made.pool if is_of_pool else ""
     plan = () if statement.planned_events is None else (_counted(statement.planned_events),)
     charged = _charged_by_client(made) if pool else plan
     if not pool and statement.epsilon == statement.budget:  # the guarantee is the budget, not a cost of events

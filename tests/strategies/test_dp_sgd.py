@@ -202,6 +202,46 @@ def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algo
     assert whole["privacy"][0]["steps"] == resumed["privacy"][0]["steps"]
 
 
+def test_a_start_on_synthetic_records_and_private_rounds_have_one_bill(tmp_path: Path) -> None:
+    pool = {
+        "kind": "da-fl", "generator": "mean-embedding", "epsilon": 5, "gamma": 0.5, "noise": "seeded",
+        "train_on": "own", "server_epochs": 10,
+    }  # fmt: skip
+    experiment = experiment_from(settings_of(preprocess=pool))
+    planned = planned_bill(job_of(experiment))
+    with pytest.raises(Interrupted):
+        run(experiment, tmp_path / "run", observer=Interrupting())
+    result = run(experiment, tmp_path / "run")
+    start, rounds = result["privacy"]
+    ledgers = [open_ledger(ledger_path(job_of(experiment), client)) for client in range(3)]
+    for ledger in ledgers:
+        labels, generator, *steps = [charge.release for charge in ledger.charges]
+        assert labels.startswith("labels ")
+        assert generator.startswith("generator ")
+        assert [name.rpartition(", ")[2] for name in steps] == ["round 1", "round 2"]
+    # The whole run's cost is that of all releases together: more than either, and at most their sum.
+    assert start["epsilon_whole_run"] == rounds["epsilon_whole_run"]
+    assert max(start["epsilon"], rounds["epsilon"]) < rounds["epsilon_whole_run"]
+    assert rounds["epsilon_whole_run"] <= start["epsilon"] + rounds["epsilon"]
+    generator = ledgers[0].charges[1].event
+    counts = {generator: 1, ledgers[0].charges[2].event: 2}
+    assert rounds["epsilon_whole_run"] >= epsilon_of_counts(counts, 1e-5, accountant="pld") - 1e-9
+    assert rounds["epsilon_together"] > rounds["epsilon"]
+    assert "NOT private" not in start["does_not_cover"]
+    assert planned.payments is not None
+    assert [one.unit for one in planned.payments] == ["record", "record"]
+    assert not planned.bare
+    # Clients send their synthetic records, and do not receive those of others.
+    assert result["bytes"]["before"]["synthetic_records"]["down"] == 0
+    assert result["bytes"]["before"]["synthetic_records"]["up"] > 0
+    [listed] = [one for one in result["local_privacy"]["by_records"] if one["records"] == 479]
+    assert listed["sampling_rate"] == pytest.approx(64 / 479)  # own records alone
+    ran(tmp_path / "plain")
+    first = [_rounds(tmp_path / name)[0]["test_accuracy"] for name in ("run", "plain")]
+    assert first[0] != first[1]  # another first model
+    assert run(experiment, tmp_path / "whole")["final_accuracy"] == result["final_accuracy"]
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -214,7 +254,9 @@ def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algo
         ({"algorithm": "pfedme"}, "steps of one SGD"),
         ({"algorithm": "knn-per"}, "predict by their records"),
         ({"aggregator": "global-dp"}, "aggregator global-dp cannot run"),
-        ({"preprocess": "da-fl"}, "preprocess da-fl reads"),
+        ({"preprocess": "da-fl"}, "preprocess.train_on=own preprocess.server_epochs=5"),
+        ({"preprocess": {"kind": "da-fl", "train_on": "own"}}, "preprocess.server_epochs=5, or another number"),
+        ({"preprocess": "private-start"}, "preprocess private-start"),
         ({"calibrate": "ccvr"}, "calibrate ccvr reads"),
         ({"server": "fedbuff", "devices": "log-normal"}, "server=fedbuff cannot run with a privacy guarantee"),
         ({"local": {"augment": "flip"}}, "local.augment=flip"),

@@ -129,7 +129,9 @@ def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
         )
     if settings.train_on == "synthetic":
         return public
-    if isinstance(experiment.aggregator, GlobalDP):
+    if not is_none(experiment.local.privacy):
+        task = "The rounds train on raw records; what leaves a client in them is protected by the other statement."
+    elif isinstance(experiment.aggregator, GlobalDP):
         task = "The main task trains on raw records; what leaves it is protected per client, by the other statement."
     else:
         task = (

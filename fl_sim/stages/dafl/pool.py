@@ -33,7 +33,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import kind_of, replaces_records
+from fl_sim.kinds import kind_of
 from fl_sim.privacy import events
 from fl_sim.privacy.events import adjacency
 from fl_sim.privacy.ledger import Receipt
@@ -114,7 +114,7 @@ def prepare_pool(run: Run) -> Pool:
             store(folder, answers, job, time.perf_counter() - start)
         pool = load(folder, job, reused=reused)
     _check_earlier_rounds(run, folder, pool.path.name)
-    if not pool.num_synthetic and replaces_records(job.experiment.preprocess):
+    if not pool.num_synthetic and settings_of(job.experiment).train_on != "own-and-synthetic":
         raise RunError(f"no client released a synthetic record: {pool.parts[0].refused}")
     copy = run.out.absolute() / pool.path.name
     write_whole(copy, pool.path.read_bytes())

@@ -131,19 +131,21 @@ class SynthesisStage(Stage):
 
         job, log = self.job, run.log
         self.pool = pool = prepare_pool(run)
-        log.pooled = Pooled(pool.path, pool.num_synthetic)
         log.warnings += warnings_of(pool, job)
-        log.before["synthetic_records"] = traffic_of(pool, job.dataset.input_shape)
+        traffic = traffic_of(pool, job.dataset.input_shape)
+        log.before["synthetic_records"] = traffic if self.settings.supplies_rounds else Traffic(0, traffic.up)
         counts = [part.counts for part in pool.parts]
         if len(job.dataset.input_shape) == 3:
             log.warnings += write_samples(run.out, pool.path, counts, job.experiment.model_dump(), job.dataset.note)
-        run.strategy.order = replace(run.order, synthetic=str(pool.path))
+        if self.settings.supplies_rounds:
+            log.pooled = Pooled(pool.path, pool.num_synthetic)
+            run.strategy.order = replace(run.order, synthetic=str(pool.path))
         if (epochs := self.settings.server_epochs) and not log.rounds:
             start_from(run, pool.path, epochs)
 
     def num_pooled(self) -> int:
-        """Return the approximate number of synthetic records of all clients."""
-        return int(self._by_client().sum())
+        """Return the approximate number of synthetic records of all clients, if clients train on them; else 0."""
+        return int(self._by_client().sum()) if self.settings.supplies_rounds else 0
 
     def _by_client(self) -> NDArray[np.int64]:
         """Return the approximate number of synthetic records of each client, shape (clients,)."""
@@ -156,7 +158,8 @@ class SynthesisStage(Stage):
 
     def num_server_steps(self) -> int:
         """Return the number of minibatch steps that the server takes on the pool."""
-        return self.settings.server_epochs * math.ceil(self.num_pooled() / self.job.experiment.local.batch_size)
+        released = int(self._by_client().sum())
+        return self.settings.server_epochs * math.ceil(released / self.job.experiment.local.batch_size)
 
     def key(self) -> str:
         """Return the name of the pool, which several runs share."""
@@ -216,13 +219,14 @@ class SynthesisStage(Stage):
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: each client sends float32 records, and receives the pool with 8-byte labels."""
+        """Return a forecast of bytes: clients send float32 records, and may receive the pool with 8-byte labels."""
         del params
         numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
         sizes, how_often = np.unique(released, return_counts=True)
         up = sum(float32_bytes(numbers * int(size)) * int(times) for size, times in zip(sizes, how_often, strict=True))
         kept = as_kept(torch.zeros(1, *self.job.dataset.input_shape), self.job)
-        return {"synthetic_records": Traffic(int(released.sum()) * (kept.nbytes + 8) * len(released), up)}
+        down = int(released.sum()) * (kept.nbytes + 8) * len(released) if self.settings.supplies_rounds else 0
+        return {"synthetic_records": Traffic(down, up)}
 
     def payments(self) -> "Iterator[Payment]":
         """Yield the privacy budget as the privacy cost of the pool.

@@ -24,6 +24,7 @@ from fl_sim.privacy.terms import rounded_up
 from fl_sim.report.payments import with_whole_run
 from fl_sim.simulation.client_ledgers import fingerprint
 from fl_sim.simulation.run import Silent, run
+from fl_sim.simulation.stage import stages_of
 from fl_sim.stages.dafl import pool as pools
 from fl_sim.stages.dafl.pool import pool_key
 from fl_sim.stages.dafl.stage import settings_of
@@ -147,6 +148,19 @@ def test_the_server_may_begin_with_the_pool_it_holds(tmp_path: Path) -> None:
     assert _statement(begun, "record") == _statement(plain, "record")  # post-processing
     first = [read_rounds(tmp_path / out)[0].test_accuracy for out in ("plain", "begun")]
     assert first[1] > first[0] + 0.1
+
+
+def test_clients_may_leave_the_pool_to_the_server(tmp_path: Path) -> None:
+    settings = ("preprocess.gamma=0.5", *SEEDED, "preprocess.server_epochs=10", "rounds=1")
+    own = _made(*settings, "preprocess.train_on=own")
+    result = run(own, tmp_path / "run")
+    assert result["bytes"]["before"]["synthetic_records"]["down"] == 0
+    assert "NOT private" in _statement(result, "record")["does_not_cover"]
+    both = run(_made(*settings), tmp_path / "both")
+    assert both["preprocess"]["reused"]  # the same pool
+    counts = [job_of(one) for one in (own, _made(*settings))]
+    assert [sum(stage.num_pooled() > 0 for stage in stages_of(job)) for job in counts] == [0, 1]
+    assert result["final_accuracy"] != both["final_accuracy"]
 
 
 def test_a_run_that_goes_on_does_not_begin_with_the_pool_again(tmp_path: Path) -> None:
