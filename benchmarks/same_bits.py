@@ -30,6 +30,7 @@ LONGEST_SECONDS = 600.0
 
 KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("local.privacy", "dp-sgd"): ("local.privacy.noise_multiplier=1", "local.privacy.noise=seeded"),
+    ("local.privacy", "local-dp"): ("local.privacy.noise_multiplier=1", "local.privacy.noise=seeded"),
     ("algorithm", "pate"): ("clients=20", "partition=iid", "algorithm.queries=50", "algorithm.labelling.noise=seeded",
                             "algorithm.student=supervised", "algorithm.student.steps=50"),
     ("algorithm", "tstr"): ("preprocess=da-fl", "preprocess.noise=seeded", "preprocess.generator=mean-embedding"),

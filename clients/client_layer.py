@@ -9,7 +9,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -54,6 +54,20 @@ class Payer(Protocol):
         """The proof that another process has written the cost of this round into the client's privacy ledger."""
 
 
+@dataclass(frozen=True)
+class PaidRound:
+    """A private round of a client, whose cost is in the client's privacy ledger.
+
+    ``jobs``: the inputs of the trainer, under the names of the jobs before. ``ticket``: the proof of the payment, for a
+    worker without disk. ``release``: the change of the algorithm's update before other layers, such as compression,
+    see it. It may clip the update and add noise.
+    """
+
+    jobs: Mapping[str, LocalJob]
+    ticket: Ticket
+    release: Callable[[ClientUpdate], ClientUpdate] = lambda update: update
+
+
 class ClientLayer:
     """A round layer, such as compression, between a client's messages and the algorithm.
 
@@ -83,21 +97,13 @@ class ClientLayer:
         """Return the training records that the algorithm's own code may read, such as in ``start``."""
         return records
 
-    def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> Mapping[str, LocalJob]:
-        """Return the inputs of the trainer for one round, under the same names as ``jobs``.
+    def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound | None:
+        """Return the private round of a client, after its cost is in the privacy ledger; None if it has no protection.
 
-        A layer may make the local steps private, and must then first write their cost into the privacy ledger.
-        ``jobs``: the input for the model that is sent, under the name "", and those for the client's further models.
+        A layer may make the local steps private, or the update. ``jobs``: the inputs of the trainer: for the model that
+        is sent, under the name "", and for the client's further models.
         """
-        del client
-        return jobs
-
-    def ticket(self, jobs: Mapping[str, LocalJob]) -> Ticket | None:
-        """Return the proof that the cost of a round is in the client's privacy ledger, for a worker without disk.
-
-        ``jobs``: the result of ``protected`` of all round layers. A layer that protects nothing returns None.
-        """
-        del jobs
+        del client, jobs
         return None
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
@@ -195,8 +201,7 @@ class OwnClientLayer(ClientLayer):
     planned = _checked("planned", LocalPlan)
     typical = _checked("typical", LocalPlan)
     shown = _checked("shown", "fl_sim.training.records:Records")
-    protected = _checked("protected", Mapping)
-    ticket = _checked("ticket", type(None))  # no user's layer promises privacy
+    protected = _checked("protected", type(None))  # no user's layer promises privacy
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)
     model = _checked("model", Mapping)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import RecordDict
 
+from clients.client_layer import PaidRound
 from clients.client_task import Client, CustomStart, OnClient
 from fl_sim.engines import remote, wire
 from fl_sim.kinds import is_own_kind
@@ -53,9 +54,10 @@ class TrainingJob:
     """The local training of one client in one round.
 
     ``job``: the input of the trainer. ``further``: the inputs for further models of the client, such as a personal
-    model, by name (``FurtherModels``). ``came``: for each round layer, innermost first, the task before that layer
-    changed it. ``guards``: detectors of writes to tensors that the algorithm's code must only read. The first guard
-    covers the broadcast. A second guard covers the pool (the clients' shared summaries) and the client state, if any.
+    model, by name (``FurtherModels``). ``paid``: the private rounds of the layers that protect the client. ``came``:
+    for each round layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to
+    tensors that the algorithm's code must only read. The first guard covers the broadcast. A second guard covers the
+    pool (the clients' shared summaries) and the client state, if any.
     """
 
     client: Client
@@ -63,6 +65,7 @@ class TrainingJob:
     came: tuple[LocalTask, ...]
     guards: tuple[WriteGuard, ...]
     further: Mapping[str, LocalJob] = field(default_factory=dict)
+    paid: tuple[PaidRound, ...] = ()
 
     @property
     def jobs(self) -> list[LocalJob]:
@@ -73,10 +76,9 @@ class TrainingJob:
     def ticket(self) -> remote.Ticket | None:
         """Return the proof that the cost of the round is in the client's privacy ledger, for a worker without disk.
 
-        The result is None if no round layer protects the records.
+        The result is None if no round layer protects the client.
         """
-        tickets = (layer.ticket({"": self.job, **self.further}) for layer in self.client.runtime.layers)
-        return next((one for one in tickets if one is not None), None)
+        return self.paid[0].ticket if self.paid else None
 
     @classmethod
     def of(cls, client: Client) -> TrainingJob:
@@ -116,9 +118,9 @@ class TrainingJob:
         first = LocalJob(task, plan, records, batches(), seeded)
         further = {name: further_job(first, name, model, batches()) for name, model in models.items()}
         jobs: Mapping[str, LocalJob] = {"": first, **further}
-        jobs = reduce(lambda some, layer: layer.protected(client, some), runtime.layers, jobs)
+        jobs, paid = _protected(client, jobs)
         further = {name: one for name, one in jobs.items() if name}
-        job = cls(client, jobs[""], tuple(came), tuple(guards), further)
+        job = cls(client, jobs[""], tuple(came), tuple(guards), further, paid)
         job.check(*methods)
         return job
 
@@ -143,6 +145,7 @@ class TrainingJob:
         self.check(algorithm.finish)
         for guard in self.guards[1:]:
             guard.check_bits(algorithm.plan, algorithm.finish)
+        update = reduce(lambda some, one: one.release(some), self.paid, update)
         for layer, came in zip(runtime.layers, self.came, strict=True):
             update = layer.sent(came, task, trained, update)
         content = wire.update_content(update)
@@ -164,6 +167,16 @@ class TrainingJob:
         """Raise RunError if the bits of a guarded tensor changed, also by writes that PyTorch does not count."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)
+
+
+def _protected(client: Client, jobs: Mapping[str, LocalJob]) -> tuple[Mapping[str, LocalJob], tuple[PaidRound, ...]]:
+    """Return the jobs after the protection by all round layers, and the private rounds of these layers."""
+    paid = list[PaidRound]()
+    for layer in client.runtime.layers:
+        if one := layer.protected(client, jobs):
+            paid.append(one)
+            jobs = one.jobs
+    return jobs, tuple(paid)
 
 
 def _received(client: Client, num_examples: int) -> LocalTask:

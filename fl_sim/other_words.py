@@ -47,13 +47,19 @@ def bare(name: str) -> str:
     return name.casefold().replace("-", "").replace("_", "")
 
 
-_DP_SGD: Final = "dp_sgd dpsgd opacus dp private privacy privacy_engine record_level_dp local_dp ldp dp_fedsgd dpfedavg"
+_DP_SGD: Final = "dp_sgd dpsgd opacus dp private privacy privacy_engine record_level_dp dp_fedsgd dpfedavg"
+_LOCAL_DP: Final = "local_dp ldp localdpmod local_differential_privacy"
 _NOT_OFFERED: Final = {
     (
         "for noise in the clients' training steps (DP-SGD) set local.privacy=dp-sgd local.privacy.epsilon=8. Also "
         "offered are: per client, aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by "
-        "algorithm=pate; docs/privacy.md compares them. Noise on a client's update (local DP) is not offered yet"
+        "algorithm=pate; docs/privacy.md compares them. For noise on each client's update (local DP) set "
+        "local.privacy=local-dp"
     ): _DP_SGD,
+    (
+        "for noise on each client's update (local differential privacy) set local.privacy=local-dp "
+        "local.privacy.epsilon=8; docs/privacy.md compares it with the other guarantees"
+    ): _LOCAL_DP,
 }
 
 NOT_OFFERED: Final = {bare(word): reason for reason, words in _NOT_OFFERED.items() for word in words.split()}

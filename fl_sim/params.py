@@ -74,6 +74,19 @@ def vector_in(params: Params, layout: Layout) -> torch.Tensor:
     return _joined(params[name] for name, _ in layout)
 
 
+def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
+    """Return all numbers of ``payloads`` as one vector, in the order of ``template``."""
+    rows = [vector_in(payloads[group], layout_of(params)) for group, params in template.items()]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
+    """Return the payloads, in float32, whose ``payload_vector`` is ``vector``."""
+    layouts = {group: layout_of(params) for group, params in template.items()}
+    parts = vector.float().split_with_sizes([num_in(layout) for layout in layouts.values()])
+    return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
+
+
 def layout_of(params: Params) -> Layout:
     """Return the names and shapes of ``params``."""
     if isinstance(params, FlatParams):

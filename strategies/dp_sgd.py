@@ -1,8 +1,11 @@
-"""The settings of DP-SGD on clients (Abadi et al. 2016, algorithm 1): every local step is private for each record."""
+"""The settings of DP-SGD on clients (Abadi et al. 2016, algorithm 1): every local step is private for each record.
+
+``ClientPrivacy`` is the common base of all protections that clients pay for in their own ledgers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,16 +15,80 @@ from fl_sim.privacy.terms import Accountant
 from fl_sim.settings import Settings
 
 if TYPE_CHECKING:
-    from clients.private_steps import StepProtection
+    from clients.paid_rounds import ClientProtection
+
+
+ANOTHER: Final = "take another algorithm, such as fedavg, fedprox or scaffold"
+"""The cure for an algorithm that does not fit a protection."""
 
 
 class NoLocalPrivacy(Settings):
-    """Local steps without noise."""
+    """Local steps and updates without noise."""
 
     kind: Literal["none"] = "none"
+    covers_own_models: ClassVar[bool] = False
 
 
-class DPSGD(Settings):
+class ClientPrivacy(Settings):
+    """The base class of the protections whose cost each client pays in its own ledger, round by round."""
+
+    kind: str = ""
+    is_private: ClassVar[bool] = True
+    epsilon: float | None = Field(None, gt=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    clipping_norm: float = Field(1.0, gt=0)
+    noise_multiplier: float | None = Field(None, gt=0)
+    noise: Literal["secret", "seeded"] = "secret"
+    accountant: Accountant = "rdp"
+
+    @model_validator(mode="after")
+    def _has_noise(self) -> Self:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError(
+                f"local.privacy={self.kind} needs local.privacy.epsilon, from which the noise is found, or "
+                "local.privacy.noise_multiplier: set one of them, for example local.privacy.epsilon=8"
+            )
+        return self
+
+    @property
+    def protection(self) -> ClientProtection:
+        """Return the privacy parameters for clients."""
+        from clients.paid_rounds import ClientProtection  # noqa: PLC0415 (the accountants load slowly)
+
+        return ClientProtection(
+            self.epsilon, self.delta, self.clipping_norm, self.noise_multiplier, self.noise, self.accountant
+        )
+
+    def allows(self, stage: object) -> bool:
+        """Return True if ``stage``, which reads records before or after the rounds, may run beside this protection."""
+        del stage
+        return False
+
+    def check_alone(self, experiment: Choices) -> None:
+        """Raise ValueError if another part of the experiment reads records, or promises privacy by itself."""
+        what = f"cannot run with local.privacy={self.kind}"
+        if hides_clients(experiment.aggregator):
+            raise ValueError(
+                f"aggregator {kind_of(experiment.aggregator)} {what}, whose privacy costs are stated for rounds "
+                "without another mechanism: leave one of the two out"
+            )
+        for name in ("preprocess", "calibrate"):
+            value = getattr(experiment, name)
+            if not (is_none(value) or self.allows(value)):
+                raise ValueError(
+                    f"{name} {kind_of(value)} reads the clients' records beside local.privacy={self.kind}, and no "
+                    "statement covers both: leave one of the two out"
+                )
+        algorithm, reason = experiment.algorithm, ""
+        if path_in(type(algorithm), "procedure"):
+            reason = "it has no rounds of local training"
+        elif isinstance(algorithm, Sharing):
+            reason = "its clients share facts about their records without noise before the first round"
+        if reason:
+            raise ValueError(f"algorithm {kind_of(algorithm)} {what}: {reason}; {ANOTHER}")
+
+
+class DPSGD(ClientPrivacy):
     """Each client trains by DP-SGD, so what it sends protects each of its records, also from the server.
 
     Let n be the client's number of records. In every local step, each record joins the batch independently, with
@@ -47,31 +114,11 @@ class DPSGD(Settings):
     title: ClassVar[str] = "DP-SGD"
     layer: ClassVar[str] = "strategies.private_steps:PrivateTraining"
     stage: ClassVar[str] = "fl_sim.stages.private_steps:PrivateStepsBill"
-    is_private: ClassVar[bool] = True
-    epsilon: float | None = Field(None, gt=0)
-    delta: float = Field(1e-5, gt=0, lt=1)
-    clipping_norm: float = Field(1.0, gt=0)
-    noise_multiplier: float | None = Field(None, gt=0)
-    noise: Literal["secret", "seeded"] = "secret"
-    accountant: Accountant = "rdp"
+    covers_own_models: ClassVar[bool] = True
 
-    @model_validator(mode="after")
-    def _has_noise(self) -> DPSGD:
-        if self.epsilon is None and self.noise_multiplier is None:
-            raise ValueError(
-                "local.privacy=dp-sgd needs local.privacy.epsilon, from which the noise is found, or "
-                "local.privacy.noise_multiplier: set one of them, for example local.privacy.epsilon=8"
-            )
-        return self
-
-    @property
-    def protection(self) -> StepProtection:
-        """Return the privacy parameters for clients."""
-        from clients.private_steps import StepProtection  # noqa: PLC0415 (the accountants load slowly)
-
-        return StepProtection(
-            self.epsilon, self.delta, self.clipping_norm, self.noise_multiplier, self.noise, self.accountant
-        )
+    def allows(self, stage: object) -> bool:
+        """Return True if ``stage`` releases synthetic records whose cost it states itself."""
+        return isinstance(stage, Supplying) and isinstance(stage, Promising) and stage.is_private
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if another setting reads records without noise, or has no private counterpart yet."""
@@ -83,11 +130,6 @@ class DPSGD(Settings):
         for name, (default, value, reason) in reasons.items():
             if value != default:
                 raise ValueError(f"{name}={value} cannot run with local.privacy=dp-sgd: {reason}; leave {name} out")
-        if hides_clients(experiment.aggregator):
-            raise ValueError(
-                f"aggregator {kind_of(experiment.aggregator)} cannot run with local.privacy=dp-sgd, whose privacy "
-                "costs are stated for rounds without another mechanism: leave one of the two out"
-            )
         supplied = experiment.preprocess
         if isinstance(supplied, Supplying) and supplied.supplies_rounds:
             raise ValueError(
@@ -95,30 +137,13 @@ class DPSGD(Settings):
                 "costs are stated for a client's own records: let the server alone train on them, as by "
                 "preprocess.train_on=own preprocess.server_epochs=5, or leave one of the two out"
             )
-        for name in ("preprocess", "calibrate"):
-            value = getattr(experiment, name)
-            is_paid = isinstance(value, Supplying) and isinstance(value, Promising) and value.is_private
-            if not (is_none(value) or is_paid):
-                raise ValueError(
-                    f"{name} {kind_of(value)} reads the clients' records beside local.privacy=dp-sgd, and no statement "
-                    f"covers both: leave one of the two out"
-                )
-        if reason := _reads_records(algorithm):
+        self.check_alone(experiment)
+        methods = {
+            "course": "its local steps are not the steps of one SGD",
+            "trainers": "it has a trainer of its own, which adds no noise",
+            "own_scores": "its clients predict by their records",
+        }
+        if reason := next((reason for name, reason in methods.items() if hasattr(algorithm, name)), ""):
             raise ValueError(
-                f"algorithm {kind_of(algorithm)} cannot run with local.privacy=dp-sgd: {reason}; take another "
-                "algorithm, such as fedavg, fedprox or scaffold"
+                f"algorithm {kind_of(algorithm)} cannot run with local.privacy={self.kind}: {reason}; {ANOTHER}"
             )
-
-
-def _reads_records(algorithm: object) -> str:
-    """Return the reason why ``algorithm`` does not fit private steps; empty if it may fit."""
-    if path_in(type(algorithm), "procedure"):
-        return "it has no rounds of local training"
-    if isinstance(algorithm, Sharing):
-        return "its clients share facts about their records without noise before the first round"
-    methods = {
-        "course": "its local steps are not the steps of one SGD",
-        "trainers": "it has a trainer of its own, which adds no noise",
-        "own_scores": "its clients predict by their records",
-    }
-    return next((reason for name, reason in methods.items() if hasattr(algorithm, name)), "")

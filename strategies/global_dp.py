@@ -20,7 +20,7 @@ from fl_sim.importing import torch
 from fl_sim.kinds import Choices, is_own_kind, kind_of, off
 from fl_sim.local_plan import Sharing
 from fl_sim.own_code import load_object
-from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
+from fl_sim.params import layout_of, num_parameters, payload_vector, payloads_in
 from fl_sim.privacy.mechanisms import (
     Noise,
     add_noise,
@@ -295,7 +295,9 @@ class GlobalDP(Settings):
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
             total = correlated.release(total, std, steps)
         flat = total / cohort.expected_size
-        aggregate = Aggregate(_unflatten(flat, template), participation=cohort.expected_size / cohort.num_clients)
+        aggregate = Aggregate(
+            payloads_in(torch.from_numpy(flat), template), participation=cohort.expected_size / cohort.num_clients
+        )
         if self.adaptive_clipping is None:
             return aggregate, clipping_norm
         steps = noise.gaussian(1, count_noise, purpose="global-dp count", server_round=cohort.server_round)
@@ -368,7 +370,7 @@ def _clipped_sum(
     total = torch.zeros(size, dtype=torch.float64)
     centred = 0.0
     for reply in replies:
-        row = _row(reply.payloads, template)
+        row = payload_vector(reply.payloads, template)
         norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
         factor = clip_factor(norm, limit)
         if factor == 0.0 or norm == 0.0:
@@ -376,18 +378,6 @@ def _clipped_sum(
         centred += 0.5 if norm <= clipping_norm else -0.5
         total.add_(row, alpha=factor)
     return total.numpy(), centred
-
-
-def _row(payloads: Payloads, template: Payloads) -> torch.Tensor:
-    """Return all payloads of a client as one vector, in the template's order."""
-    rows = [vector_in(payloads[group], layout_of(params)) for group, params in template.items()]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _unflatten(flat: np.ndarray[Any, np.dtype[np.float64]], template: Payloads) -> Payloads:
-    layouts = {group: layout_of(params) for group, params in template.items()}
-    parts = torch.from_numpy(flat).float().split_with_sizes([num_in(layout) for layout in layouts.values()])
-    return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
 
 
 def _shapes(payloads: Payloads) -> dict[str, dict[str, tuple[int, ...]]]:

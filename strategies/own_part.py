@@ -13,7 +13,7 @@ from torch import nn
 from clients.client_layer import ClientLayer
 from clients.evaluate import OwnModel
 from fl_sim.errors import UserError
-from fl_sim.kinds import hides_clients, is_none, kind_of
+from fl_sim.kinds import hides_clients, kind_of
 from fl_sim.local_plan import LocalPlan, Sending, sends_a_part, sent_by
 from fl_sim.params import detached, trainable
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
@@ -72,7 +72,7 @@ class OwnPart(Layer):
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
         """Return a sentence for privacy statements on the clients' own models, if they are trained without noise."""
-        return [UNCOVERED] if is_none(experiment.local.privacy) else []
+        return [] if experiment.local.privacy.covers_own_models else [UNCOVERED]
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:

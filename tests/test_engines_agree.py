@@ -175,9 +175,10 @@ def test_the_engines_agree_on_groups_of_clients(kind: str, one_ray: None, tmp_pa
 
 
 @pytest.mark.cluster
-def test_the_engines_agree_on_private_steps(one_ray: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dp-sgd", "local-dp"])
+def test_the_engines_agree_on_what_clients_make_private(kind: str, one_ray: None, tmp_path: Path) -> None:
     base = settings("fedavg", "inprocess", "mlp").model_dump()
-    base["local"] |= {"privacy": {"kind": "dp-sgd", "noise_multiplier": 1.0, "noise": "seeded"}}
+    base["local"] |= {"privacy": {"kind": kind, "noise_multiplier": 1.0, "noise": "seeded"}}
     results = [run(experiment_from({**base, "engine": engine}), tmp_path / engine) for engine in ("inprocess", "ray:2")]
     assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
     assert results[0]["privacy"][0]["epsilon"] == results[1]["privacy"][0]["epsilon"]

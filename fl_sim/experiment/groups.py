@@ -142,7 +142,8 @@ class Local(Settings):
     send them, and the server does not average them. "head" is the last linear layer, and "body" is all other
     parameters. Names of parameters are separated by commas. With "none" all parameters are sent.
 
-    ``privacy``: the protection of each record in training. "dp-sgd" makes every local step differentially private.
+    ``privacy``: the protection by each client itself. "dp-sgd" makes every local step private for each record.
+    "local-dp" makes each update private for the whole client.
 
     ``precision``: "tf32" rounds the factors of products to 11 bits, and "bfloat16" rounds them to 8 bits. Sums,
     weights, steps and evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer
@@ -189,7 +190,7 @@ class Local(Settings):
         if is_own_kind(self.privacy):
             raise ValueError(
                 f"local.privacy {kind_of(self.privacy)} is your own code, and no epsilon would cover it: take dp-sgd, "
-                "or an algorithm with trainers of its own (examples/private_steps.py), which promises nothing"
+                "local-dp, or an algorithm with trainers of its own (examples/private_steps.py), which promises nothing"
             )
         aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
         if self.batch_norm == "none":

@@ -198,11 +198,11 @@ def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
                 f"poisson: every {unit} takes part in a step with probability {rate:.6g}, independently of the others"
             )
         case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
-            return f"fixed-size: {cohort} of {population} {unit}s take part in a step, drawn without replacement"
+            if cohort < population:
+                return f"fixed-size: {cohort} of {population} {unit}s take part in a step, drawn without replacement"
         case dp_event.NonPrivateDpEvent():
             return "any: sampling does not protect a release without noise"
-        case _:
-            return f"full: every {unit} takes part in every step"
+    return f"full: every {unit} takes part in every step"
 
 
 def to_json(event: dp_event.DpEvent) -> dict[str, Any]:

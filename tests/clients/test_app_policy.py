@@ -127,8 +127,13 @@ def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask
         ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.noise=seeded")
 
 
-def test_a_node_trains_on_its_raw_records_if_every_step_is_private(ask: Ask) -> None:
-    private = ("local.privacy=dp-sgd", "local.privacy.noise_multiplier=2", "local.privacy.epsilon=8")
+@pytest.mark.parametrize(("kind", "noise_multiplier"), [("dp-sgd", 2), ("local-dp", 9)])
+def test_a_node_trains_on_its_raw_records_if_it_makes_every_round_private(
+    kind: str, noise_multiplier: int, ask: Ask
+) -> None:
+    private = (
+        f"local.privacy={kind}", f"local.privacy.noise_multiplier={noise_multiplier}", "local.privacy.epsilon=8",
+    )  # fmt: skip
     assert wire.error_of(ask(wire.TRAIN, "epsilon = 10.0", *private)) is None
     with pytest.raises(RunError, match="policy allows secret noise only"):
         ask(wire.TRAIN, "epsilon = 10.0", *private, "local.privacy.noise=seeded")

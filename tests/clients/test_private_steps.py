@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from clients.paid_rounds import ClientProtection
 from clients.policy import Policy, open_ledger, read_policy
-from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, StepProtection, round_cost
+from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, round_cost
 from fl_sim.engines.remote import Ticket
 from fl_sim.errors import RunError, UserError
 from fl_sim.local_plan import LocalPlan, Phase
@@ -19,7 +20,7 @@ from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Trained
 
 LOCAL = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=10, epochs=1)
 PARAMS = {"weight": torch.zeros(2)}
-PROTECTION = StepProtection(None, 1e-5, 1.0, 1.0, "secret")
+PROTECTION = ClientProtection(None, 1e-5, 1.0, 1.0, "secret")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ def _job(count: int = 40, server_round: int = 1, plan: LocalPlan = LocalPlan()) 
     return LocalJob(task, plan, records, np.random.default_rng(0))
 
 
-def _half(protection: StepProtection = PROTECTION, rounds: int = 5) -> ClientPrivateSteps:
+def _half(protection: ClientProtection = PROTECTION, rounds: int = 5) -> ClientPrivateSteps:
     return ClientPrivateSteps(protection, "cd" * 8, rounds)
 
 
 def test_the_models_of_a_client_are_charged_together_and_have_noise_of_their_own(tmp_path: Path) -> None:
     payer = Payer(tmp_path / "ledger.jsonl")
-    jobs = _half().protected(payer, {"": _job(), "own": _job()})
+    jobs = _half().protected(payer, {"": _job(), "own": _job()}).jobs
     [charge] = open_ledger(payer.ledger).charges
     cost = round_cost(PROTECTION, LOCAL, 40, 5, 8)
     assert (charge.event, cost.num_steps) == (cost.charge, 8)
@@ -55,13 +56,13 @@ def test_the_models_of_a_client_are_charged_together_and_have_noise_of_their_own
     assert private[1] is not None
     assert private[0].noise == private[1].noise
     assert private[0].stream != private[1].stream
-    assert [job.plan.private for job in _half().protected(payer, {"": _job()}).values()] != private[:1]
+    assert [job.plan.private for job in _half().protected(payer, {"": _job()}).jobs.values()] != private[:1]
 
 
 def test_the_phases_of_a_round_are_charged_together_and_have_noise_of_their_own(tmp_path: Path) -> None:
     payer = Payer(tmp_path / "ledger.jsonl")
     plan = LocalPlan(phases=(Phase(frozenset({"weight"}), 3), Phase(frozenset({"weight"}), 1)))
-    job = _half().protected(payer, {"": _job(plan=plan)})[""]
+    job = _half().protected(payer, {"": _job(plan=plan)}).jobs[""]
     [charge] = open_ledger(payer.ledger).charges
     assert charge.event == round_cost(PROTECTION, LOCAL, 40, 5, 16).charge  # four epochs of four steps
     streams = [phase.private.stream for phase in (job.in_phase(0).plan, job.in_phase(1).plan) if phase.private]
@@ -84,14 +85,14 @@ def test_a_repeated_round_counts_against_the_budget(tmp_path: Path) -> None:
     payer = Payer(tmp_path / "ledger.jsonl")
     epsilon = 1.01 * epsilon_of_counts({round_cost(PROTECTION, LOCAL, 40, 5, 4).charge: 2}, 1e-5)
     half = _half(replace(PROTECTION, epsilon=epsilon))
-    rounds = [half.protected(payer, {"": _job(server_round=number)})[""] for number in (1, 1, 2)]
+    rounds = [half.protected(payer, {"": _job(server_round=number)}).jobs[""] for number in (1, 1, 2)]
     assert [len(job.records) for job in rounds] == [40, 40, 0]
     assert [job.task.num_examples for job in rounds] == [40, 40, 0]
     assert rounds[2].plan.private is None
     assert rounds[2].num_steps == 0
     assert len(open_ledger(payer.ledger).charges) == 2
     other = replace(payer, run="ef" * 8)  # another run has a budget of its own, in the same ledger
-    assert len(half.protected(other, {"": _job()})[""].records) == 40
+    assert len(half.protected(other, {"": _job()}).jobs[""].records) == 40
 
 
 def test_a_client_without_records_is_not_charged(tmp_path: Path) -> None:

@@ -171,11 +171,18 @@ def test_record_level_noise_in_training_is_answered_with_its_setting_and_others(
     with pytest.raises(UserError) as caught:
         experiment_from(with_overrides({}, [typed]))
     said = str(caught.value)
-    assert "(local DP) is not offered yet" in said
     offered = re.findall(r"(?:aggregator|preprocess|algorithm|local.privacy)=[a-z-]+", said.partition("for noise")[2])
-    assert offered == ["local.privacy=dp-sgd", "aggregator=global-dp", "preprocess=da-fl", "algorithm=pate"]
+    assert offered == [
+        "local.privacy=dp-sgd", "aggregator=global-dp", "preprocess=da-fl", "algorithm=pate", "local.privacy=local-dp",
+    ]  # fmt: skip
     for setting in offered:
         assert setting.partition("=")[2] in kinds_of(setting.partition("=")[0])
+
+
+@pytest.mark.parametrize("typed", ["algorithm=ldp", "aggregator=LocalDpMod", "local_dp=true"])
+def test_noise_on_an_update_is_answered_with_its_setting(typed: str) -> None:
+    with pytest.raises(UserError, match=r"local\.privacy=local-dp local\.privacy\.epsilon=8"):
+        experiment_from(with_overrides({}, [typed]))
 
 
 def test_an_option_of_other_programs_is_answered_with_the_setting(

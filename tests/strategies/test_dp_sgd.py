@@ -10,8 +10,9 @@ import pytest
 from dp_accounting import dp_event, rdp
 from safetensors.torch import load_file
 
+from clients.paid_rounds import ClientProtection
 from clients.policy import open_ledger
-from clients.private_steps import StepProtection, round_cost
+from clients.private_steps import round_cost
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -69,7 +70,7 @@ def _rounds(out: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("size", "steps", "rounds"), [(500, 10, 100), (64, 3, 7), (30, 0, 5)])
 def test_the_cost_of_a_client_is_that_of_dp_accounting(size: int, steps: int, rounds: int) -> None:
     local = LocalSettings(0.1, 0.0, 0.0, batch_size=50, epochs=0 if steps else 1, steps=steps)
-    cost = round_cost(StepProtection(None, 1e-5, 1.0, 1.3, "secret"), local, size, rounds, steps or 1)
+    cost = round_cost(ClientProtection(None, 1e-5, 1.0, 1.3, "secret"), local, size, rounds, steps or 1)
     accountant = rdp.RdpAccountant()
     event: Any = dp_event.GaussianDpEvent(1.3)
     if size > 50:
@@ -86,7 +87,9 @@ def test_the_cost_of_a_client_is_that_of_dp_accounting(size: int, steps: int, ro
 
 def test_the_noise_that_is_found_spends_epsilon_in_all_rounds_and_of_all_models() -> None:
     local = LocalSettings(0.1, 0.0, 0.0, batch_size=50, epochs=1)
-    one, two = (round_cost(StepProtection(3.0, 1e-5, 1.0, None, "secret"), local, 400, 20, steps) for steps in (8, 16))
+    one, two = (
+        round_cost(ClientProtection(3.0, 1e-5, 1.0, None, "secret"), local, 400, 20, steps) for steps in (8, 16)
+    )
     for cost, steps in ((one, 8), (two, 16)):
         assert cost.num_steps == steps
         assert 2.99 < epsilon_of_counts({cost.event: 20 * steps}, 1e-5) <= 3.0
@@ -97,7 +100,7 @@ def test_the_pld_accountant_finds_less_noise_for_the_same_epsilon() -> None:
     local = LocalSettings(0.1, 0.0, 0.0, batch_size=50, epochs=1)
     noises = []
     for accountant in ("rdp", "pld"):
-        protection = StepProtection(3.0, 1e-5, 1.0, None, "secret", accountant)
+        protection = ClientProtection(3.0, 1e-5, 1.0, None, "secret", accountant)
         cost = round_cost(protection, local, 400, 20, 8)
         assert epsilon_of_counts({cost.event: 160}, 1e-5, accountant=accountant) <= 3.0
         limited = replace(protection, noise_multiplier=cost.noise_multiplier)

@@ -124,6 +124,33 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     _plan(sampling, noise_multiplier, steps, delta, epsilon, accountant, plot=plot, json_output=json_output)
 
 
+@app.command("local-dp")
+def local_dp(
+    *,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Standard deviation of the noise / clipping norm; computed if left out.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of one client; the number that fits --epsilon is computed if left out.")
+    ] = None,
+    delta: _Delta = 1e-5,
+    epsilon: _Epsilon = None,
+    accountant: _Accountant = "rdp",
+    plot: _Plot = None,
+    json_output: _Json = False,
+) -> None:
+    """Privacy of a client whose updates are noisy when they are sent. Give two of noise multiplier, rounds and epsilon.
+
+    The setting is local.privacy=local-dp. All data of the client are replaced: an update moves by two clipping norms.
+
+    For example:
+
+      fl-sim privacy local-dp --rounds 10 --epsilon 8
+    """
+    sampling = plan_code.Sampling("client", None, 1, 1)
+    _plan(sampling, noise_multiplier, rounds, delta, epsilon, accountant, plot=plot, json_output=json_output)
+
+
 @app.command("labels")
 def plan_labels(
     *,

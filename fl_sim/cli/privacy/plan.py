@@ -1,4 +1,4 @@
-"""The code of ``fl-sim privacy global-dp`` and ``dp-sgd``: compute epsilon, noise multiplier or number of steps."""
+"""The code of ``fl-sim privacy global-dp``, ``dp-sgd`` and ``local-dp``: compute epsilon, noise or number of steps."""
 
 import math
 from collections import Counter
@@ -97,7 +97,7 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
         "epsilon_pld": None if found.pld is None else _json(found.pld), "no_pld": found.reason,
         "epsilon_least": _json(found.least), "accountant_least": found.accountant,
         "target_epsilon": request.target, "steps_that_fit": fits, "delta_at_target": at_target,
-        "mu": math.sqrt(steps) / noise if isinstance(event, dp_event.GaussianDpEvent) else None,
+        "mu": _mu(event, noise, steps),
         "adjacency": str(events.adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
         "in_runs": IN_RUNS if sampling.unit == "record" else "",
@@ -168,6 +168,14 @@ def _check(request: BudgetRequest) -> None:
         raise UserError(f"{steps} steps: give 1 to {_MOST_STEPS:g}")
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
+
+
+def _mu(event: dp_event.DpEvent, noise: float, steps: int) -> float | None:
+    """Return the mu of Gaussian DP of ``steps`` steps without sampling; None for sampled steps."""
+    if events.sampling_rate(event) != 1:
+        return None
+    moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2  # clipping norms, where a unit is replaced
+    return moved * math.sqrt(steps) / noise
 
 
 def _json(epsilon: float) -> float | None:

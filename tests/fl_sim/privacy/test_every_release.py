@@ -28,7 +28,9 @@ from clients.dafl.marginals import CellTable, Marginals, score
 from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from clients.frequency_sums import STEPS, FrequencyQuestion, answer, black_frame
 from clients.images import lowest_frequencies
+from clients.paid_rounds import ClientProtection
 from clients.private_moments import Protection, private_moments
+from clients.private_updates import ClientPrivateUpdates, noise_std, update_cost
 from fl_sim import models
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
@@ -40,7 +42,7 @@ from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Cost, GNMaxCost, LNMaxCost
 from fl_sim.training import per_record
 from fl_sim.training.private_steps import train_privately
-from fl_sim.types import Cohort, LocalSettings, LocalTask, Reply
+from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Reply
 from strategies.global_dp import GlobalDP
 from strategies.pate.labelling import ConfidentGNMax, GNMax, LNMax
 from strategies.private_start import PrivateStart
@@ -53,6 +55,7 @@ HELD = {
     ("strategies/global_dp.py", "global-dp update"): "global_dp",
     ("strategies/global_dp.py", "global-dp count"): "global_dp",
     ("clients/private_moments.py", "class moments"): "moments",
+    ("clients/private_updates.py", "client update"): "client_update",
     ("clients/dafl/noisy_moments.py", "mean embedding: "): "generators",
     ("clients/dafl/noisy_moments.py", ""): "generators",
     ("clients/dafl/marginals.py", "marginals: "): "generators",
@@ -327,6 +330,28 @@ def test_private_steps(worlds: Both, name: str, clipping_norm: float) -> None:
     assert found <= 3 * 1.3**-2 * (1 + 1e-12)
     if clipping_norm == 0.01:
         assert found > 0.95 * 3 * 1.3**-2
+
+
+@pytest.mark.parametrize("length", [0.3, 1.0, 1e3, math.inf])
+@pytest.mark.parametrize("noise_multiplier", [0.7, 40.0])
+def test_client_update(worlds: Both, length: float, noise_multiplier: float, tmp_path: Path) -> None:
+    """Of one client the two updates that are furthest apart: this unit's data are replaced, not left out."""
+    values = np.random.default_rng(1).normal(size=50)
+    values *= length * 0.37 / np.linalg.norm(values) if math.isfinite(length) else math.nan
+    template = {"delta": {"w": torch.zeros(20)}, "control": {"w": torch.zeros(30)}}
+    protection = ClientProtection(None, 1e-5, 0.37, noise_multiplier, "seeded")
+    half, cost = ClientPrivateUpdates(protection, "", 1, template), update_cost(protection, 1)
+
+    def release(*, there: bool) -> None:
+        own = torch.from_numpy(values if there else -values)
+        update = ClientUpdate({"delta": {"w": own[:20]}, "control": {"w": own[20:]}}, 9, 0.5)
+        half._released(update, std=noise_std(protection, cost), noise=NOISE, server_round=1)
+
+    found, claimed = worlds(release).gaussian, cost.event.noise_multiplier**-2
+    assert claimed == pytest.approx(4 * noise_multiplier**-2)  # a sensitivity of two clipping norms
+    assert found <= claimed * (1 + 1e-12)
+    if length >= 1 and math.isfinite(length):
+        assert found > 0.95 * claimed
 
 
 def _without_first(factors: torch.Tensor) -> torch.Tensor:

@@ -166,8 +166,11 @@ def test_shards_that_were_dealt_otherwise_are_other_records() -> None:
     assert setup.runtime.num_clients == 3
 
 
-def test_private_steps_are_charged_by_the_driver_before_a_worker_without_disk_makes_them(tmp_path: Path) -> None:
-    privacy = {"kind": "dp-sgd", "noise_multiplier": 1.0, "epsilon": 12.0}
+@pytest.mark.parametrize(("kind", "noise_multiplier"), [("dp-sgd", 1.0), ("local-dp", 1.5)])
+def test_private_rounds_are_charged_by_the_driver_before_a_worker_without_disk_makes_them(
+    kind: str, noise_multiplier: float, tmp_path: Path
+) -> None:
+    privacy = {"kind": kind, "noise_multiplier": noise_multiplier, "epsilon": 12.0}
     settings = {"model": "logistic", "clients": 6, "partition": "iid", "rounds": 3, "algorithm": "scaffold"}
     job = job_of(experiment_from({**settings, "local": {"privacy": privacy, "batch_size": 200, "momentum": 0.0}}))
     params = detached(job.model().named_parameters())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dp_accounting import dp_event, pld
 from typer.testing import CliRunner
 
 from fl_sim.cli.privacy import app, audit
@@ -205,6 +206,19 @@ def test_a_plan_with_noise_steps_and_epsilon_answers_with_delta() -> None:
     assert asked["delta_at_target"] == pytest.approx(1e-5, rel=1e-3)
     whole = ("dp-sgd", "--sampling-rate", "1", "--noise-multiplier", "4", "--steps", "9", "--epsilon", "2")
     assert "mu 0.75, exactly" in CliRunner().invoke(app, [*whole]).stdout
+
+
+def test_local_dp_is_about_clients_whose_data_are_replaced() -> None:
+    plan = call("local-dp", "--noise-multiplier", "8", "--rounds", "10")
+    assert (plan["unit"], plan["adjacency"]) == ("client", "replace-one")
+    exact = pld.PLDAccountant()
+    exact.compose(dp_event.GaussianDpEvent(4.0), 10)  # two updates differ by two clipping norms
+    assert plan["epsilon_pld"] == pytest.approx(exact.get_epsilon(1e-5), rel=1e-4)
+    assert plan["mu"] == pytest.approx(2 * 10**0.5 / 8)
+    asked = call("local-dp", "--epsilon", str(plan["epsilon"]), "--rounds", "10")
+    assert asked["noise_multiplier"] == pytest.approx(8, rel=1e-3)
+    shown = CliRunner().invoke(app, ["local-dp", "--rounds", "9", "--epsilon", "8"]).stdout
+    assert "full: every client takes part" in shown
 
 
 def test_a_plan_of_dp_sgd_names_the_setting_of_a_run_with_this_cost() -> None:

@@ -1,0 +1,105 @@
+"""The client half of local differential privacy: each client clips its update and adds noise before it sends it.
+
+u <- min(1, C / |u|) u + N(0, z^2 C^2 I), with u the vector of all numbers that the algorithm sends (Gaussian mechanism;
+Dwork and Roth 2014, theorem A.1). Any two clipped updates differ by at most 2 C, the sensitivity. So the ledger is
+charged with noise of z / 2 sensitivities. The settings are in ``strategies.local_dp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Final
+
+import torch
+
+from clients.client_layer import ClientLayer, PaidRound, Payer
+from clients.paid_rounds import (
+    ClientProtection,
+    Releases,
+    RoundCost,
+    cost_of_round,
+    round_without_records,
+    ticket_of,
+)
+from fl_sim.errors import RunError
+from fl_sim.params import layout_of, payload_vector, payloads_in
+from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import ClientUpdate, LocalTask, Payloads
+
+RELEASED: Final = "update"
+"""The released numbers of a round, for the names of charges in the privacy ledger."""
+
+SENSITIVITY: Final = 2.0
+"""The largest distance of two clipped updates, in clipping norms."""
+
+
+def update_cost(protection: ClientProtection, rounds: int) -> RoundCost:
+    """Return the cost of one update, in a run of ``rounds`` rounds, if the client's whole data are replaced.
+
+    It is no less than the cost for each of the client's records. Raises UserError if no noise reaches epsilon.
+    """
+    return cost_of_round(protection, SENSITIVITY, 1.0, rounds, 1)
+
+
+def noise_std(protection: ClientProtection, cost: RoundCost) -> float:
+    """Return the standard deviation of the noise on each number of an update."""
+    return cost.noise_multiplier * SENSITIVITY * protection.clipping_norm
+
+
+@dataclass(frozen=True)
+class ClientPrivateUpdates(ClientLayer):
+    """Clips the update of a client and adds noise, after the cost is in the client's privacy ledger.
+
+    ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run. ``template``: the payload
+    template of the algorithm.
+    """
+
+    protects: ClassVar[bool] = True
+    protection: ClientProtection
+    run_digest: str
+    rounds: int
+    template: Payloads
+
+    def received(self, task: LocalTask) -> LocalTask:
+        """Return the task, in which all clients with records have the same weight."""
+        return replace(task, num_examples=min(1, task.num_examples))
+
+    def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:
+        """Return the jobs unchanged, and the release of the update, after its cost is in the client's privacy ledger.
+
+        A client whose budget does not allow the round trains nothing, and sends zeros of weight 0.
+        """
+        first = next(iter(jobs.values()))
+        if not len(first.records):
+            return round_without_records(jobs)
+        cost, server_round = update_cost(self.protection, self.rounds), first.task.server_round
+        releases = Releases(RELEASED, self.protection.noise, self.run_digest)
+        noise = releases.paid(client, server_round, cost)
+        if noise is None:
+            return round_without_records(jobs)
+        std = noise_std(self.protection, cost)
+        release = partial(self._released, std=std, noise=noise, server_round=server_round)
+        return PaidRound(jobs, ticket_of(noise), release)
+
+    def _released(self, update: ClientUpdate, *, std: float, noise: Noise, server_round: int) -> ClientUpdate:
+        """Return the clipped update with noise, of weight 1 and without loss. The client state stays with the client.
+
+        All payloads together are one vector with one norm. An update that is not finite counts as zeros. Raises
+        RunError if its names or shapes are not those of the template, because these could tell facts about records.
+        """
+        shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
+        if shapes[0] != shapes[1] or update.packed:
+            raise RunError(
+                "the algorithm's update has other tensors than that of a client without records, so its form could "
+                "tell facts about records: let finish return tensors with the same names and shapes for all clients"
+            )
+        row = payload_vector(update.payloads, self.template).double()
+        limit = clipping_norm_on_grid(self.protection.clipping_norm, std, len(row), summands=1)
+        factor = clip_factor(float(torch.linalg.vector_norm(row)), limit)
+        clipped = row * factor if factor else torch.zeros_like(row)
+        steps = noise.gaussian(len(row), std, purpose="client update", server_round=server_round)
+        noisy = torch.from_numpy(add_noise(clipped.numpy(), std, steps))
+        return ClientUpdate(payloads_in(noisy, self.template), 1, None, update.state)

@@ -1,0 +1,84 @@
+"""The privacy bill of local differential privacy: the costs of the clients' updates, as forecast and as statement.
+
+The settings are in ``strategies.local_dp``. The module ``clients.private_updates`` writes the costs into the clients'
+privacy ledgers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from dp_accounting import dp_event
+
+from clients.private_updates import RELEASED, noise_std, update_cost
+from fl_sim.params import num_parameters
+from fl_sim.privacy.events import under_replacement
+from fl_sim.privacy.loss_distribution import NoTimeError
+from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
+from fl_sim.stages.paid_rounds import PaidRoundsBill, PayingClients
+from strategies.algorithm import first_state, payload_template
+
+
+class PrivateUpdatesBill(PaidRoundsBill):
+    """The stage at the server: it states the cost of the clients' updates, for each client."""
+
+    released: ClassVar[str] = RELEASED
+    covers: ClassVar[str] = (
+        "everything that a client sends in the rounds and what is computed from it, such as the model of every round, "
+        "also against the server. The figure holds for each client alone, whatever the other clients do."
+    )
+    does_not_cover: ClassVar[str] = (
+        "Which clients hold records, and which take part in a round, are treated as public: sampling clients does not "
+        "reduce the cost. The client state never leaves its client, and has no noise."
+    )
+
+    @property
+    def terms(self) -> Terms:
+        """Return unit, adjacency and delta of the statement."""
+        return Terms("client", Adjacency.REPLACE_ONE, self.settings.delta)
+
+    def warnings(self) -> list[str]:
+        """Return a sentence on the noise in the mean of the updates and on the cost, and one if delta is too large."""
+        if not (groups := self.groups):
+            return []
+        experiment, settings, [group] = self.job.experiment, self.settings, groups
+        cohort = max(1.0, experiment.sampler.expected_size(len(group.clients)))
+        length = group.std * (group.size / cohort) ** 0.5 / settings.clipping_norm
+        said = (
+            f"local.privacy=local-dp: {group.std / settings.clipping_norm:.4g} times the clipping norm is the noise on "
+            f"each number of an update. In the mean of {cohort:g} updates it is {length:.3g} clipping norms long, and "
+            f"a clipped update is at most one; {self.rounds_of(group):,} rounds cost each client at most epsilon "
+            f"{rounded_up(self.spent_by(group))} at delta {settings.delta:g}"
+        )
+        advice = delta_advice(settings.delta, len(group.clients))
+        return [said, *([advice] if advice else [])]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``local_privacy`` for ``result.json``: the noise, and the rounds that the budget allows."""
+        return {
+            "local_privacy": {
+                "kind": self.settings.kind,
+                "noise_multiplier": next((group.std / self.settings.clipping_norm for group in self.groups), None),
+                "rounds": next(map(self.rounds_of, self.groups), 0),
+            }
+        }
+
+    @cached_property
+    def groups(self) -> list[PayingClients]:
+        """Return all clients with records, in one group, as the cost depends on no number of records."""
+        experiment, protection = self.job.experiment, self.settings.protection
+        clients = tuple(np.flatnonzero(np.asarray(self.job.shards.sizes)).tolist())
+        if not clients:
+            return []
+        try:
+            cost = update_cost(protection, experiment.rounds)
+        except NoTimeError:  # a forecast in a hurry: the RDP accountant's noise costs at most as much
+            protection = replace(protection, accountant="rdp")
+            cost = update_cost(protection, experiment.rounds)
+        algorithm, std = experiment.algorithm, noise_std(protection, cost)
+        sent = payload_template(algorithm, first_state(algorithm, self.params, experiment.local.personal))
+        size = sum(num_parameters(params) for params in sent.values())
+        event = under_replacement(dp_event.GaussianDpEvent(std / protection.clipping_norm))
+        return [PayingClients(clients, cost, {event: 1}, std, size)]

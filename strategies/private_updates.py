@@ -1,0 +1,48 @@
+"""The round layer of local differential privacy: it checks what clients send, and counts the rounds of each client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from clients.client_layer import ClientLayer
+from clients.private_updates import ClientPrivateUpdates
+from fl_sim.errors import UserError
+from fl_sim.kinds import kind_of
+from fl_sim.params import detached, layout_of, trainable
+from fl_sim.seeding import seeded_alone
+from strategies.algorithm import first_state, payload_template
+from strategies.layer import Beginning
+from strategies.private_steps import PrivateTraining, digest_of
+
+
+class PrivateUpdates(PrivateTraining):
+    """Counts the rounds in which each client sent an update, as ``PrivateTraining`` does. Rounds are unchanged."""
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
+        """Return the layer's code on clients, which pays for updates, clips them and adds noise."""
+        params = detached(trainable(model()).items())
+        with seeded_alone(0, "template"):
+            template = payload_template(algorithm, first_state(algorithm, params, experiment.local.personal))
+        protection = experiment.local.privacy.protection
+        return ClientPrivateUpdates(protection, digest_of(experiment), experiment.rounds, template)
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if clients send numbers other than changes of the model's parameters, or no numbers."""
+        what = f"algorithm {kind_of(experiment.algorithm)} cannot run with local.privacy=local-dp"
+        if not beginning.server.params:
+            raise UserError(
+                f"{what}: clients send no parameters, and epsilon would be about nothing; leave local.privacy out"
+            )
+        wanted = dict(layout_of(beginning.server.params))
+        for group, params in beginning.sent.items():
+            if dict(layout_of(params)) != wanted:
+                raise UserError(
+                    f"{what}: clients also send {group}, which is no change of the model's parameters, and clipping "
+                    "and noise together with the update make it useless; take another algorithm, such as fedavg, "
+                    "fedprox or scaffold"
+                )
