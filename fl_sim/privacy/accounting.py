@@ -288,6 +288,8 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
+    if gap(math.log(high)) >= 0:  # ``high`` meets the target exactly, and exp(log(high)) may be a little smaller
+        return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)
     while spent(found) > target:
         found *= 1 + _TOLERANCE / 4
