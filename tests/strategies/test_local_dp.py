@@ -157,6 +157,25 @@ def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algo
     assert whole["privacy"][0]["steps"] == resumed["privacy"][0]["steps"] == 3
 
 
+def test_a_run_with_secret_noise_pays_again_for_what_it_releases_again(tmp_path: Path) -> None:
+    experiment = experiment_from(settings_of({"noise": "secret"}, rounds=2))
+    with pytest.raises(Interrupted):
+        run(experiment, tmp_path / "run", observer=Interrupting())
+    assert len(_charges(0)) == 1
+    lines = (tmp_path / "run" / "rounds.jsonl").read_text()
+    run(experiment, tmp_path / "run")
+    assert (tmp_path / "run" / "rounds.jsonl").read_text().startswith(lines)
+    assert [one.release.rpartition(", ")[2] for one in _charges(0)] == ["round 1", "round 2"]
+    assert len({one.noise for one in _charges(0)}) == 2
+
+
+def test_a_run_says_how_long_the_noise_in_the_mean_is(tmp_path: Path) -> None:
+    said = " ".join(ran(tmp_path / "run")["warnings"])
+    assert "3 times the clipping norm is the noise on each number of an update" in said
+    length = 3.0 * (650 / 3) ** 0.5  # z sqrt(d / m): 650 numbers, 3 clients
+    assert f"In the mean of 3 updates it is {length:.3g} clipping norms long" in said
+
+
 @pytest.mark.parametrize(
     "changes",
     [
