@@ -39,7 +39,6 @@ from dp_accounting import dp_event
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
-from scipy import optimize, stats
 
 from fl_sim.engines import wire
 from fl_sim.engines.grid import InProcessGrid
@@ -47,7 +46,16 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts, noise_multiplier
-from fl_sim.privacy.audit import CONFIDENCE, EPSILONS, Guess, audit_profile, guess, least_refuted, power_limit
+from fl_sim.privacy.audit import (
+    CONFIDENCE,
+    EPSILONS,
+    Guess,
+    audit_profile,
+    epsilon_estimate,
+    guess,
+    least_refuted,
+    power_limit,
+)
 from fl_sim.privacy.events import amplify_poisson
 from fl_sim.seeding import rng
 from fl_sim.simulation.engine_choice import client_app
@@ -198,7 +206,7 @@ def audit(setting: Setting, mechanism: str) -> Finding:
         claimed=seen.charged,
         claimed_pld=_epsilon(setting, seen.aggregator.noise_multiplier),
         epsilon_lower_bound=max(one.epsilon_lower_bound for one in guesses),
-        epsilon_estimate=_estimate(seen.scores, seen.taking_part, setting.delta),
+        epsilon_estimate=epsilon_estimate(seen.scores, seen.taking_part, setting.delta),
         power_limit=power_limit(setting.num_canaries, setting.delta),
         guesses=guesses,
         test_accuracy=seen.test_accuracy,
@@ -316,20 +324,6 @@ def _published_cohort(experiment: Experiment, setting: Setting, server_round: in
     population = setting.num_real + setting.num_canaries
     there = experiment.sampler.sample(population, _published(setting.seed, server_round), server_round)
     return np.isin(np.arange(setting.num_real, population), there)
-
-
-def _estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> float:
-    members, others = scores[taking_part], scores[~taking_part]
-    distance = float((members.mean() - others.mean()) / max(members.std(ddof=1), others.std(ddof=1)))
-    if distance <= 0:
-        return 0.0
-
-    def excess(epsilon: float) -> float:
-        upper = stats.norm.cdf(distance / 2 - epsilon / distance)
-        return float(upper - math.exp(epsilon) * stats.norm.cdf(-distance / 2 - epsilon / distance)) - delta
-
-    # Dong, Roth, Su 2022, corollary 2.13; beyond 500 the exponential overflows, and nobody would call it privacy.
-    return float(optimize.brentq(excess, 0.0, 500.0)) if excess(0.0) > 0 > excess(500.0) else math.inf
 
 
 def table(findings: Sequence[Finding]) -> str:

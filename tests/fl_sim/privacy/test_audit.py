@@ -12,6 +12,7 @@ from fl_sim.privacy.audit import (
     EPSILONS,
     ProfileAudit,
     audit_profile,
+    audit_ratios,
     least_refuted,
     noise_calibration,
     run_mechanism,
@@ -177,3 +178,34 @@ def test_calibration_is_two_sided() -> None:
     each = [noise_calibration(fresh[:, [place]])["variance"] for place in range(12)]
     assert noise_calibration(fresh)["variance of the worst coordinate"] == pytest.approx(min(1.0, 12 * min(each)))
     assert noise_calibration(fresh[:, :1])["independence of coordinates"] == 1.0
+
+
+def ratios_of(seed: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return log likelihood ratios in both worlds, for a Gaussian mechanism that should have noise 1."""
+    without, with_unit = (outputs[:, 0] for outputs in worlds(seed, 1.0, noise, runs=400, size=1))
+    return without - 0.5, with_unit - 0.5
+
+
+def test_ratios_refute_too_little_noise_and_a_right_claim_seldom() -> None:
+    right = [audit_ratios(*ratios_of(seed, 1.0), claimed()).refuted for seed in range(100)]
+    assert sum(right) <= 5
+    assert all(audit_ratios(*ratios_of(seed, 0.5), claimed()).refuted for seed in range(20))
+
+
+def test_ratios_prove_more_than_outputs_whose_sets_must_be_found_first() -> None:
+    for seed in range(5):
+        ratios = ratios_of(seed, 1.0)
+        fixed = audit_ratios(*ratios, claimed())
+        found = audit_profile(ratios[0][:, np.newaxis], ratios[1][:, np.newaxis], claimed())
+        assert fixed.lower_bounds[0] > found.lower_bounds[0]
+        assert fixed.power == pytest.approx(1.0, abs=0.15)
+
+
+def test_ratios_refute_in_either_direction() -> None:
+    certain = np.full(200, 9.0)
+    doubtful = np.concatenate([np.full(100, 9.0), np.full(100, -9.0)])
+    shown, hidden = audit_ratios(doubtful, certain, [0.0] * 4), audit_ratios(-certain, -doubtful, [0.0] * 4)
+    assert shown.lower_bounds == hidden.lower_bounds
+    assert shown.lower_bounds[0] == pytest.approx(0.375, abs=0.01)  # 0.5 but for both intervals
+    assert shown.lower_bounds[3] > 0.15  # low ratios alone tell this much
+    assert shown.epsilon_lower_bound == hidden.epsilon_lower_bound > 2

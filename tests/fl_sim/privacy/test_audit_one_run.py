@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import dp_event
 from scipy import stats
 
 from fl_sim.privacy import audit
+from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.seeding import rng
 
 
@@ -100,3 +102,23 @@ def test_the_power_limit_is_that_of_the_best_share_of_guesses() -> None:
     found = [one.epsilon_lower_bound for one in audit.guess(perfect, perfect >= canaries // 2, 1e-5)]
     assert len(set(found)) > 1
     assert audit.power_limit(canaries, 1e-5) == max(found) > min(found)
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "published"),
+    [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.675)],  # appendix D; section 7
+)
+def test_the_bound_is_the_one_that_steinke_nasr_and_jagielski_print(
+    canaries: int, guesses: int, correct: int, delta: float, published: float
+) -> None:
+    assert audit.epsilon_lower_bound(canaries, guesses, correct, delta, 0.05) == pytest.approx(published, abs=1e-3)
+
+
+def test_the_estimate_is_the_epsilon_of_a_gaussian_mechanism() -> None:
+    draw, std = rng(0, "estimate"), 1.5
+    taking_part = draw.random(200_000) < 0.5
+    scores = taking_part + std * draw.standard_normal(200_000)
+    true = epsilon_of_counts({dp_event.GaussianDpEvent(std): 1}, 1e-5, accountant="pld")
+    assert audit.epsilon_estimate(scores, taking_part, 1e-5) == pytest.approx(true, rel=0.02)
+    assert audit.epsilon_estimate(-scores, taking_part, 1e-5) == 0.0
+    assert audit.epsilon_estimate(taking_part.astype(np.float64), taking_part, 1e-5) == math.inf
