@@ -180,6 +180,8 @@ def watched(setting: Setting, fault: Callable[[], AbstractContextManager[object]
         canaries.plant(root, taking_part, setting.companions)
         patches.enter_context(mock.patch.dict(os.environ, FL_SIM_LEDGERS=str(root / "ledgers")))
         patches.enter_context(mock.patch.object(PrivateTraining, "received", watching))
+        if fault is not nullcontext:  # faults are planted in PyTorch's steps
+            patches.enter_context(mock.patch.object(private_steps, "is_compiled", return_value=False))
         patches.enter_context(fault())
         result = run(experiment_from(setting.settings()), root / "run", root)
     deltas = np.stack([[_weights(reply.payloads["delta"]) for reply in one] for one in replies])

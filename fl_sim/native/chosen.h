@@ -7,13 +7,15 @@
 #pragma once
 
 #include "routes.h"
+#include "takers.h"
 
 namespace {
 
-// gradient[y][x] += sum over places and lanes of slope * input, for one output, one channel and ROWS rows of its kernel.
-template <int ROWS, int COLUMNS>
+// Passes the sums over places of slope * input, [y][x], to ``taker``, for one output, one channel and ROWS rows of its kernel. ``at``:
+// the index of the first of these weights.
+template <int ROWS, int COLUMNS, class Taker>
 INLINE void chosen_rows(const Image& shape, const Factors::Values* slopes, const bvec* chosen, const Factors::Values* in, long row,
-                        float* gradient) {
+                        long at, const Taker& taker) {
     vec sums[ROWS][COLUMNS] = {};
     for (int y = 0; y < shape.height; y++, chosen += shape.width)
         for (int x = 0; x < shape.width; x += Factors::EACH, slopes++) {
@@ -32,27 +34,28 @@ INLINE void chosen_rows(const Image& shape, const Factors::Values* slopes, const
                 }
         }
     UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int c = 0; c < COLUMNS; c++) gradient[r * COLUMNS + c] += sum(sums[r][c]);
+        UNROLL for (int c = 0; c < COLUMNS; c++) taker.take(at + r * COLUMNS + c, sums[r][c]);
 }
 
-template <int SIDE>
-NOINLINE void chosen_gradient(const Layer& layer, const bvec* chosen, const Factors::Values* in, float* gradient) {
+template <int SIDE, class Taker>
+NOINLINE void chosen_gradient(const Layer& layer, const bvec* chosen, const Factors::Values* in, long at, const Taker& taker) {
     constexpr int PART = 3, REST = SIDE % PART;  // rows whose sums fit in registers
     const Factors::Values* slopes = layer.chosen_slopes.data();
     const long row = layer.in.row();
     int y = 0;
     for (; y + PART <= SIDE; y += PART)
-        chosen_rows<PART, SIDE>(layer.out, slopes, chosen, in + y * row, row, gradient + y * SIDE);
-    if constexpr (REST > 0) chosen_rows<REST, SIDE>(layer.out, slopes, chosen, in + y * row, row, gradient + y * SIDE);
+        chosen_rows<PART, SIDE>(layer.out, slopes, chosen, in + y * row, row, at + y * SIDE, taker);
+    if constexpr (REST > 0) chosen_rows<REST, SIDE>(layer.out, slopes, chosen, in + y * row, row, at + y * SIDE, taker);
 }
 
-// The same as conv_backward, without the gradient by the input.
-void first_backward(Layer& layer, const Flow& flow, const vec* gradient, float* gradients) {
+// The same as conv_backward, without the gradient by the input. ``taker``: receives the gradient by the layer's parameters.
+template <class Taker>
+void first_backward(Layer& layer, const Flow& flow, const vec* gradient, const Taker& taker) {
     const Timed timed(TO_WEIGHTS);
     const Image& shape = layer.out;
     const bvec* chosen = layer.chosen.data() + flow.origin * shape.features();
     const Factors::Values* in = Factors::planes_by_place(flow.in, layer.in.vectors(), layer.plane_room) + layer.corner();
-    float* to = gradients + layer.weight;
+    long to = layer.weight;
     layer.chosen_slopes.resize(shape.height * num_factors(shape.width));
     for (int output = 0; output < shape.channels; output++, chosen += shape.area()) {
         vec total{};
@@ -64,10 +67,10 @@ void first_backward(Layer& layer, const Flow& flow, const vec* gradient, float* 
                     if (x + i < shape.width) total += here[i] = flow.let_back(layer, shape.line(output, y) + x + i, *gradient++);
                 *slope++ = Factors::slopes(here);
             }
-        if (layer.has_bias && !flow.is_derivative) gradients[layer.bias + output] += sum(total);
+        if (layer.has_bias && !flow.is_derivative) taker.take(layer.bias + output, total);
         for (int channel = 0; channel < layer.in.channels; channel++, to += layer.taps()) {
-            if (layer.kernel_y == 3) chosen_gradient<3>(layer, chosen, in + channel * layer.in.plane(), to);
-            else chosen_gradient<5>(layer, chosen, in + channel * layer.in.plane(), to);
+            if (layer.kernel_y == 3) chosen_gradient<3>(layer, chosen, in + channel * layer.in.plane(), to, taker);
+            else chosen_gradient<5>(layer, chosen, in + channel * layer.in.plane(), to, taker);
         }
     }
 }

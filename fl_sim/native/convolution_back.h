@@ -37,10 +37,11 @@ void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* 
 }
 
 // Returns the gradient before pooling and ReLU. This is ``gradient`` itself (by the output, without border) if the layer has
-// neither pooling, nor ReLU, nor biases. ``bordered``: true if the result must have a border.
+// neither pooling, nor ReLU, nor biases. ``bordered``: true if the result must have a border. ``gradients``: receives the gradient
+// by the biases; null: it is not needed.
 Slope slope_of(Layer& layer, const Flow& flow, const vec* gradient, bool bordered, float* gradients) {
     if (!bordered && !layer.pooled && !layer.relu && !layer.has_bias) return {gradient, layer.out.bare()};
-    before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
+    before_pooling(layer, flow, gradient, gradients && layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     return {layer.slopes.data(), layer.slope};
 }
 
@@ -142,5 +143,15 @@ void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* bac
     const Timed timed(TO_WEIGHTS);
     add_gradient(layer, flow.in, slope, gradients);
 }
+
+#ifndef FL_SIM_BFLOAT16
+// The same, but writes the gradients of each record to ``gradients``, [parameter][lane].
+void conv_backward_by_record(Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds, vec* gradients) {
+    const bool has_border = layer.slope.vectors() > layer.slope.channels * layer.out.area();
+    const Slope slope = slope_of(layer, flow, gradient, back && has_border, nullptr);
+    if (back) slopes_to_input(layer, slope, back, adds);
+    write_gradients(layer, flow.in, slope, gradients);
+}
+#endif
 
 }  // namespace

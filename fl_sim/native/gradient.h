@@ -2,14 +2,14 @@
 // rearranged with the output innermost, and the inputs are read number by number. Then no sums over lanes are needed.
 #pragma once
 
-#include "layer.h"
+#include "takers.h"
 
 namespace {
 
-// gradient[o][channel][y][x] += sum over places and lanes of slope * input, for OUTPUTS channels and a part of the kernel.
-template <int OUTPUTS, int ROWS, int COLUMNS>
+// Passes the sums over places of slope * input, [o][channel][y][x], to ``taker``, for OUTPUTS channels and a part of the kernel.
+template <int OUTPUTS, int ROWS, int COLUMNS, class Taker>
 NOINLINE void weight_gradient(const Layer& layer, const vec* in, const Slope& slope, int output, int channel, int ky,
-                              int kx, float* gradient) {
+                              int kx, const Taker& taker) {
     const long in_row = layer.in.row(), plane = slope.image.plane();
     vec sums[OUTPUTS][ROWS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
@@ -28,19 +28,18 @@ NOINLINE void weight_gradient(const Layer& layer, const vec* in, const Slope& sl
                 }
         }
     }
-    constexpr int LAST = OUTPUTS - 1;
     const long per_output = layer.in.channels * layer.taps();
-    float* to = gradient + output * per_output + channel * layer.taps() + ky * layer.kernel_x + kx;
+    const long at = output * per_output + channel * layer.taps() + ky * layer.kernel_x + kx;
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int c = 0; c < COLUMNS; c++) {
-            const four total = ::sums(sums[0][r][c], sums[std::min(1, LAST)][r][c], sums[std::min(2, LAST)][r][c],
-                                      sums[std::min(3, LAST)][r][c]);
-            UNROLL for (int o = 0; o < OUTPUTS; o++) to[o * per_output + r * layer.kernel_x + c] += total[o];
+            vec of_weight[OUTPUTS];
+            UNROLL for (int o = 0; o < OUTPUTS; o++) of_weight[o] = sums[o][r][c];
+            taker.take(at + r * layer.kernel_x + c, per_output, of_weight);
         }
 }
 
-template <int MOST, int ROWS, int COLUMNS>
-void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, float* gradient) {
+template <int MOST, int ROWS, int COLUMNS, class Taker>
+void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, const Taker& taker) {
     const int outputs = layer.out.channels;
     for (int channel = 0; channel < layer.in.channels; channel++)
         for (int y = 0; y < layer.kernel_y; y += ROWS)
@@ -48,11 +47,11 @@ void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, flo
                 int output = 0;
                 if (MOST > 3 && outputs % MOST && outputs % 3 == 0)
                     for (; output < outputs; output += 3)
-                        weight_gradient<3, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, gradient);
+                        weight_gradient<3, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, taker);
                 for (; output + MOST <= outputs; output += MOST)
-                    weight_gradient<MOST, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, gradient);
+                    weight_gradient<MOST, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, taker);
                 for (; output < outputs; output++)
-                    weight_gradient<1, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, gradient);
+                    weight_gradient<1, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, taker);
             }
 }
 
@@ -148,18 +147,36 @@ void gradient_by_outputs(Layer& layer, const vec* in, const Slope& slope) {
         }
 }
 
+template <class Taker>
+void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, const Taker& taker) {
+    constexpr bool HAS_MANY = REGISTERS == 32;
+    const int side = layer.kernel_y == layer.kernel_x ? layer.kernel_y : 0;
+    if (side == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, slope, taker);
+    else if (side == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, slope, taker);
+    else if (side == 7) weight_gradients<HAS_MANY ? 3 : 1, 1, 7>(layer, in, slope, taker);
+    else weight_gradients<4, 1, 1>(layer, in, slope, taker);
+}
+
 // Adds a group's gradient to ``gradients``, or keeps it in ``layer.by_outputs`` until ``finish_gradient``.
 void add_gradient(Layer& layer, const vec* in, const Slope& slope, float* gradients) {
     in += layer.corner();
     if (is_by_outputs(layer)) return gradient_by_outputs(layer, in, slope);
-    const bool is_square = layer.kernel_y == layer.kernel_x;
     float* to = gradients + layer.weight;
-    constexpr bool HAS_MANY = REGISTERS == 32;
-    if (is_square && layer.kernel_y == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, slope, to);
-    else if (is_square && layer.kernel_y == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, slope, to);
-    else if (is_square && layer.kernel_y == 7) weight_gradients<HAS_MANY ? 3 : 1, 1, 7>(layer, in, slope, to);
-    else if (is_square && layer.kernel_y == 1) pixel_gradients(layer, in, slope, to);
-    else weight_gradients<4, 1, 1>(layer, in, slope, to);
+    if (layer.taps() == 1) pixel_gradients(layer, in, slope, to);
+    else weight_gradients(layer, in, slope, OverRecords{to});
+}
+
+// Writes the gradients of each record of a group by the layer's weights and biases to ``gradients``, [parameter][lane].
+inline void write_gradients(const Layer& layer, const vec* in, const Slope& slope, vec* gradients) {
+    weight_gradients(layer, in + layer.corner(), slope, ByOneRecord{gradients + layer.weight});
+    for (long channel = 0; channel < layer.num_biases(); channel++) {
+        vec total{};
+        for (int y = 0; y < layer.before_height; y++) {
+            const vec* slopes = slope.line(int(channel), y);
+            for (int x = 0; x < layer.before_width; x++) total += slopes[x];
+        }
+        gradients[layer.bias + channel] = total;
+    }
 }
 
 // Before a minibatch: clears ``layer.by_outputs``.

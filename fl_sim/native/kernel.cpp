@@ -27,6 +27,9 @@
 #include <stdexcept>
 
 #include "network.h"
+#ifndef FL_SIM_BFLOAT16
+#include "private.h"
+#endif
 #include "subnormals.h"
 
 namespace {
@@ -147,21 +150,26 @@ class Memory {
     std::vector<float> logits_, leads_;
 };
 
+// Writes the initial values of params and buffers, and returns the optimiser. ``moments``: receives the memory of Adam.
+Optimizer begin(const Request& request, std::vector<float>& moments) {
+    std::copy(request.anchor, request.anchor + request.num_params + LANES, request.params);
+    if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
+    else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
+    moments.assign(request.adam ? 2 * (request.num_params + LANES) : 0, 0.0f);
+    float* const first = request.adam ? moments.data() : nullptr;
+    return {request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu, request.gradient_scale,
+            request.clip_norm, request.weight_kept, request.params, request.buffers, request.anchor, request.offset,
+            request.drift, request.trained, {first, first + moments.size() / 2, 1, 1}};
+}
+
 int train(const Request& request, double* mean_loss) {
     if (const int fault = fault_of(request)) return fault;
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     const int classes = num_classes(request);
     Network* network = network_for(request, batch_size);
     if (!network) return 1;
-    std::copy(request.anchor, request.anchor + request.num_params + LANES, request.params);
-    if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
-    else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
-    std::vector<float> moments(request.adam ? 2 * (request.num_params + LANES) : 0);
-    float* const first_moments = request.adam ? moments.data() : nullptr;
-    Optimizer optimizer{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
-                        request.gradient_scale, request.clip_norm, request.weight_kept, request.params, request.buffers,
-                        request.anchor, request.offset, request.drift, request.trained,
-                        {first_moments, first_moments + moments.size() / 2, 1, 1}};
+    std::vector<float> moments;
+    Optimizer optimizer = begin(request, moments);
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
     network->begin(request.masks);
@@ -182,6 +190,54 @@ int train(const Request& request, double* mean_loss) {
     *mean_loss = total / double(request.num_steps);
     return 0;
 }
+
+#ifndef FL_SIM_BFLOAT16
+constexpr int MOST_GROUPS = 8;            // groups of records at a time
+constexpr long MOST_BY_RECORD = 1L << 17; // vectors of gradients by record
+
+// Returns the network for the private steps of a request, or null if its layers do not fit together or are not supported.
+ClippedSums* clipped_sums_for(const Request& request) {
+    thread_local std::vector<int64_t> shape;
+    thread_local std::unique_ptr<ClippedSums> network;
+    std::vector<int64_t> wanted(request.layers, request.layers + request.num_layers * FIELDS);
+    wanted.insert(wanted.end(), request.input_shape, request.input_shape + 3);
+    wanted.push_back(request.num_params);
+    if (!network || shape != wanted) {
+        shape.clear(), network.reset();
+        Graph graph(request.layers, int(request.num_layers),
+                    {request.input_shape[0], request.input_shape[1], request.input_shape[2]});
+        if (graph.num_params != request.num_params) return nullptr;
+        for (const Layer& layer : graph.layers)
+            if (layer.kind == NORM || layer.kind == DROP || layer.dropout > 0) return nullptr;
+        const long by_record = std::max(1L, graph.layers[graph.first_linear].weight);
+        const int groups = int(std::clamp<long>(MOST_BY_RECORD / by_record, 1, MOST_GROUPS));
+        graph.reserve(groups, groups);
+        network = std::make_unique<ClippedSums>(std::move(graph), groups);
+        shape = wanted;
+    }
+    return network.get();
+}
+
+int train_privately(const Request& request, const PrivateSteps& steps) {
+    if (request.num_layers < 1) return 1;
+    if (request.num_examples < 1 || request.num_steps < 1) return 4;
+    if (!are_below(request.labels, request.num_examples, num_classes(request))) return 3;
+    ClippedSums* network = clipped_sums_for(request);
+    if (!network || request.trained || request.clip_norm != 0) return 1;
+    std::vector<float> moments;
+    Optimizer optimizer = begin(request, moments);
+    std::vector<int64_t> chosen;
+    for (int64_t step = 0; step < request.num_steps; step++) {
+        draw_batch(steps, step, request.num_examples, chosen);
+        if (request.adam) optimizer.moments.begin(step + 1);
+        Release release(steps, step, optimizer);
+        network->pass(request.inputs, request.labels, chosen.data(), long(chosen.size()), request.params, steps.limit,
+                      [&](long at, long count, double* sums) { release(at, count, sums); });
+        if (release.failed) return 5;
+    }
+    return 0;
+}
+#endif
 
 int infer(const Request& request, bool wants_features, float* rows) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
@@ -276,6 +332,28 @@ int OF_WIDTH(fl_sim_train)(const Request* requests, int64_t count, double* mean_
         return 0;
     });
 }
+
+#ifndef FL_SIM_BFLOAT16
+// Trains one client by private steps, see private.h. Returns an error code as fl_sim_train does; 5: a number of the noise failed.
+int OF_WIDTH(fl_sim_train_privately)(const Request* request, const PrivateSteps* steps) {
+    return guarded([&] { return train_privately(*request, *steps); });
+}
+
+// Writes the sum of all records' clipped gradients at the weights ``anchor``, [parameter].
+int OF_WIDTH(fl_sim_private_sum)(const Request* request, double limit, double* totals) {
+    return guarded([&] {
+        if (request->num_layers < 1) return 1;
+        if (!are_below(request->labels, request->num_examples, num_classes(*request))) return 3;
+        ClippedSums* network = clipped_sums_for(*request);
+        if (!network) return 1;
+        std::vector<int64_t> chosen(request->num_examples);
+        std::iota(chosen.begin(), chosen.end(), 0);
+        network->pass(request->inputs, request->labels, chosen.data(), request->num_examples, request->anchor, limit,
+                      [&](long at, long count, const double* sums) { std::copy(sums, sums + count, totals + at); });
+        return 0;
+    });
+}
+#endif
 
 // Writes the logits of every record, [record][class], or (``wants_features``) the inputs of the last layer, [record][feature].
 // Reads the fields that describe the network, ``params``, ``inputs``, ``num_examples`` and ``batch_size`` (records per forward

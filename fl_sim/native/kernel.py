@@ -47,16 +47,21 @@ class PreparedTraining:
         """Train the clients as ``Kernel.train`` does; return the results. Other Python threads can run meanwhile."""
         losses = (ctypes.c_double * len(self.jobs))()
         if failed := self.function(self.requests, ctypes.c_int64(len(self.jobs)), losses):
-            raise _failure(failed, self.stack, "local training")
-        return [
-            Trained(
-                params=FlatParams(params, self.stack.layout),
-                momentum_buffers=_buffers_of(job, FlatParams(buffers, self.stack.layout)),
-                num_steps=job.task.settings.num_steps(len(job.labels)),
-                loss=loss,
-            )
-            for job, params, buffers, loss in zip(self.jobs, self.params, self.buffers, losses, strict=True)
-        ]
+            raise failure(failed, self.stack, "local training")
+        rows = zip(self.jobs, self.params, self.buffers, losses, strict=True)
+        return [trained_of(self.stack, job, params, buffers, loss) for job, params, buffers, loss in rows]
+
+
+def trained_of(
+    stack: Stack, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor, loss: float | None
+) -> Trained:
+    """Return the result of a client's training from the vectors of its parameters and momentum buffers."""
+    return Trained(
+        params=FlatParams(params, stack.layout),
+        momentum_buffers=_buffers_of(job, FlatParams(buffers, stack.layout)),
+        num_steps=job.task.settings.num_steps(len(job.labels)),
+        loss=loss,
+    )
 
 
 def _buffers_of(job: KernelJob, buffers: FlatParams) -> Mapping[str, torch.Tensor]:
@@ -138,7 +143,7 @@ class Kernel:
             ctypes.byref(request), ctypes.c_int64(what == "features"), ctypes.c_void_p(rows.data_ptr())
         )
         if failed:
-            raise _failure(failed, stack, "evaluation")
+            raise failure(failed, stack, "evaluation")
         return rows
 
     def weighted_sum(self, vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
@@ -239,7 +244,7 @@ def _may_use_amx(library: ctypes.CDLL) -> bool:
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
 
 
-def _failure(code: int, stack: Stack, what: str) -> Exception:
+def failure(code: int, stack: Stack, what: str) -> Exception:
     """Return the exception for an error ``code`` of the library.
 
     ``what``: the name of the failed computation, such as "local training", for the message.

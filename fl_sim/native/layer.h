@@ -29,6 +29,13 @@ struct Image {  // the sizes of an activation: one plane of vectors for each cha
     }
 };
 
+// Writes planes without a border, [channel][row][column], to planes with one.
+inline void add_border(const vec* bare, const Image& shape, vec* to) {
+    for (int channel = 0; channel < shape.channels; channel++)
+        for (int y = 0; y < shape.height; y++, bare += shape.width)
+            std::copy(bare, bare + shape.width, to + shape.line(channel, y));
+}
+
 #ifdef FL_SIM_AMX
 // The operands of a convolution in the layout for AMX: see amx_convolution.h and amx_gradient.h.
 struct AmxRoom {

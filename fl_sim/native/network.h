@@ -146,10 +146,7 @@ class Network {
             if (!batch.mix->linearise) flat[i] = batch.mix->own * flat[i] + batch.mix->weight * partner[i];
             else flat[i] = group < origins_ ? batch.mix->own * flat[i] : spread(partner[i]);
         }
-        if (is_bare) return;
-        for (int channel = 0; channel < shape.channels; channel++)
-            for (int y = 0; y < shape.height; y++, flat += shape.width)
-                std::copy(flat, flat + shape.width, to + shape.line(channel, y));
+        if (!is_bare) add_border(flat, shape, to);
     }
 
     // Returns a group's records, one after the other, after image augmentation.

@@ -9,11 +9,14 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr long NORMALS_AT_ONCE = 512;
 constexpr double SURE = 0.5 - 1.0 / (1 << 17);  // see TOLERANCE in fl_sim/privacy/mechanisms.py
 constexpr uint64_t LEAST = uint64_t(1) << 47;   // the least word ``first``: see DECIDED in fl_sim/privacy/mechanisms.py
+constexpr double CLOSE = 0x1p-43;               // see CLOSE in fl_sim/privacy/mechanisms.py
 
 template <int DEGREE>
 inline double polynomial(const double (&terms)[DEGREE + 1], double x) {
@@ -115,23 +118,43 @@ void write_normals(const uint64_t* first, const uint64_t* second, long count, do
     }
 }
 
-// Writes normal numbers times ``ratio``, rounded to integers. Returns the number of undecided ones and writes their indices to
-// ``undecided``: next to a boundary this code may round the wrong way, and for a small U the first word has too few digits.
+// Rounds ``scaled``, a number's magnitude times ``ratio`` next to the boundary between two integers: compares the digits of U with
+// the probability of the boundary. Returns a negative number if float64 does not decide.
+NOINLINE double rounded_at_boundary(uint64_t word, double scaled, double ratio) {
+    const double below = std::floor(scaled), tail = std::erfc((below + 0.5) / ratio * 0.70710678118654752440);
+    const double apart = double(int64_t(word >> 1)) * 0x1p-63 - tail;
+    return std::fabs(apart) <= CLOSE * tail ? -1.0 : apart > 0 ? below : below + 1;
+}
+
+// Writes normal numbers times ``ratio``, rounded to integers, at most NORMALS_AT_ONCE. Returns the number of undecided ones and
+// writes their indices to ``undecided``: float64 may round the wrong way, or the first word has too few digits.
+long round_some_normals(const uint64_t* words, long count, double ratio, double* made, int64_t* undecided) {
+    double scaled[NORMALS_AT_ONCE];
+    long num_undecided = 0;
+    int64_t is_open = 0;
+    magnitudes(words, nullptr, count, scaled);
+    for (long i = 0; i < count; i++) {
+        scaled[i] *= ratio;
+        const double whole = std::rint(scaled[i]);
+        is_open |= (std::fabs(scaled[i] - whole) > SURE) | (words[i] < LEAST);
+        made[i] = with_sign(whole, words[i]);
+    }
+    for (long i = 0; is_open && i < count; i++) {
+        if (std::fabs(scaled[i] - std::rint(scaled[i])) <= SURE && words[i] >= LEAST) continue;
+        const double whole = words[i] < LEAST ? -1.0 : rounded_at_boundary(words[i], scaled[i], ratio);
+        if (whole < 0) undecided[num_undecided++] = i;
+        else made[i] = with_sign(whole, words[i]);
+    }
+    return num_undecided;
+}
+
+// The same for any number of normal numbers.
 long write_rounded_normals(const uint64_t* words, long count, double ratio, double* made, int64_t* undecided) {
     long num_undecided = 0;
     for (long start = 0; start < count; start += NORMALS_AT_ONCE) {
         const long here = count - start < NORMALS_AT_ONCE ? count - start : NORMALS_AT_ONCE;
-        double exact[NORMALS_AT_ONCE];
-        bool is_open = false;
-        magnitudes(words + start, nullptr, here, exact);
-        for (long i = 0; i < here; i++) {
-            const double scaled = exact[i] * ratio, whole = std::rint(scaled);
-            is_open |= std::fabs(scaled - whole) > SURE || words[start + i] < LEAST;
-            exact[i] = std::fabs(scaled - whole);
-            made[start + i] = with_sign(whole, words[start + i]);
-        }
-        for (long i = 0; is_open && i < here; i++)
-            if (exact[i] > SURE || words[start + i] < LEAST) undecided[num_undecided++] = start + i;
+        const long found = round_some_normals(words + start, here, ratio, made + start, undecided + num_undecided);
+        for (long i = 0; i < found; i++) undecided[num_undecided++] += start;
     }
     return num_undecided;
 }

@@ -1,7 +1,7 @@
 // Products of matrices of float32 or float64. The bits of a row of the result do not depend on the other rows.
 #pragma once
 
-#include "vectors.h"
+#include "wide.h"
 
 namespace {
 
@@ -9,9 +9,6 @@ constexpr long BLOCK = 16;  // the rows of a matrix are padded to a multiple of 
 constexpr long TILE = 8;    // the number of rows of a matrix is padded to a multiple of this
 
 constexpr long filled(long count, long block = BLOCK) { return (count + block - 1) / block * block; }
-
-typedef double dvec __attribute__((vector_size(LANES * sizeof(float))));
-typedef double loose_double __attribute__((vector_size(LANES * sizeof(float)), aligned(8), may_alias));
 
 template <class T>
 struct Vector;
@@ -36,18 +33,6 @@ template <class T>
 INLINE void store_some(T* to, typename Vector<T>::Type value) {
     *reinterpret_cast<typename Vector<T>::Loose*>(to) = value;
 }
-
-// a * b + c, rounded once, independently of the compiler's options for sums and products.
-#if FL_SIM_LANES == 16
-INLINE vec fused(vec a, vec b, vec c) { return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
-INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c))); }
-#elif FL_SIM_LANES == 8
-INLINE vec fused(vec a, vec b, vec c) { return vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
-INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c))); }
-#else
-INLINE vec fused(vec a, vec b, vec c) { return vec(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b))); }
-INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(vfmaq_f64(float64x2_t(c), float64x2_t(a), float64x2_t(b))); }
-#endif
 
 // An array of numbers with an alignment of 64 bytes.
 template <class T>

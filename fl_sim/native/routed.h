@@ -8,6 +8,7 @@
 #pragma once
 
 #include "routes.h"
+#include "takers.h"
 
 namespace {
 
@@ -61,7 +62,7 @@ NOINLINE void to_weights(Routes& routes, const RouteShape& shape, int lane) {
     list_slopes(routes, shape, lane);
     const float* in = routes.in.data() + lane * shape.record;
     each_listed(routes, shape, [&](long output, const Listed& slopes) {
-        add_windows<ROWS, VECTORS>(slopes, in, shape.row, routes.gradient.data() + output * ROWS * VECTORS * LANES);
+        add_windows<ROWS, VECTORS>(slopes, in, shape.row, routes.gradient.data() + lane * routes.apart + output * ROWS * VECTORS * LANES);
     });
 }
 
@@ -110,7 +111,7 @@ INLINE void add_places(Routes& routes, const Layer& layer, const RouteShape& sha
         add_place<ROWS, VECTORS, PART>(
             values + place * shape.blocks * LANES, routes.going.data() + place * WAYS * shape.blocks, shape,
             routes.weights.data() + first * LANES, back + routes.corners[place], in + routes.corners[place],
-            routes.gradient.data() + first * LANES, pixel);
+            routes.gradient.data() + lane * routes.apart + first * LANES, pixel);
 }
 
 // Adds the gradient of one record by its input, place by place.
@@ -152,16 +153,18 @@ void follow(Routes& routes, const Layer& layer, const RouteShape& shape, int lan
     }
 }
 
-// The same as conv_backward, for ``count`` records. The weights' gradient stays in ``routes`` until the end of the minibatch.
+// The same as conv_backward, for ``count`` records. The weights' gradient stays in ``routes`` until the end of the minibatch or, by
+// record, of the group. ``taker``: receives the gradient by the biases.
+template <class Taker>
 void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int count, const vec* gradient, vec* back,
-                     float* gradients) {
+                     const Taker& taker) {
     const RouteShape shape(layer);
     const PooledSlopes slopes(layer, flow, gradient, routes.written.data());
     {
         const Timed timed(TO_WEIGHTS);
         to_records(flow.in, layer.in, routes.in.data(), shape.record);
         if (!back || !holds_window(layer.kernel_y, run_vectors(layer))) route(routes, layer, slopes);
-        if (layer.has_bias && !flow.is_derivative) add_biases(layer, slopes, gradients + layer.bias);
+        if (layer.has_bias && !flow.is_derivative) add_biases(layer, slopes, taker);
     }
     if (back) routes.back.clear_values();
     if (back && BY_PLACE) cross(routes, layer, slopes);

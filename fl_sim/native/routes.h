@@ -39,7 +39,8 @@ constexpr int WAYS = 4;                     // the places from which pooling cho
 struct Routes {
     Floats in, back;               // a group's input and its gradient: [record][row][column][channel], with borders
     Floats weights;                // [output][kernel row][run]
-    Floats gradient;               // the weights' gradient in the same layout, summed over the minibatch
+    Floats gradient;               // the weights' gradient in the same layout, summed over the minibatch or [record of a group]
+    long apart = 0;                // the distance between the gradients of two records; 0: they are summed
     Floats values;                 // the slopes: [record][output][place]
     std::vector<int32_t> starts;   // the start of each slope's window in the record, in the same layout
     Floats met;                    // the slopes of one record that are not zero: [output][place]
@@ -68,11 +69,12 @@ struct RouteShape {
     }
 };
 
-inline void reserve(Routes& routes, const Layer& layer) {
+inline void reserve(Routes& routes, const Layer& layer, bool by_record) {
     const RouteShape shape(layer);
     const long outputs = shape.outputs, kernel = layer.kernel_y * shape.run, slack = LANES;
     routes.in.resize(LANES * shape.record), routes.back.resize(LANES * shape.record);
-    routes.weights.resize(outputs * kernel), routes.gradient.resize(outputs * kernel);
+    routes.apart = by_record ? outputs * kernel : 0;
+    routes.weights.resize(outputs * kernel), routes.gradient.resize((by_record ? LANES : 1) * outputs * kernel);
     routes.values.resize(LANES * outputs * shape.padded + slack), routes.starts.resize(LANES * outputs * shape.padded + slack);
     routes.met.resize(outputs * shape.padded + slack), routes.windows.resize(outputs * shape.padded + slack);
     routes.counts.resize(shape.bands * outputs);
@@ -105,6 +107,23 @@ inline void finish_routes(const Routes& routes, const Layer& layer, float* gradi
             for (long y = 0; y < layer.kernel_y; y++)
                 for (long x = 0; x < layer.kernel_x; x++)
                     *gradient++ = routes.gradient.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel];
+}
+
+// After a group: writes the gradients of each record, [parameter][lane].
+inline void finish_routes_by_record(const Routes& routes, const Layer& layer, vec* gradients) {
+    const RouteShape shape(layer);
+    const long channels = layer.in.channels, used = layer.kernel_x * channels;
+    for (long line = 0; line < layer.out.channels * layer.kernel_y; line++)
+        for (long first = 0; first < used; first += LANES) {
+            vec block[LANES];
+            UNROLL for (int lane = 0; lane < LANES; lane++)
+                block[lane] = load(routes.gradient.data() + lane * routes.apart + line * shape.run + first);
+            transpose(block);
+            for (long at = first; at < std::min(used, first + LANES); at++) {
+                const long kernel = line / layer.kernel_y * channels + at % channels;
+                gradients[kernel * layer.taps() + line % layer.kernel_y * layer.kernel_x + at / channels] = block[at - first];
+            }
+        }
 }
 
 // Rearranges a group's planes record by record. Writes up to LANES numbers too many; the next record overwrites them.
@@ -165,11 +184,12 @@ class PooledSlopes {
 };
 
 // Adds the gradient of a group by the biases.
-inline void add_biases(const Layer& layer, const PooledSlopes& slopes, float* bias_gradient) {
+template <class Taker>
+inline void add_biases(const Layer& layer, const PooledSlopes& slopes, const Taker& taker) {
     for (long output = 0; output < layer.out.channels; output++) {
         vec total{};
         for (long place = 0; place < layer.out.area(); place++) total += slopes.value(output, place);
-        bias_gradient[output] += sum(total);
+        taker.take(layer.bias + output, total);
     }
 }
 

@@ -17,10 +17,12 @@ namespace {
 
 class Spatial {
   public:
-    explicit Spatial(Graph& graph) : graph_(graph), routes_(graph.first_linear), winograds_(graph.first_linear) {
+    // ``by_record``: true: ``backward_by_record`` is called in place of ``backward``.
+    explicit Spatial(Graph& graph, bool by_record = false)
+        : graph_(graph), by_record_(by_record), routes_(graph.first_linear), winograds_(graph.first_linear) {
         for (int index = 0; index < graph_.first_linear; index++) {
             const Layer& layer = graph_.layers[index];
-            if (is_routed(layer)) reserve(routes_[index], layer);
+            if (is_routed(layer)) reserve(routes_[index], layer, by_record);
             if (is_winograd(layer)) reserve(winograds_[index], tiles_, layer);
         }
     }
@@ -51,6 +53,25 @@ class Spatial {
             backward(index, flow_of(index, group, origins), count, gradient, params, gradients);
         }
     }
+
+#ifndef FL_SIM_BFLOAT16
+    // The backward pass of a group of ``count`` records, without dropout and normalisation. Writes the gradients of each record,
+    // [parameter][lane].
+    void backward_by_record(int group, int origins, int count, vec* boundary, vec* gradients) {
+        for (Node& node : graph_.nodes) node.is_known = false;
+        for (int index = graph_.first_linear - 1; index >= graph_.first_trained; index--) {
+            Layer& layer = graph_.layers[index];
+            const Flow flow = flow_of(index, group, origins);
+            vec* gradient = index + 1 == graph_.first_linear ? boundary : graph_.slots[graph_.nodes[index + 1].slot].data();
+            if (layer.kind == CONV)
+                pass_back(layer, layer.source, [&](vec* back, bool adds) {
+                    vec* asked = index > graph_.first_trained && layer.source ? back : nullptr;
+                    conv_backward_by_record(index, flow, count, gradient, asked, adds, gradients);
+                });
+            else backward(index, flow, count, gradient, nullptr, nullptr);
+        }
+    }
+#endif
 
     // After a minibatch: passes the gradient of these layers to ``sink``.
     template <class Sink>
@@ -85,8 +106,8 @@ class Spatial {
         if (is_winograd(layer)) start_winograd(winograds_[index], layer, weights);
         else if (layer.kind == CONV) start_forward(layer, params);
         if (is_routed(layer)) start_routes(routes_[index], layer, weights);
-        else if (layer.kind == CONV && layer.source && !is_winograd(layer)) start_backward(layer, weights);
-        if (has_own_gradient(layer)) start_gradient(layer);
+        else if (layer.kind == CONV && layer.source && (by_record_ || !is_winograd(layer))) start_backward(layer, weights);
+        if (has_own_gradient(layer) && !by_record_) start_gradient(layer);
     }
 
     void forward(int index, const Flow& flow, const float* params) {
@@ -115,10 +136,10 @@ class Spatial {
             switch (layer.kind) {
                 case CONV:
                     if (is_routed(layer))
-                        routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients);
+                        routed_backward(routes_[index], layer, flow, count, gradient, asked, OverRecords{gradients});
                     else if (is_winograd(layer))
                         winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, adds, gradients);
-                    else if (is_first_pooled(layer)) first_backward(layer, flow, gradient, gradients);
+                    else if (is_first_pooled(layer)) first_backward(layer, flow, gradient, OverRecords{gradients});
                     else conv_backward(layer, flow, gradient, asked, adds, gradients);
                     return;
                 case POOL: return pool_backward(layer, flow, gradient, back);
@@ -130,6 +151,22 @@ class Spatial {
             throw std::logic_error("no layer of planes");
         });
     }
+
+#ifndef FL_SIM_BFLOAT16
+    void conv_backward_by_record(int index, const Flow& flow, int count, const vec* gradient, vec* back, bool adds, vec* gradients) {
+        Layer& layer = graph_.layers[index];
+        if (is_routed(layer)) {
+            Routes& routes = routes_[index];
+            routes.gradient.clear_values();
+            routed_backward(routes, layer, flow, count, gradient, back, ByOneRecord{gradients});
+            finish_routes_by_record(routes, layer, gradients + layer.weight);
+        } else if (is_first_pooled(layer)) {
+            first_backward(layer, flow, gradient, ByOneRecord{gradients});
+        } else {
+            ::conv_backward_by_record(layer, flow, gradient, back, adds, gradients);
+        }
+    }
+#endif
 
     // ``slot``: the index of the buffer that ``gradient`` points to; -1: none.
     void sum_backward(const Layer& layer, int slot, const Flow& flow, vec* gradient) {
@@ -154,6 +191,7 @@ class Spatial {
     }
 
     Graph& graph_;
+    const bool by_record_;
     std::vector<Routes> routes_;       // for every layer; empty for layers that are not routed
     std::vector<Winograd> winograds_;  // for every layer; empty for layers that do not use Winograd's algorithm
     Tiles tiles_;

@@ -15,12 +15,14 @@ to show:
    an approximation of N / g. Where it is further than ``TOLERANCE`` from the next boundary k + 1/2, it is rounded the
    right way. The digits behind those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. There,
    and next to a boundary (about one number in 44,000), the probability of the boundary is compared with the first 127
-   digits of U, in as many digits as needed. Where 127 digits do not decide, further ones are drawn.
+   digits of U, in as many digits as needed. Where 127 digits do not decide, further ones are drawn. Next to a boundary
+   the compiled code first compares the 63 digits with this probability in float64. The result counts where the two
+   differ by more than their part ``CLOSE``.
 
 Assumptions: ChaCha20 under a random key gives random bits. ``scipy.special.ndtri``, ``numpy.log`` and the compiled
 quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. This is some 400 times their
-documented error, and a test compares them with mpmath, tails included. mpmath is right to the requested number of
-digits.
+documented error, and a test compares them with mpmath, tails included. The C library's ``erfc`` is right to ``CLOSE``
+/ 100, and its argument's rounding moves it by less than CLOSE / 20. mpmath is right to the requested number of digits.
 
 Adaptive clipping: Andrew et al. 2021, algorithm 1.
 """
@@ -46,6 +48,11 @@ DECIDED: Final = 2.0**-17
 The noise number is Q(U), and g is the grid step (see the module). |dQ/dU| is at most 1.3 / U. A standard deviation (the
 scale of a Laplace distribution) is less than 2^21 g. Half a unit of the 63rd digit is 2^-64. So Q(U) / g is known to
 1.3 x 2^-26.
+"""
+CLOSE: Final = 2.0**-43
+"""The relative difference between U and a boundary's probability above which float64 decides which is larger.
+
+U is above ``DECIDED``, so its digits behind the 63rd are less than 2^-46 of it.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # extra binary digits of a boundary's probability, compared with the digits of U
@@ -158,10 +165,24 @@ class Noise:
 
         The mask equals the result of ``takes_part`` for ``count`` numbers from ``uniform``, but is computed faster.
         """
-        limit = _limit(sampling_rate)
-        if limit == 1 << 53:
+        if (below := words_below(sampling_rate)) == 1 << 64:
             return np.ones(count, np.bool_)
-        return self._words(count, purpose, server_round) < np.uint64(limit << 11)
+        return self._words(count, purpose, server_round) < np.uint64(below)
+
+    def gaussian_number(self, place: int, count: int, std: float, *, purpose: str, server_round: int) -> float:
+        """Return the number at the index ``place`` of the array that ``gaussian`` returns for the other arguments."""
+        [word] = self._words(1, purpose, server_round, behind=place)
+        return self._exactly(GAUSSIAN, std / grid_spacing(std), (place, int(word), count), purpose, server_round)
+
+    def stream_key(self, *, purpose: str, server_round: int) -> bytes:
+        """Return the ChaCha20 key, 32 bytes, of the stream (purpose, round). It is as secret as the key of the source.
+
+        The stream begins at block 0, with a nonce of zeros.
+        """
+        return self._key(purpose, server_round)
+
+    def _key(self, purpose: str, server_round: int) -> bytes:
+        return hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()
 
     def _steps(self, law: Law, count: int, scale: float, purpose: str, server_round: int) -> NDArray[np.float64]:
         words = self._words(count, purpose, server_round)
@@ -171,13 +192,18 @@ class Noise:
         for start in range(0, count, _BLOCK):
             block = slice(start, min(start + _BLOCK, count))
             for place in start + rounded(words[block], ratio, out=steps[block]):
-                # The stream holds the first words of all numbers, then their second words, which few numbers need.
-                [second] = self._words(1, purpose, server_round, behind=count + int(place))
-                digits = int(words[place]) >> 1 << 64 | int(second)
-                more = self._further(f"{purpose}: digits of number {place}", server_round)
-                magnitude = exact_step(law, ratio, digits, 127, more)
-                steps[place] = -magnitude if words[place] & np.uint64(1) else magnitude
+                number = int(place), int(words[place]), count
+                steps[place] = self._exactly(law, ratio, number, purpose, server_round)
         return steps
+
+    def _exactly(self, law: Law, ratio: float, number: tuple[int, int, int], purpose: str, server_round: int) -> float:
+        """Return one number of a stream in grid steps. ``number``: its index, its first word, the count of numbers."""
+        place, word, count = number
+        # The stream holds the first words of all numbers, then their second words, which few numbers need.
+        [second] = self._words(1, purpose, server_round, behind=count + place)
+        more = self._further(f"{purpose}: digits of number {place}", server_round)
+        magnitude = exact_step(law, ratio, word >> 1 << 64 | int(second), 127, more)
+        return -float(magnitude) if word & 1 else float(magnitude)
 
     def _further(self, purpose: str, server_round: int) -> Callable[[], int]:
         draws = itertools.count(1)
@@ -188,7 +214,7 @@ class Noise:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
 
         assert 8 * (behind + count) < _STREAM_LIMIT
-        stream_key = hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()
+        stream_key = self._key(purpose, server_round)
         block, skipped = divmod(behind, _BLOCK_WORDS)
         counter = block.to_bytes(4, "little") + bytes(12)
         encryptor = Cipher(algorithms.ChaCha20(stream_key, counter), mode=None).encryptor()
@@ -207,6 +233,11 @@ def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.b
     between two multiples would act as the upper one, and a unit would take part more often than its accountant assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
+
+
+def words_below(sampling_rate: float) -> int:
+    """Return the number, 0 to 2^64, below which a unit's random word of 64 bits must lie for the unit to take part."""
+    return _limit(sampling_rate) << 11
 
 
 def _limit(sampling_rate: float) -> int:

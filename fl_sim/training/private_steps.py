@@ -1,9 +1,15 @@
-"""DP-SGD in PyTorch (Abadi et al. 2016, algorithm 1): local steps that are private for each record of a client.
+"""DP-SGD (Abadi et al. 2016, algorithm 1): local steps that are private for each record of a client.
+
+The compiled trainer or PyTorch takes the steps. Batches and noise are the same numbers, and the clipped sums are the
+same to float32 rounding.
 
 Adjacency: one record is replaced by nothing, while the number of records stays public. Batches, gradients of all other
 records, and their order are then equal, because each gradient is computed from one record alone, at the same place of
 its batch. So a step's sum of clipped gradients moves by at most the clipping norm.
 """
+
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -11,9 +17,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim.errors import UserError
-from fl_sim.local_plan import LocalPlan, check_optimizer, fields_in_use
-from fl_sim.params import copy_into, detached, placed_in
-from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid
+from fl_sim.local_plan import LocalPlan, PrivateSteps, check_optimizer, fields_in_use
+from fl_sim.native import private_steps
+from fl_sim.native.kernel import Kernel
+from fl_sim.native.layers import Stack
+from fl_sim.native.private_steps import PrivateDraws
+from fl_sim.params import copy_into, detached, num_in, placed_in
+from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid, grid_spacing, words_below
 from fl_sim.training.loop import Descent, trained_weights
 from fl_sim.training.per_record import clipped_sum_of
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
@@ -27,6 +37,9 @@ TAKES = frozenset({
 
 A plan with ``phases`` is trained phase by phase, each with a plan of its own (``LocalJob.in_phase``).
 """
+
+COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained"}
+"""The fields that the compiled trainer supports in private steps."""
 
 
 def unsupported(plan: LocalPlan, settings: LocalSettings) -> list[str]:
@@ -44,6 +57,70 @@ def num_private_steps(plan: LocalPlan, settings: LocalSettings, num_records: int
 def sampling_rate(settings: LocalSettings, num_records: int) -> float:
     """Return the probability with which each of ``num_records`` records joins a batch, in (0, 1]."""
     return min(1.0, settings.batch_size / max(1, num_records))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The numbers of a client's private steps that do not depend on its records, only on their public number.
+
+    ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
+    number of trained parameters. ``std``: the noise's standard deviation. ``limit``: the norm to which gradients are
+    clipped. ``divisor``: the divisor of the noisy sum.
+    """
+
+    rate: float
+    num_steps: int
+    size: int
+    std: float
+    limit: float
+    divisor: float
+
+    @classmethod
+    def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, size: int) -> Self:
+        """Return the numbers for ``count`` records. Raises UserError for noise that is too coarse for the model."""
+        std, rate = private.noise_multiplier * private.clipping_norm, sampling_rate(settings, count)
+        limit = clipping_norm_on_grid(private.clipping_norm, std, size, summands=max(1, count))
+        return cls(rate, settings.num_steps(count), size, std, limit, rate * count)
+
+
+def is_compiled(stack: Stack, plan: LocalPlan, settings: LocalSettings) -> bool:
+    """Return True if the compiled trainer supports the private steps of a plan: its fields, its noise, the model."""
+    asked = fields_in_use(plan) | fields_in_use(settings)
+    is_known = plan.private is not None and type(plan.private.noise) is Noise
+    return is_known and asked <= COMPILED and private_steps.is_supported(stack)
+
+
+def train_compiled(
+    kernel: Kernel, stack: Stack, task: LocalTask, plan: LocalPlan, records: tuple[torch.Tensor, torch.Tensor]
+) -> Trained:
+    """Train one client as ``train_privately`` does, by the compiled trainer. ``is_compiled`` must be True.
+
+    ``records``: inputs (n, *input shape) and labels (n,), n at least 1.
+    """
+    private, count = plan.private, len(records[1])
+    assert private is not None
+    assert isinstance(private.noise, Noise)
+    steps, noise = StepPlan.of(private, task.settings, count, num_in(stack.layout)), private.noise
+    turn, stream, each = task.server_round, private.stream, range(steps.num_steps)
+
+    def exactly(step: int, place: int) -> float:
+        return noise.gaussian_number(
+            place, steps.size, steps.std, purpose=f"noise {step} of {stream}", server_round=turn
+        )
+
+    batches = [noise.stream_key(purpose=f"batch {step} of {stream}", server_round=turn) for step in each]
+    noises = [noise.stream_key(purpose=f"noise {step} of {stream}", server_round=turn) for step in each]
+    spacing = grid_spacing(steps.std) if steps.std else 1.0
+    draws = PrivateDraws(
+        batch_keys=_rows(batches), noise_keys=_rows(noises) if steps.std else None,
+        below=words_below(steps.rate), limit=steps.limit, ratio=steps.std / spacing, spacing=spacing,
+        divisor=steps.divisor, exactly=exactly,
+    )  # fmt: skip
+    return private_steps.train(kernel, stack, private_steps.job_without_order(task, plan, *records), draws)
+
+
+def _rows(keys: list[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
 
 
 def train_privately(
@@ -69,25 +146,23 @@ def train_privately(
     model.train()
     clipped_sum = clipped_sum_of(model, trained, settings.label_smoothing)
     descent = Descent.of(trained, task, plan, inputs.device)
-    rate, num_steps = sampling_rate(settings, count), settings.num_steps(count)
-    size, std = sum(weight.numel() for weight in trained.values()), private.noise_multiplier * private.clipping_norm
-    limit = clipping_norm_on_grid(private.clipping_norm, std, size, summands=max(1, count))
-    for step in range(num_steps):
+    steps = StepPlan.of(private, settings, count, sum(weight.numel() for weight in trained.values()))
+    for step in range(steps.num_steps):
         joins = private.noise.taking_part(
-            count, rate, purpose=f"batch {step} of {private.stream}", server_round=task.server_round
+            count, steps.rate, purpose=f"batch {step} of {private.stream}", server_round=task.server_round
         )
         batch = torch.from_numpy(np.flatnonzero(joins)).to(inputs.device)
-        total = clipped_sum(inputs[batch], labels[batch], limit)
-        if std:
+        total = clipped_sum(inputs[batch], labels[batch], steps.limit)
+        if steps.std:
             noise = private.noise.gaussian(
-                size, std, purpose=f"noise {step} of {private.stream}", server_round=task.server_round
+                steps.size, steps.std, purpose=f"noise {step} of {private.stream}", server_round=task.server_round
             )
-            total = add_noise(total, std, noise)
-        descent.step(trained, _shaped(total / (rate * count), trained))
+            total = add_noise(total, steps.std, noise)
+        descent.step(trained, _shaped(total / steps.divisor, trained))
     return Trained(
         params=detached(weights.items()),
         momentum_buffers=detached(descent.buffers.items()),
-        num_steps=num_steps,
+        num_steps=steps.num_steps,
         loss=None,
     )
 

@@ -216,6 +216,8 @@ class Trainer:
         if self._native(job) is not None:
             return self.train_all([job])[0]
         inputs, labels = job.records.tensors()
+        if job.plan.private is not None and (trained := self._compiled_privately(job, inputs, labels)) is not None:
+            return trained
         if self._draws_nothing and (job.plan.loss_term is None or self._loss_draws is False):
             if not hasattr(self._thread, "model"):
                 self._thread.model = copy.deepcopy(self._model)
@@ -304,6 +306,19 @@ class Trainer:
         if not all(_is_plain(source.inputs) for source, _ in job.records.parts):
             return None
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
+
+    def _compiled_privately(self, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained | None:
+        """Train the client of ``job`` by private steps of the compiled trainer; None if they are not supported."""
+        from fl_sim.training.private_steps import is_compiled, train_compiled  # noqa: PLC0415 (its cryptography loads slowly)
+
+        stack, kernel, warm = self._stack(job.records.input_shape), self._kernel, job.plan.momentum_buffers
+        if stack is None or kernel is None or self._precision != "float32" or not job.num_steps or not len(labels):
+            return None
+        if (warm and warm.keys() != job.task.params.keys()) or not _is_plain(inputs):
+            return None
+        if not is_compiled(stack, job.plan, job.task.settings):
+            return None
+        return train_compiled(kernel, stack, job.task, job.plan, (inputs, labels))
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
         """Return the description of the model for the compiled trainer.

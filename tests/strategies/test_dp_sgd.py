@@ -154,6 +154,7 @@ def test_charged_before_the_first_step(tmp_path: Path, monkeypatch: pytest.Monke
         raise RunError("no step is made")
 
     monkeypatch.setattr(private_steps, "train_privately", broken)
+    monkeypatch.setattr(private_steps, "train_compiled", broken)
     with pytest.raises(RunError, match="client 0 in round 1") as refused:
         ran(tmp_path / "run")
     assert "no step is made" not in str(refused.value)  # a client's message may quote its records

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fl_sim.native.kernel import CompiledNormals, Kernel
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import CLOSE, GAUSSIAN, Noise, exact_step
 
 DEFINITION = Noise.seeded(5)
 
@@ -61,6 +61,32 @@ def test_every_width_of_vectors_makes_the_same_bits(kernels: list[Kernel]) -> No
     words[0, ::7] >>= np.uint64(12)
     first, *others = [CompiledNormals(kernel).draw(*words) for kernel in kernels]
     assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("ratio", [2.0**20, 1.999 * 2.0**20])
+def test_numbers_next_to_a_boundary_of_the_grid_are_rounded_as_defined_or_left_to_the_caller(
+    kernel: Kernel, ratio: float
+) -> None:
+    draw = np.random.default_rng(1)
+    below = [0, 1, *draw.integers(2, int(4.2 * ratio), 60).tolist()]  # |N| in grid steps; U is above 2^-17
+    words, apart = [], []
+    for step in below:
+        boundary = GAUSSIAN.beyond(step + 0.5, ratio, 63)
+        for off in (0, 1, 2**12, 2**17, 2**21, 2**24, 2**30):
+            for digits in {boundary - off, boundary + off}:
+                words.append((digits << 1 | int(draw.integers(2))) % 2**64)
+                apart.append(off / boundary)
+    first, out = np.array(words, np.uint64), np.empty(len(words))
+    undecided = {*CompiledNormals(kernel).rounded(first, ratio, out).tolist()}
+    for place, word in enumerate(words):
+        if place in undecided:
+            assert apart[place] <= 2 * CLOSE
+            continue
+        assert apart[place] > CLOSE / 2
+        magnitude = exact_step(GAUSSIAN, ratio, word >> 1 << 64 | 1 << 63, 127, lambda: 1 << 63)
+        assert out[place] == (-magnitude if word & 1 else magnitude)
+    assert undecided
+    assert len(undecided) < len(words)
 
 
 def test_what_are_no_pairs_of_words_is_refused(kernel: Kernel) -> None:

@@ -49,7 +49,7 @@ from strategies.private_start import PrivateStart
 
 PROJECT = Path(__file__).resolve().parents[3]
 SOURCES = ("fl_sim", "strategies", "clients", "partitions")
-DRAWS = {"gaussian", "laplace", "standard_normal", "uniform", "taking_part"}
+DRAWS = {"gaussian", "gaussian_number", "laplace", "standard_normal", "stream_key", "uniform", "taking_part"}
 
 HELD = {
     ("strategies/global_dp.py", "global-dp update"): "global_dp",
