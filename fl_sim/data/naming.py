@@ -214,12 +214,12 @@ _TUNED_ON = {
         "features=whitened-scattering whitens, and the settings of the benchmarks"
     ),
     "fashion-mnist": (
-        "the settings of the benchmark of Global DP on public features, and whether images that DA-FL's generator "
-        "mean-embedding draws are warped"
+        "the settings of the benchmarks of Global DP and of DP-SGD on public features, and whether images that DA-FL's "
+        "generator mean-embedding draws are warped"
     ),
     "cifar10": (
         "the radius of DA-FL's generator gaussian, how coarse DA-FL's generator mean-embedding takes colours to be, "
-        "and how features=whitened-scattering whitens"
+        "how features=whitened-scattering whitens, and the settings of the benchmark of DP-SGD on public features"
     ),
     DIGITS: (
         "how many synthetic records the preset digits asks clients for, and the learning rates, momenta and further "
