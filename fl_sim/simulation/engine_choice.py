@@ -211,6 +211,12 @@ def trains_natively(job: Job) -> bool:
     return job.trainer.is_native(job.dataset.input_shape, plan, _typical_settings(job))
 
 
+def _takes_private_steps(job: Job) -> bool:
+    """Return True if the native trainer takes the private steps of this job, one client after another."""
+    plan, shape = procedure_of(job).typical_plan(), job.dataset.input_shape
+    return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
+
+
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     """Return a description of the clients' trainer, with the precision if it is not float32.
 
@@ -223,7 +229,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
         return f"stacked trainer on {job.device.type}, {stack} clients as one computation{precision}"
     threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
     kernel, why_not = load_kernel()
-    if trains_natively(job):
+    if trains_natively(job) or _takes_private_steps(job):
         by_amx = " by AMX" if "bfloat16" in precision and kernel is not None and kernel.has_amx else ""
         return f"native trainer, {threads}{precision}{by_amx}"
     if kernel is None and job.device.type == "cpu":

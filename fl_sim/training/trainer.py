@@ -154,6 +154,12 @@ class Trainer:
         asked = fields_in_use(plan) | (frozenset() if settings is None else fields_in_use(settings))
         return self._taken(input_shape, plan, asked) is not None
 
+    def has_compiled_private_steps(
+        self, input_shape: tuple[int, ...], plan: LocalPlan, settings: LocalSettings
+    ) -> bool:
+        """Return True if the compiled trainer takes the private steps of ``plan``, one client after another."""
+        return plan.private is not None and self._privately_taken(input_shape, plan, settings) is not None
+
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
         """Return the reason why PyTorch trains this model faster than the compiled trainer.
 
@@ -309,16 +315,22 @@ class Trainer:
 
     def _compiled_privately(self, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained | None:
         """Train the client of ``job`` by private steps of the compiled trainer; None if they are not supported."""
-        from fl_sim.training.private_steps import is_compiled, train_compiled  # noqa: PLC0415 (its cryptography loads slowly)
+        from fl_sim.training.private_steps import train_compiled  # noqa: PLC0415 (its cryptography loads slowly)
 
-        stack, kernel, warm = self._stack(job.records.input_shape), self._kernel, job.plan.momentum_buffers
-        if stack is None or kernel is None or self._precision != "float32" or not job.num_steps or not len(labels):
+        kernel, warm = self._kernel, job.plan.momentum_buffers
+        stack = self._privately_taken(job.records.input_shape, job.plan, job.task.settings)
+        if stack is None or kernel is None or not job.num_steps or not len(labels):
             return None
         if (warm and warm.keys() != job.task.params.keys()) or not _is_plain(inputs):
             return None
-        if not is_compiled(stack, job.plan, job.task.settings):
-            return None
         return train_compiled(kernel, stack, job.task, job.plan, (inputs, labels))
+
+    def _privately_taken(self, input_shape: tuple[int, ...], plan: LocalPlan, settings: LocalSettings) -> Stack | None:
+        """Return the description of the model for private steps of the compiled trainer; None if it lacks them."""
+        from fl_sim.training.private_steps import is_compiled  # noqa: PLC0415 (its cryptography loads slowly)
+
+        stack = self._stack(input_shape) if self._kernel is not None and self._precision == "float32" else None
+        return stack if stack is not None and is_compiled(stack, plan, settings) else None
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
         """Return the description of the model for the compiled trainer.

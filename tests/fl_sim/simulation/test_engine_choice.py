@@ -48,6 +48,16 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
 
 @pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
 @pytest.mark.parametrize(
+    ("model", "told"), [("logistic", "native trainer, 1 thread"), ("resnet", "PyTorch trains, 1 thread")]
+)
+def test_the_trainer_of_private_steps_is_named(model: str, told: str) -> None:
+    privacy = {"kind": "dp-sgd", "noise_multiplier": 1.0}
+    job = job_of(experiment_from({"data": "digits", "device": "cpu", "model": model, "local": {"privacy": privacy}}))
+    assert trainer_line(job, 1) == told
+
+
+@pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
+@pytest.mark.parametrize(
     ("algorithm", "told"),
     [("fedavg", "native trainer, 2 threads"),
      ("moon", "PyTorch trains, 2 threads: the native trainer does not take local.augment=flip beside contrast")],
