@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from fl_sim.kinds import Choosing, field_defaults, is_settings, kinds
-from fl_sim.other_words import bare, elsewhere, not_offered
+from fl_sim.other_words import bare, elsewhere, privacy_settings
 
 MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
 """Limits of a message: the number of mistakes; the characters of all mistakes, of one, and of a quoted value."""
@@ -53,8 +53,8 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
     if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         valid = list(field_defaults(group))
         meant = elsewhere(path[-1]) or guess(path[-1], valid)
-        if no := not_offered(path[-1]):
-            return f"unknown key {where!r}: {no}"
+        if settings_here := privacy_settings(path[-1]):
+            return f"unknown key {where!r}: {settings_here}"
         return f"unknown key {where!r}{meant}; valid here: {', '.join(valid)}"
     if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
         annotation, choosing = _field(group, path[-1])

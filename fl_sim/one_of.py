@@ -25,7 +25,7 @@ from fl_sim import kinds as kinds_module
 from fl_sim.errors import UserError
 from fl_sim.kinds import field_defaults, is_numbered, is_settings, kind_of, kinds
 from fl_sim.mistakes import explain, guess, shortened
-from fl_sim.other_words import not_offered
+from fl_sim.other_words import privacy_settings
 from fl_sim.own_code import IMPORT_PATH, load_object
 
 Json: TypeAlias = dict[str, Any]
@@ -112,8 +112,8 @@ class OneOf:
         if self._accepts_own and (found := _SHORT_IMPORT_PATH.fullmatch(text)):
             return {"kind": found[1], **self._first_parameter(found[1], self._load(found[1], known), found[2])}
         own, valid = ", or your own as package.module:Class" if self._accepts_own else "", self.names(union)
-        if no := not_offered(name):
-            raise UserError(f"unknown {self.what} {shortened(text)!r}: {no}")
+        if settings_here := privacy_settings(name):
+            raise UserError(f"unknown {self.what} {shortened(text)!r}: {settings_here}")
         several = f"; several are tried by 'fl-sim sweep {self.what}={shortened(text)}'" if "," in text else ""
         raise UserError(
             f"unknown {self.what} {shortened(text)!r}{guess(name, valid)}; valid: {', '.join(valid)}{own}{several}"

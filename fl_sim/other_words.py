@@ -49,7 +49,7 @@ def bare(name: str) -> str:
 
 _DP_SGD: Final = "dp_sgd dpsgd opacus dp private privacy privacy_engine record_level_dp dp_fedsgd dpfedavg"
 _LOCAL_DP: Final = "local_dp ldp localdpmod local_differential_privacy"
-_NOT_OFFERED: Final = {
+_OF_PRIVACY: Final = {
     (
         "for noise in the clients' training steps (DP-SGD) set local.privacy=dp-sgd local.privacy.epsilon=8. Also "
         "offered are: per client, aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by "
@@ -62,13 +62,13 @@ _NOT_OFFERED: Final = {
     ): _LOCAL_DP,
 }
 
-NOT_OFFERED: Final = {bare(word): reason for reason, words in _NOT_OFFERED.items() for word in words.split()}
-"""{name of a feature that fl-sim lacks: alternatives in fl-sim}, for messages about unknown names."""
+OF_PRIVACY: Final = {bare(word): reason for reason, words in _OF_PRIVACY.items() for word in words.split()}
+"""{name of a privacy feature elsewhere: settings of fl-sim for it}, for messages about unknown names."""
 
 
-def not_offered(word: str) -> str:
-    """Return the alternatives to the feature ``word``, which fl-sim lacks; empty for all other words."""
-    return NOT_OFFERED.get(bare(word), "")
+def privacy_settings(word: str) -> str:
+    """Return fl-sim's settings for ``word``, a privacy feature of another framework; empty for all other words."""
+    return OF_PRIVACY.get(bare(word), "")
 
 
 def elsewhere(word: str) -> str:

@@ -4,15 +4,15 @@ The module ``clients.paid_rounds`` writes the costs into the clients' privacy le
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from dp_accounting import dp_event
 
-from clients.paid_rounds import Releases, RoundCost
+from clients.paid_rounds import ClientProtection, Releases, RoundCost
 from clients.policy import open_ledger
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.job import Job
@@ -144,6 +144,18 @@ class PaidRoundsBill(Stage):
     def params(self) -> Params:
         """Return the trained parameters of the model, with their initial values."""
         return detached(trainable(self.job.model()).items())
+
+    def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
+        """Return the privacy parameters; those of the RDP accountant in a forecast without time for PLD accounting.
+
+        The RDP accountant's noise costs at most as much. ``cost``: the function that finds the noise, for one client.
+        """
+        protection = self.settings.protection
+        try:
+            cost(protection)
+        except NoTimeError:
+            return replace(protection, accountant="rdp")
+        return protection
 
     def rounds_of(self, group: PayingClients) -> int:
         """Return the number of rounds that the budget of the clients allows, at most that of the run."""

@@ -5,15 +5,14 @@ privacy ledgers.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 
+from clients.paid_rounds import ClientProtection, RoundCost
 from clients.private_steps import RELEASED, round_cost
 from fl_sim.params import num_parameters
-from fl_sim.privacy.loss_distribution import NoTimeError
 from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
 from fl_sim.simulation.client_runtime import local_settings
 from fl_sim.stages.paid_rounds import PaidRoundsBill, PayingClients, range_in_words
@@ -83,15 +82,14 @@ class PrivateStepsBill(PaidRoundsBill):
         sizes: dict[int, list[int]] = {}
         for client, size in enumerate(np.asarray(job.shards.sizes).tolist()):
             sizes.setdefault(size, []).append(client)
-        protection, rounds = self.settings.protection, experiment.rounds
-        try:
-            round_cost(protection, settings, max(sizes), rounds, steps_of(max(sizes)))
-        except NoTimeError:  # a forecast in a hurry: the RDP accountant's noise costs at most as much
-            protection = replace(protection, accountant="rdp")
-        found = []
+
+        def cost_of(protection: ClientProtection, size: int) -> RoundCost:
+            return round_cost(protection, settings, size, experiment.rounds, steps_of(size))
+
+        protection, found = self.protection_in_time(partial(cost_of, size=max(sizes))), []
         for size, clients in sizes.items():
             if size:
-                cost = round_cost(protection, settings, size, rounds, steps_of(size))
+                cost = cost_of(protection, size)
                 std, planned = cost.noise_multiplier * protection.clipping_norm, {cost.event: cost.num_steps}
                 found.append(PayingClients(tuple(clients), cost, planned, std, num_parameters(self.params), size, size))
         return found

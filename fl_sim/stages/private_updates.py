@@ -5,8 +5,7 @@ privacy ledgers.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +14,6 @@ from dp_accounting import dp_event
 from clients.private_updates import RELEASED, noise_std, update_cost
 from fl_sim.params import num_parameters
 from fl_sim.privacy.events import under_replacement
-from fl_sim.privacy.loss_distribution import NoTimeError
 from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
 from fl_sim.stages.paid_rounds import PaidRoundsBill, PayingClients
 from strategies.algorithm import first_state, payload_template
@@ -68,15 +66,12 @@ class PrivateUpdatesBill(PaidRoundsBill):
     @cached_property
     def groups(self) -> list[PayingClients]:
         """Return all clients with records, in one group, as the cost depends on no number of records."""
-        experiment, protection = self.job.experiment, self.settings.protection
+        experiment = self.job.experiment
         clients = tuple(np.flatnonzero(np.asarray(self.job.shards.sizes)).tolist())
         if not clients:
             return []
-        try:
-            cost = update_cost(protection, experiment.rounds)
-        except NoTimeError:  # a forecast in a hurry: the RDP accountant's noise costs at most as much
-            protection = replace(protection, accountant="rdp")
-            cost = update_cost(protection, experiment.rounds)
+        protection = self.protection_in_time(partial(update_cost, rounds=experiment.rounds))
+        cost = update_cost(protection, experiment.rounds)
         algorithm, std = experiment.algorithm, noise_std(protection, cost)
         sent = payload_template(algorithm, first_state(algorithm, self.params, experiment.local.personal))
         size = sum(num_parameters(params) for params in sent.values())

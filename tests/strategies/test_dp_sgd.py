@@ -1,6 +1,7 @@
 """Runs with local.privacy=dp-sgd: what is charged and said, what a spent client sends, resume, engines, refusals."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,10 @@ from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import run
-from fl_sim.simulation.run_log import Silent
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.forecast import forecast
 from fl_sim.training import private_steps
 from fl_sim.types import LocalSettings
 from strategies.dp_sgd import DPSGD
-
-
-class Interrupted(Exception):  # noqa: N818 (not an error)
-    """Raised by an observer, as an interruption by the user."""
-
-
-class Interrupting(Silent):
-    """Interrupts a run after its first round."""
-
-    def finished_round(self, record: RoundRecord) -> str:
-        raise Interrupted
-
 
 BASE: dict[str, Any] = {
     "data": "digits", "partition": "iid", "clients": 3, "model": "logistic", "rounds": 2, "engine": "inprocess",
@@ -191,13 +178,15 @@ def test_a_second_run_with_secret_noise_is_charged_again_and_a_seeded_one_is_not
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "ditto", "fedper"])
-def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algorithm: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(
+    algorithm: str, tmp_path: Path, stop_after: Callable[[int], Any]
+) -> None:
     experiment = experiment_from(settings_of(algorithm=algorithm, rounds=3, model="2nn", local={"batch_size": 200}))
     whole = run(experiment, tmp_path / "whole")
     charged = _charges(0)
     assert len(charged) == 3
-    with pytest.raises(Interrupted):
-        run(experiment, tmp_path / "broken", observer=Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "broken", observer=stop_after(1))
     resumed = run(experiment, tmp_path / "broken")
     models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken")]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])
@@ -206,15 +195,17 @@ def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algo
     assert whole["privacy"][0]["steps"] == resumed["privacy"][0]["steps"]
 
 
-def test_a_start_on_synthetic_records_and_private_rounds_have_one_bill(tmp_path: Path) -> None:
+def test_a_start_on_synthetic_records_and_private_rounds_have_one_bill(
+    tmp_path: Path, stop_after: Callable[[int], Any]
+) -> None:
     pool = {
         "kind": "da-fl", "generator": "mean-embedding", "epsilon": 5, "gamma": 0.5, "noise": "seeded",
         "train_on": "own", "server_epochs": 10,
     }  # fmt: skip
     experiment = experiment_from(settings_of(preprocess=pool))
     planned = planned_bill(job_of(experiment))
-    with pytest.raises(Interrupted):
-        run(experiment, tmp_path / "run", observer=Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", observer=stop_after(1))
     result = run(experiment, tmp_path / "run")
     start, rounds = result["privacy"]
     ledgers = [open_ledger(ledger_path(job_of(experiment), client)) for client in range(3)]

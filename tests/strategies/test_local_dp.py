@@ -1,6 +1,7 @@
 """Runs with local.privacy=local-dp: what is charged and said, spent clients, resume, what it works with, refusals."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,8 @@ from fl_sim.privacy.bill import bills, payments_of_unit, whole_run
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.rounds import planned_bill
 from fl_sim.simulation.run import run
-from fl_sim.simulation.run_log import Silent
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import ClientUpdate
 from strategies.compression.layer import ClientCompression
-
-
-class Interrupted(Exception):  # noqa: N818 (not an error)
-    """Raised by an observer, as an interruption by the user."""
-
-
-class Interrupting(Silent):
-    """Interrupts a run after its first round."""
-
-    def finished_round(self, record: RoundRecord) -> str:
-        raise Interrupted
-
 
 BASE: dict[str, Any] = {
     "data": "digits", "partition": "iid", "clients": 3, "model": "logistic", "rounds": 2, "engine": "inprocess",
@@ -143,13 +130,15 @@ def test_a_second_run_with_secret_noise_is_charged_again_and_a_seeded_one_is_not
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "ditto"])
-def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algorithm: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(
+    algorithm: str, tmp_path: Path, stop_after: Callable[[int], Any]
+) -> None:
     experiment = experiment_from(settings_of(algorithm=algorithm, rounds=3))
     whole = run(experiment, tmp_path / "whole")
     charged = [one.release for one in _charges(0)]
     assert len(charged) == 3
-    with pytest.raises(Interrupted):
-        run(experiment, tmp_path / "broken", observer=Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "broken", observer=stop_after(1))
     resumed = run(experiment, tmp_path / "broken")
     models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken")]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])
@@ -157,10 +146,12 @@ def test_a_resumed_run_has_the_bits_and_the_charges_of_an_uninterrupted_one(algo
     assert whole["privacy"][0]["steps"] == resumed["privacy"][0]["steps"] == 3
 
 
-def test_a_run_with_secret_noise_pays_again_for_what_it_releases_again(tmp_path: Path) -> None:
+def test_a_run_with_secret_noise_pays_again_for_what_it_releases_again(
+    tmp_path: Path, stop_after: Callable[[int], Any]
+) -> None:
     experiment = experiment_from(settings_of({"noise": "secret"}, rounds=2))
-    with pytest.raises(Interrupted):
-        run(experiment, tmp_path / "run", observer=Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", observer=stop_after(1))
     assert len(_charges(0)) == 1
     lines = (tmp_path / "run" / "rounds.jsonl").read_text()
     run(experiment, tmp_path / "run")
