@@ -83,13 +83,16 @@ def token_of(ray: OwnRay) -> str:
 
 
 def statuses(port: int, token: str | None) -> set[str]:
-    """Return what the server at a port answers to calls of all kinds."""
+    """Return the status codes with which the server at a port answers calls of all kinds.
+
+    Each call waits for a connection: on a busy machine the first attempt may fail, and that is no answer.
+    """
     metadata = [("authorization", f"Bearer {token}")] if token else None
     found = set()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         for method in METHODS:
             try:
-                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=10, metadata=metadata)
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=PATIENCE, metadata=metadata, wait_for_ready=True)
                 found.add("OK")
             except grpc.RpcError as error:
                 found.add(error.code().name)
