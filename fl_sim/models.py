@@ -220,6 +220,8 @@ def _build_own(
         if before:
             _check_buffers(path, model, before, batch_norm)
             _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
+        if vocabulary:
+            _check_vocabulary(path, model, trial, vocabulary)
         if not torch.equal(logits, _logits(path, model, trial)):  # after the buffers, whose message is clearer
             raise UserError(
                 f"model {path!r} returned different logits for the same records in a second call, with the generators "
@@ -310,6 +312,17 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
         raise UserError(f"model {path!r} cannot take records of shape {shape}: {with_place(error)}") from error
     finally:
         model.train(was_training)
+
+
+def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabulary: int) -> None:
+    """Raise UserError if the model cannot take the highest token of the data, which two records need not contain."""
+    try:
+        _logits(path, model, torch.full_like(trial, vocabulary - 1))
+    except UserError as error:
+        raise UserError(
+            f"model {path!r} cannot take the token {vocabulary - 1:,}, and the tokenizer of these records has "
+            f"{vocabulary:,} tokens: take the model's own tokenizer by data.tokenizer=PATH, or a larger model ({error})"
+        ) from error
 
 
 def _check_logits(path: str, logits: Any, num_classes: int) -> None:

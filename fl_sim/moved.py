@@ -70,7 +70,6 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.data.table_roles": "fl_sim.data.table_columns",
     "fl_sim.data.table_words": "fl_sim.data.table",
     "fl_sim.data.testing_part": "fl_sim.data.table",
-    "fl_sim.data.tokens": "fl_sim.data.dataset",
     "fl_sim.data.torchvision_files": "fl_sim.data.public_sets",
     "fl_sim.data.uci": "fl_sim.data.public_sets",
     "fl_sim.data.unit_range": "fl_sim.data.dataset",

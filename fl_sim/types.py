@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
@@ -143,6 +143,7 @@ class Dataset:
     (tokens). ``validation``: records that no client holds and that are not for testing, for
     ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced them;
     else empty. ``sources``: the names of the sources of records, by their numbers (``Examples.groups``), if known.
+    ``text_of``: if records are texts, a function from one record (a row of tokens) to its text.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Dataset:
     image_shape: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    text_of: Callable[[NDArray[np.float32]], str] | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ from partitions.assign import USUAL_MIN_SIZE
 
 _MOST: Final = 20
 """Largest number of printed classes, and of printed values of a record."""
+_LONGEST: Final = 200
+"""Largest number of printed characters of a text; all of them are printed with --json."""
 _BAR: Final = 30
 _MOST_CLIENTS: Final = 30
 _MOST_COLUMNS: Final = 12
@@ -241,6 +243,10 @@ def _print_columns(card: Mapping[str, Any]) -> None:
 def _print_records(rows: list[dict[str, Any]]) -> None:
     say(f"first     {len(rows)} training records, as models see them")
     for row in rows:
+        if "text" in row:
+            shown = row["text"] if len(row["text"]) <= _LONGEST else f"{row['text'][:_LONGEST]}..."
+            say(f"  {row['class']}: {shown}")
+            continue
         cells = [
             (name if "=" in name and value == 1 else f"{name} {value:g}")
             if isinstance(value, float)

@@ -17,7 +17,7 @@ import torch
 import fl_sim
 from fl_sim.cli.screen import say, waiting
 from fl_sim.data import NAMES, find, roots
-from fl_sim.data.features import features_root
+from fl_sim.data.kept import cache_root
 from fl_sim.errors import RunError
 from fl_sim.interface import run
 from fl_sim.native.compiling import ARCHITECTURES, WIDTHS, find_library, lanes_of, processor
@@ -30,7 +30,7 @@ PACKAGES: Final = (
 )  # fmt: skip
 EXTRAS: Final = ("datasets", "pyarrow", "optuna", "mlflow", "wandb", "tensorboard", "trackio")
 FOLDERS: Final[Mapping[str, Callable[[], Path]]] = {
-    "pools": pools_root, "features": features_root, "ledgers": ledgers_root,
+    "pools": pools_root, "features": cache_root, "ledgers": ledgers_root,
 }  # fmt: skip
 """{name of a folder that all runs share: function that returns its path}."""
 

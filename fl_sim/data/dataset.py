@@ -1,15 +1,13 @@
-"""Builds a ``Dataset`` from arrays, after checks of labels, classes and tokens.
+"""Builds a ``Dataset`` from arrays, after checks of labels and classes.
 
 All functions that read data sets use this module. The list of classes is public if the user sets ``data.classes``.
 Otherwise the classes are read from the private records. Then ``Dataset.read_off`` mentions the classes, and the privacy
-statement repeats this. Tokens in a file are whole numbers. Texts are converted to tokens here, one token per character.
-``card_of`` summarises a data set for the command line.
+statement repeats this. ``card_of`` summarises a data set for the command line.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -24,15 +22,6 @@ CLASSES_READ_OFF: Final = "the list of classes, and so the number of the model's
 SIZE_READ_OFF: Final = "the size of the images (public with data.size=WIDTHxHEIGHT)"
 COLOUR_READ_OFF: Final = "whether any image has colour, and so the number of the model's input channels"
 _MOST_LISTED: Final = 1000
-
-ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""The 80 characters of LEAF's Shakespeare data: character i is class i, and token i + 1, because token 0 is padding."""
-
-MOST_CHARACTERS: Final = 10_000
-"""Maximum number of characters in ``data.alphabet``; each character is a class."""
-
-MOST_TOKENS: Final = 2**24
-"""Maximum number of different tokens. Tokens are stored as float32, which is exact for whole numbers up to 2^24."""
 
 FIRST: Final = 5
 """The number of training records that the summary of a table shows (``card_of``)."""
@@ -234,71 +223,6 @@ def unlisted(where: str, cure: str = "") -> UserError:
     )
 
 
-def alphabet_set(given: str) -> str:
-    """Return the alphabet that the setting ``data.alphabet`` gives.
-
-    ``given``: the value of the setting; empty for the alphabet of LEAF. Raises UserError for a repeated character, and
-    for fewer than 2 or more than 10,000 characters.
-    """
-    if not given:
-        return ALPHABET
-    if twice := [character for character in given if given.count(character) > 1][:1]:
-        raise UserError(f"data.alphabet names the character {twice[0]!r} twice; name each once, in order")
-    if not 2 <= len(given) <= MOST_CHARACTERS:
-        raise UserError(f"data.alphabet names {len(given):,} characters; it must name 2 to {MOST_CHARACTERS:,}")
-    return given
-
-
-def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
-    """Convert texts to tokens: float32 of shape (texts, length of the longest text), padded at the end with zeros.
-
-    Raises UserError for an empty text, for a value that is no text, and for a character outside ``alphabet``.
-    """
-    if not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"{where}: some inputs are texts, and others are empty or no texts; make all of them texts")
-    rows = np.zeros((len(texts), max(map(len, map(str, texts)))), dtype=np.float32)
-    for row, text in zip(rows, map(str, texts), strict=True):
-        row[: len(text)] = [1 + place for place in _places(text, alphabet, where)]
-    return rows
-
-
-def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
-    """Convert ``characters``, the labels of texts, to class numbers.
-
-    The label of a text is the character after the text. Raises UserError for labels that are not single characters of
-    ``alphabet``.
-    """
-    if not all(isinstance(character, str) and len(character) == 1 for character in characters):
-        raise UserError(
-            f"{where} has texts as inputs and labels that are no single characters. For texts, only next-character "
-            "prediction (Shakespeare) is supported, not classes of texts (Sent140) or names of files (CelebA)"
-        )
-    return np.array(_places("".join(map(str, characters)), alphabet, where), dtype=np.int64)
-
-
-def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
-    """Return ``array``, whole numbers of shape (records, length), as float32 tokens. ``where``: for error messages.
-
-    Raises UserError for an array of another type or shape, and for numbers outside 0 to ``vocabulary`` - 1. Padding (0)
-    before a token of the same record is an error, too.
-    """
-    if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
-        raise UserError(f"{where}: {array.dtype} {array.shape}; tokens are whole numbers of shape (records, length)")
-    tokens = array.astype(np.int64)
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise UserError(
-            f"{where}: tokens run from {tokens.min()} to {tokens.max()}; with vocabulary {vocabulary} they must be 1 "
-            f"to {vocabulary - 1}, and 0 for padding"
-        )
-    is_token = tokens != 0
-    bad = ~is_token[:, 0] | (is_token[:, 1:] & ~is_token[:, :-1]).any(axis=1)
-    if bad.any():
-        raise UserError(
-            f"{where}: record {int(bad.argmax())} has no token, or padding (0) before a token; put padding at the end"
-        )
-    return tokens.astype(np.float32)
-
-
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
     """Raise UserError if training inputs (floats) are outside 0 to 1.
 
@@ -317,8 +241,8 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
     """Return a summary of a data set, ready for JSON: number of records, classes, clients, columns.
 
-    ``with_records``: True to include the first five training records of a table, as models receive them. The minimum
-    and maximum of each number are then included, too. These values reveal training records.
+    ``with_records``: True to include the first five training records of a table, as models receive them, or the first
+    five texts. The minimum and maximum of each number are then included, too. These values reveal training records.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4
@@ -349,7 +273,13 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
         "columns": [{"name": name, "is": what} for name, what in dataset.shown],
         "inferred": list(dataset.inferred),
     }
-    if with_records and not is_image:
+    if with_records and dataset.text_of is not None:
+        classes = _class_names(dataset)
+        card["first_records"] = [
+            {"text": dataset.text_of(train.inputs[row]), "class": classes[train.labels[row]]}
+            for row in range(min(FIRST, len(train)))
+        ]
+    elif with_records and not is_image:
         names, classes, inputs = _names(dataset), _class_names(dataset), train.inputs
         card["first_records"] = [
             {
@@ -367,23 +297,6 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
 
 def _type(part: Examples) -> str:
     return f"{part.inputs.dtype} of shape {part.inputs.shape[1:]}"
-
-
-def _places(text: str, alphabet: str, where: str) -> list[int]:
-    places = _numbered(alphabet)
-    try:
-        return [places[character] for character in text]
-    except KeyError as error:
-        whose = "of LEAF's 80" if alphabet == ALPHABET else f"of the {len(places)} in data.alphabet"
-        raise UserError(
-            f"{where} has the character {shortened(error.args[0])!r}, which is not one {whose}; remove it, or list all "
-            "characters in data.alphabet"
-        ) from None
-
-
-@lru_cache(maxsize=2)
-def _numbered(alphabet: str) -> dict[str, int]:
-    return {character: place for place, character in enumerate(alphabet)}
 
 
 def _class_names(dataset: Dataset) -> tuple[str, ...]:

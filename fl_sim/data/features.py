@@ -1,25 +1,19 @@
 """Replaces images by feature vectors, such as scattering coefficients, and caches them in a file.
 
-The cache is in $FL_SIM_FEATURES, or in the user's cache folder if the variable is not set. The name of a cache file
-contains a digest of the records and the version of the transform. A damaged file is computed again.
+The name of a cache file (fl_sim.data.kept) contains a digest of the records and the version of the transform.
 """
 
 import hashlib
 import math
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
+from fl_sim.data.kept import Arrays, cache_root, kept_arrays
 from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
-from fl_sim.store.files import folder_lock, readable_os_errors, user_folder, write_whole
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
@@ -35,11 +29,6 @@ Old cache files are then ignored.
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
-
-
-def features_root() -> Path:
-    """Return the cache folder: $FL_SIM_FEATURES if it is set, else a folder in the user's cache folder."""
-    return user_folder("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache", "features")
 
 
 def version_of(features: Features) -> str:
@@ -84,29 +73,23 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
     record.
     """
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
-    folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
-    private = is_own(dataset.name)  # features of the user's own records are as private as the records
-    shapes = (len(dataset.train), size), (len(dataset.test), size)
-    with readable_os_errors():
-        folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
-        with folder_lock(folder):
-            path = folder / _FILE
-            for place, mode in ((folder, 0o700), (path, 0o600)) if private else ():  # an earlier version left it open
-                if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
-                    place.chmod(mode)
-            damaged = ""
-            try:
-                return _read(path, identity, shapes)
-            except FileNotFoundError:
-                pass
-            except (SafetensorError, UserError, ValueError, KeyError) as error:
-                damaged = f"{path} is damaged or of another kind ({error}) and is made again; "
-            count = len(dataset.train) + len(dataset.test)
-            sys.stderr.write(f"fl-sim: {damaged}making the {features} features of {count:,} images, once\n")
-            made = vectors_of(dataset.train.inputs, features), vectors_of(dataset.test.inputs, features)
-            said = {"identity": identity, "sha256": _digest(made)}
-            write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said), mode=0o600 if private else 0o666)
-            return made
+    folder = cache_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
+    shapes = [(len(dataset.train), size), (len(dataset.test), size)]
+    count = len(dataset.train) + len(dataset.test)
+    made = kept_arrays(
+        folder / _FILE,
+        _PARTS,
+        identity,
+        lambda: {part: vectors_of(getattr(dataset, part).inputs, features) for part in _PARTS},
+        lambda found: [found[part].shape for part in _PARTS] == shapes and _is_float32(found),
+        f"the {features} features of {count:,} images",
+        private=is_own(dataset.name),  # features of the user's own records are as private as the records
+    )
+    return made["train"], made["test"]
+
+
+def _is_float32(arrays: Arrays) -> bool:
+    return all(array.dtype == np.float32 for array in arrays.values())
 
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
@@ -118,28 +101,3 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
         return vectors
     channels, height, width = images.shape[1:]
     return whitening_of((channels, height, width)).of(vectors)
-
-
-def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
-    """Return the features in the cache file ``path``.
-
-    ``identity``: the hash of records and version that the file must contain. Raises FileNotFoundError if the file is
-    missing, and another error if the file is damaged.
-    """
-    if not path.exists():
-        raise FileNotFoundError(path)
-    with safe_open(path, "np") as file:
-        said = file.metadata() or {}
-        train, test = (file.get_tensor(part) for part in _PARTS)
-    if said.get("identity") != identity or any(part.dtype != np.float32 for part in (train, test)):
-        raise ValueError("it holds the features of other records")
-    if (train.shape, test.shape) != shapes or said.get("sha256") != _digest((train, test)):
-        raise ValueError("its content does not have the stored checksum")
-    return train, test
-
-
-def _digest(parts: tuple[Vectors, Vectors]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(np.ascontiguousarray(part).data)
-    return digest.hexdigest()

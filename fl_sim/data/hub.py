@@ -16,9 +16,10 @@ import numpy as np
 from fl_sim.data.dataset import enumerated, own_dataset, read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import ImageSettings, Pixels, decoded, image_settings, stack_images
-from fl_sim.data.table import TestPart, dataset_of, planned, rows_of, test_part_by_setting
+from fl_sim.data.table import TestPart, planned, rows_of, test_part_by_setting
 from fl_sim.data.table_columns import roles_of
 from fl_sim.data.table_file import ROWS, TableReader, pyarrow, table_of
+from fl_sim.data.texts import dataset_of
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line
@@ -198,7 +199,7 @@ def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
 def _with_images(
     name: str, own: OwnName, parts: Sequence[Any], tables: Sequence[TableReader], test_part: TestPart, image: str
 ) -> Dataset:
-    for key in ("drop", "text", "scale", "missing"):
+    for key in ("drop", "text", "scale", "missing", "tokenizer", "max_length", "alphabet"):
         if own.option(key):
             raise UserError(f"data.{key} is for tables, but column {image!r} contains images; leave data.{key} out")
     settings = image_settings(own)

@@ -16,10 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.dataset import (
-    ALPHABET,
-    alphabet_set,
-    as_classes,
-    as_tokens,
     check_classes,
     listed_classes,
     most_bytes,
@@ -29,6 +25,7 @@ from fl_sim.data.dataset import (
 )
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_file import similar_spellings
+from fl_sim.data.tokens import ALPHABET, Characters, alphabet_set, as_classes, as_tokens
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import in_one_line
@@ -59,7 +56,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes are
     the labels in the files, or the classes that ``data.classes`` lists, in numerical order. Texts with single
     characters as labels (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The
-    alphabet is LEAF's, or ``data.alphabet``.
+    alphabet is LEAF's, or ``data.alphabet``. All other characters together are one more class and token.
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]
@@ -74,7 +71,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     found = np.unique(np.concatenate([user.labels for user in everyone]))
     if len(listed) and not np.isin(found, listed).all():
         raise unlisted(str(path))
-    labels = np.arange(len(alphabet)) if is_text else listed if len(listed) else found
+    labels = np.arange(len(alphabet) + 1) if is_text else listed if len(listed) else found
     numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
     train, test = (_examples(users, numbers, labels) for users in parts)
     left = f"{strangers:,} clients have only test records" if (strangers := len(numbers) - len(parts[0])) else ""
@@ -83,14 +80,8 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     numeric = "images of 28x28, as bytes" if is_image else f"{width} numbers a record, as they are"
     note = f"LEAF, {'texts, what comes next is the class' if is_text else numeric}; {len(parts[0]):,} clients by user"
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
-    if is_text:  # every character is a class, whether or not it occurs
-        whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
-        meaning = f"the {len(alphabet):,} characters {whose} are the classes, and the tokens from 1"
-        return Dataset(
-            name, train, test, len(alphabet), mean, std, note, counted=counted, classes=tuple(map(repr, alphabet)),
-            vocabulary=len(alphabet) + 1, read_off=("the length of the longest text",), inferred=(meaning, _BY_USER),
-            sources=tuple(numbers),
-        )  # fmt: skip
+    if is_text:
+        return _of_texts(name, alphabet, (train, test), note, counted, tuple(numbers))
     if own.option("alphabet"):
         raise UserError(f"data.alphabet is for texts, but {path} contains numbers; leave data.alphabet out")
     classes = tuple(map(str, labels.tolist()))
@@ -109,6 +100,40 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         read_off=read_off,
         sources=tuple(numbers),
     )
+
+
+def _of_texts(
+    name: str,
+    alphabet: str,
+    parts: tuple[Examples, Examples],
+    note: str,
+    counted: tuple[str, ...],
+    users: tuple[str, ...],
+) -> Dataset:
+    """Return a data set of texts. Every character of ``alphabet`` is a class, whether or not it occurs.
+
+    All other characters together are one more class and token. This class exists only if there are such characters, so
+    that a text of LEAF's alphabet has LEAF's classes.
+    """
+    train, test = parts
+    foreign = sum(int((part.inputs > len(alphabet)).sum() + (part.labels == len(alphabet)).sum()) for part in parts)
+    whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
+    meaning = f"the {len(alphabet):,} characters {whose} are the classes, and the tokens from 1"
+    read_off = ["the length of the longest text"]
+    if foreign:
+        counted = (
+            *counted,
+            f"{foreign:,} characters of the records are outside the alphabet and count as one (data.alphabet)",
+        )
+        meaning += "; all other characters together are the last class and the last token"
+        read_off.append("that texts contain characters outside the alphabet (data.alphabet lists them)")
+    classes = (*map(repr, alphabet), *(["another character"] if foreign else []))
+    width = train.inputs.shape[1]
+    return Dataset(
+        name, train, test, len(classes), (0.0,) * width, (1.0,) * width, note, counted=counted, classes=classes,
+        vocabulary=len(classes) + 1, read_off=tuple(read_off), inferred=(meaning, _BY_USER), sources=users,
+        text_of=Characters(alphabet).text,
+    )  # fmt: skip
 
 
 def _padded(user: _User, length: int) -> _User:

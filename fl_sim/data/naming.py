@@ -27,7 +27,7 @@ OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnis
 _TEST: Final = ("test", "test_seed")
 _TABLE: Final = (
     "label", "classes", "client", "split", *_TEST, "test_file", "drop", "text", "range", "category", "fill",
-    "scale", "missing",
+    "scale", "missing", "tokenizer", "max_length", "alphabet",
 )  # fmt: skip
 
 _HF: Final = ("image", "size", "values", "config", "train_part", "test_part")
@@ -81,7 +81,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "test_seed": ("whole number", "The seed of the random choice of the test records of data.test. Default: 0."),
     "test_file": ("text", "Another file with the same columns; all its records are for testing."),
     "drop": ("columns, with + or , between", "The columns that are not used."),
-    "text": ("columns, with + or , between", "The columns whose numbers are names, such as postal codes."),
+    "text": ("columns, with + or , between", "The columns of numbers that are names, or the column of texts."),
     "range": ("LEAST..MOST", "As data.range.COLUMN: the bounds of the column's numbers, which become 0 and 1."),
     "category": ("names, with + between", "As data.category.COLUMN: the categories; any other value becomes zeros."),
     "scale": ("records", "Numbers without a range are scaled by mean and deviation of the training records."),
@@ -90,6 +90,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "delimiter": ("comma, semicolon, tab or bar", "The delimiter of a csv file. Default: from its first line."),
     "decimal": ("point or comma", "The decimal separator of numbers in a csv file. Default: point."),
     "thousands": ("comma, point, space or apostrophe", "The thousands separator in a csv file. Default: none."),
+    "tokenizer": ("characters, bytes or a place", "The tokens of texts; a place holds tokenizer.json. Default: bytes."),
+    "max_length": ("whole number", "Texts are cut after this number of tokens. Default: the longest, at most 256."),
     "alphabet": ("text", "The characters of texts, in order, each once. Default: LEAF's 80 characters."),
     "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Default: none; domains take the largest."),
     "records": ("whole number", "The number of training records of each domain. Default: that of the smallest."),

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.dataset import (
-    MOST_TOKENS,
     as_labels,
     known_dataset,
     listed_classes,
@@ -25,11 +24,11 @@ from fl_sim.data.dataset import (
     most_bytes,
     own_dataset,
     read_off_classes,
-    tokens_in,
     with_validation,
 )
 from fl_sim.data.naming import KnownSet, OwnName
 from fl_sim.data.table_file import as_number, similar_spellings
+from fl_sim.data.tokens import MOST_TOKENS, tokens_in
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line

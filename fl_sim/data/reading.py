@@ -22,8 +22,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data import hub, leaf, npz, table
-from fl_sim.data.dataset import known_dataset, looks_channels_last, tokens_in, with_validation
+from fl_sim.data import hub, leaf, npz, texts
+from fl_sim.data.dataset import known_dataset, looks_channels_last, with_validation
 from fl_sim.data.domains import joined
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.folders import read_folder
@@ -31,6 +31,7 @@ from fl_sim.data.naming import DOMAINS, KNOWN, KnownSet, OwnKind, OwnName, own_n
 from fl_sim.data.pictures import SUFFIXES
 from fl_sim.data.places import DataSource, describe_missing, download, find, look_for
 from fl_sim.data.public_sets import read_cifar, read_digits, read_idx, read_svhn, read_uci
+from fl_sim.data.tokens import place_of, tokens_in
 from fl_sim.errors import UserError
 from fl_sim.own_code import load_object, with_place
 from fl_sim.seeding import seeded_alone
@@ -202,7 +203,7 @@ def _read_known(known: KnownSet, source: DataSource, path: Path) -> Dataset:
 
 
 _READERS: Final[Mapping[OwnKind, Callable[[str, OwnName, Path], Dataset]]] = {
-    "csv": table.read, "parquet": table.read, "npz": npz.read_own, "folder": read_folder, "leaf": leaf.read,
+    "csv": texts.read, "parquet": texts.read, "npz": npz.read_own, "folder": read_folder, "leaf": leaf.read,
     "medmnist": npz.read_medmnist, "hf": hub.read,
 }  # fmt: skip
 
@@ -244,8 +245,11 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
         for folder, below, files in os.walk(path):
             below.sort()
             yield from (f"{folder}/{file}" for file in sorted(files))
-    if (own := own_name(name)) and (beside := own.option("test_file")):
+    own = own_name(name)
+    if own and (beside := own.option("test_file")):
         yield str(Path(beside).expanduser().absolute())
+    if own and (tokenizer := place_of(own.option("tokenizer"))):
+        yield str(tokenizer)
 
 
 def _made(name: str, data_root: Path | None) -> Dataset:

@@ -32,7 +32,6 @@ from fl_sim.data.table_file import (
     TableReader,
     as_number,
     in_order,
-    open_table,
     pyarrow,
     similar_spellings,
     spelling_by,
@@ -183,29 +182,21 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class Rows:
-    """The records of a table as arrays. ``clients``: the number of each record's client, 0 without a client column."""
+    """The records of a table as arrays. ``clients``: the number of each record's client, 0 without a client column.
+
+    ``kept``: a mask, shape (rows,), that is True for the rows of the table that are records.
+    """
 
     inputs: NDArray[np.float32]
     labels: NDArray[np.int64]
     clients: NDArray[np.int64]
     is_test: NDArray[np.bool_]
-
-
-def read(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the csv or parquet file ``path``, and the file ``data.test_file`` if it is set, as a data set.
-
-    Raises UserError for anything but classification data. The message mostly contains row and column.
-    """
-    test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
-    tables = [open_table(path, own.kind, delimiter)]
-    if test_part.other:
-        tables.append(open_table(Path(own.option("test_file")).expanduser().absolute(), own.kind, delimiter))
-    return dataset_of(name, own, tables, test_part)
+    kept: NDArray[np.bool_]
 
 
 def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part: TestPart) -> Dataset:
     """Convert one table, or a training and a test table, to a data set. ``test_part``: the rule for test records."""
-    scales = _choice(own, "scale", ("ranges", "records")) == "records"
+    scales = choice_of(own, "scale", ("ranges", "records")) == "records"
     plan = planned(own, tables, roles_of(own, tables[0]), test_part)
     rows = rows_of(plan)
     train, test = (
@@ -219,7 +210,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
             mean[feature.first], std[feature.first] = column.mean(), column.std() or 1.0
     constants = tuple(mean.tolist()), tuple(std.tolist())
     dropped = sum(plan.survey.rows) - len(rows.labels)
-    left_out = (f"{dropped:,} records {_lacking(plan)} are left out",) if dropped else ()
+    left_out = (f"{dropped:,} records {lacking(plan)} are left out",) if dropped else ()
     public = all(feature.is_public for feature in plan.features)
     return replace(
         own_dataset(name, train, test, *constants, plan.where, listed=plan.classes if plan.listed else ()),
@@ -251,7 +242,7 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
     seen = columns.blank_contents(own, roles, tables[0])
     columns.check_types(roles, seen, where)
     found = columns.survey(tables, seen)
-    drops = _choice(own, "missing", ("refuse", "drop", "middle")) == "drop"
+    drops = choice_of(own, "missing", ("refuse", "drop", "middle")) == "drop"
     out = columns.left_out(own, roles.features, found)
     if out and len(out) == len(roles.features):
         raise UserError(
@@ -295,10 +286,10 @@ def rows_of(plan: TablePlan) -> Rows:
             "more than half of this machine's memory; use fewer records, or leave columns out by data.drop"
         )
     inputs, (labels, clients) = np.zeros((count, width), dtype=np.float32), np.zeros((2, count), dtype=np.int64)
-    rows = Rows(inputs, labels, clients, np.zeros(count, dtype=bool))
-    kept = _fill(rows, plan)
-    if not kept.all():
-        rows = Rows(rows.inputs[kept], rows.labels[kept], rows.clients[kept], rows.is_test[kept])
+    rows = Rows(inputs, labels, clients, np.zeros(count, dtype=bool), np.ones(count, dtype=bool))
+    _fill(rows, plan)
+    if not (kept := rows.kept).all():
+        rows = Rows(rows.inputs[kept], rows.labels[kept], rows.clients[kept], rows.is_test[kept], kept)
     for feature in plan.features:
         if feature.width == 1 and not np.isfinite(rows.inputs[:, feature.first]).all():
             raise UserError(
@@ -334,7 +325,7 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
         plan.filling,
         f"left out: {_reasons(plan.left_out)}" if plan.left_out else "",
         plan.test_records,
-        f"records {_lacking(plan)} are left out" if plan.drops else "",
+        f"records {lacking(plan)} are left out" if plan.drops else "",
     ]
     return "; ".join(filter(None, parts))
 
@@ -399,13 +390,13 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
             )
 
 
-def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
-    """Write all records of the tables into the arrays ``rows``; return the mask of the records to keep.
+def _fill(rows: Rows, plan: TablePlan) -> None:
+    """Write all records of the tables into the arrays ``rows``, which must be zeros before.
 
-    The arrays must be zeros before.
+    ``rows.kept`` becomes False for the rows that the settings leave out.
     """
     compute = pyarrow().compute
-    kept, first = np.ones(len(rows.labels), dtype=bool), 0
+    first = 0
     filled = {feature.name for feature in plan.features if feature.is_filled}
     for number, table in enumerate(plan.tables):
         for batch in table.batches(plan.roles.columns):
@@ -422,13 +413,13 @@ def _fill(rows: Rows, plan: TablePlan) -> NDArray[np.bool_]:
                 rows.is_test[some] = np.asarray(is_test.fill_null(fill_value=False))
             if plan.drops:
                 whole = [cells.is_valid() for name, cells in batch.items() if name not in filled]
-                kept[some] = np.all([np.asarray(cells) for cells in whole], axis=0)
-                kept[some] &= np.asarray(compute.is_in(texts_of(labels), value_set=_texts(plan.classes)))
+                rows.kept[some] = np.all([np.asarray(cells) for cells in whole], axis=0)
+                rows.kept[some] &= np.asarray(compute.is_in(texts_of(labels), value_set=_texts(plan.classes)))
             first = some.stop
-    return kept
 
 
-def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
+def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
+    """Return the value of the setting ``key``, by default the first of ``valid``; raise UserError for any other."""
     chosen = own.option(key) or valid[0]
     if chosen not in valid:
         raise UserError(f"data.{key} = {chosen!r}{guess(chosen, valid)}; valid: {', '.join(valid)}")
@@ -481,7 +472,8 @@ def _oddities(plan: TablePlan) -> list[str]:
     return [one for one in found if one]
 
 
-def _lacking(plan: TablePlan) -> str:
+def lacking(plan: TablePlan) -> str:
+    """Return the property of the records that ``data.missing=drop`` leaves out, for messages."""
     return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
 
 

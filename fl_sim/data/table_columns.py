@@ -201,23 +201,25 @@ def is_category(seen: ColumnContent) -> bool:
 
 @dataclass(frozen=True)
 class Roles:
-    """The names of the columns by role. ``client`` and ``split``: empty if there is no such column."""
+    """The names of the columns by role. ``client``, ``split`` and ``text``: empty if there is no such column."""
 
     label: str
     client: str
     split: str
     features: tuple[str, ...]
+    text: str = ""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that must be read."""
-        return (*filter(None, (self.label, self.client, self.split)), *self.features)
+        return (*filter(None, (self.label, self.client, self.split, self.text)), *self.features)
 
 
-def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) -> Roles:
+def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True, text: str = "") -> Roles:
     """Return the roles of the columns of ``table``, by the settings or by the column names label, client and split.
 
-    Raises UserError for a missing column, and for a column with two roles.
+    ``text``: the column of texts that become tokens, if any. Raises UserError for a missing column, and for a column
+    with two roles.
     """
     label = own.option("label") or ("label" if "label" in table.names else "")
     if not label:
@@ -229,20 +231,30 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True) ->
     client = own.option("client") or ("client" if "client" in table.names else "")
     split = own.option("split") or ("split" if "split" in table.names and not has_test else "")
     uses: dict[str, str] = {}
-    for key, name in (("label", label), ("client", client), ("split", split)):
+    for key, name in (("label", label), ("client", client), ("split", split), ("text", text)):
         if name:
             _check_column(name, key, table)
             if name in uses:
                 raise UserError(f"data.{uses[name]} and data.{key} are both {name!r}; use two different columns")
             uses[name] = key
-    return Roles(label, client, split, _features(own, uses, table) if with_features else ())
+    return Roles(label, client, split, _features(own, uses, table) if with_features else (), text)
+
+
+def listed_columns(own: OwnName, key: str, table: TableReader) -> list[str]:
+    """Return the columns that the setting ``key`` lists.
+
+    Commas also separate names, unless a column name has a comma.
+    """
+    given = own.options.get(key, ())
+    parts = [[name] if name in table.names else name.split(",") for name in given]
+    return [name.strip() for some in parts for name in some]
 
 
 def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
     """Return {column: an empty ``ColumnContent``} of all columns that ``survey`` must read."""
-    uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
+    uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS), (roles.text, 0))
     most = {name: count for name, count in uses if name}
-    texts = {*_listed(own, "text", table), *own.of_columns("category"), *most}
+    texts = {*listed_columns(own, "text", table), *own.of_columns("category"), *most}
     declared = dict(zip(table.names, table.declared, strict=True))
     spelling = spelling_by(own.option("decimal"), own.option("thousands"))
     return {
@@ -254,8 +266,8 @@ def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, 
 
 
 def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
-    """Raise UserError if the file declares a type for the label, client or split column that is no text or number."""
-    for name in filter(None, (roles.label, roles.client, roles.split)):
+    """Raise UserError if the file declares a type for a column with a role that is no text or number."""
+    for name in filter(None, (roles.label, roles.client, roles.split, roles.text)):
         if seen[name].declared in {"time", "other"}:
             what = "dates or times" if seen[name].declared == "time" else "lists"
             several = "; several labels per record (multi-label) are not supported" if name == roles.label else ""
@@ -314,10 +326,15 @@ def check_missing(found: Survey, names: Iterable[str], features: Sequence[str]) 
     name, first = lacking[0]
     rest = enumerated([other for other, _ in lacking[1:]], _MOST_NAMES)
     others = f" (and cells of {rest})" if rest else ""
-    fills = f" (data.fill.{name}=VALUE, or data.missing=middle for columns with a range)" if name in features else ""
+    fills = (
+        f" (data.fill.{name}=VALUE, or data.missing=middle for columns with a range), leave the column out by "
+        f"data.drop={name}"
+        if name in features
+        else ""
+    )
     raise UserError(
-        f"{first.at(name)} is empty{others}: fill it in{fills}, leave the column out by data.drop={name}, or remove "
-        "all records with an empty cell by data.missing=drop"
+        f"{first.at(name)} is empty{others}: fill it in{fills}, or remove all records with an empty cell by "
+        "data.missing=drop"
     )
 
 
@@ -522,9 +539,9 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tupl
 
     ``uses``: {column: its role, label, client or split}.
     """
-    dropped = {*_listed(own, "drop", table)}
+    dropped = {*listed_columns(own, "drop", table)}
     for key in ("drop", "text"):
-        for name in _listed(own, key, table):
+        for name in listed_columns(own, key, table):
             _check_column(name, key, table)
     if clash := sorted(dropped & {*uses}):
         raise UserError(f"data.drop names {clash[0]!r}, which is also data.{uses[clash[0]]}: remove one of the two")
@@ -537,16 +554,6 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tupl
             if name in uses or name in dropped:
                 raise UserError(f"data.{key}.{name}: the column {name!r} is no feature; leave data.{key}.{name} out")
     return features
-
-
-def _listed(own: OwnName, key: str, table: TableReader) -> list[str]:
-    """Return the columns that the setting ``key`` lists.
-
-    Commas also separate names, unless a column name has a comma.
-    """
-    given = own.options.get(key, ())
-    parts = [[name] if name in table.names else name.split(",") for name in given]
-    return [name.strip() for some in parts for name in some]
 
 
 def _check_column(name: str, key: str, table: TableReader) -> None:

@@ -70,7 +70,7 @@ class TableReader:
     ``where``: its path, for error messages. ``written``: the column names exactly as in the file. ``declared``: the
     types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
     {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a
-    word (comma).
+    word (comma). ``texts``: the columns whose cells are texts that must stay as they are.
     """
 
     where: str
@@ -79,6 +79,7 @@ class TableReader:
     rows: Callable[[Sequence[str]], Iterator[Any]]
     codes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     delimiter: str = ""
+    texts: tuple[str, ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -88,13 +89,15 @@ class TableReader:
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield {column: its cells} for each batch of rows, as pyarrow arrays. An empty cell is None.
 
-        Spaces around texts are removed. Raises UserError if the file is damaged.
+        Spaces around the entries are removed, except those of ``texts``. Raises UserError if the file is damaged.
         """
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
                 places = {name: place for place, name in enumerate(batch.schema.names)}  # (pyarrow's search is linear)
-                yield {name: _cleaned(batch.column(places[written[name]])) for name in columns}
+                yield {
+                    name: _cleaned(batch.column(places[written[name]]), is_text=name in self.texts) for name in columns
+                }
         except UserError:
             raise
         except Exception as error:
@@ -346,7 +349,8 @@ def _delimiter_of(path: Path) -> str:
 def _unreadable(where: str, error: Exception) -> UserError:
     if "Empty CSV" in str(error):
         return UserError(f"{where} is empty; the first line must name the columns, and each further line is a record")
-    return UserError(f"{where} cannot be read as a table ({in_one_line(error)}); correct or replace the file")
+    cure = "save it as UTF-8" if re.search("utf-?8", str(error), re.IGNORECASE) else "correct or replace the file"
+    return UserError(f"{where} cannot be read as a table ({in_one_line(error)}); {cure}")
 
 
 def _codes(schema: Any) -> dict[str, tuple[str, ...]]:
@@ -373,13 +377,16 @@ def _declared(part: Any) -> Declared:
     return "time" if kinds.is_temporal(part) else "other"
 
 
-def _cleaned(cells: Any) -> Any:
+def _cleaned(cells: Any, *, is_text: bool) -> Any:
+    """Return ``cells`` with None for empty ones. ``is_text``: True for texts, of which only blank ones are empty."""
     arrow = pyarrow()
     kinds, compute = arrow.types, arrow.compute
     if kinds.is_dictionary(cells.type):
         cells = cells.dictionary_decode()
     if kinds.is_string(cells.type) or kinds.is_large_string(cells.type):
         cells = cells.cast(arrow.string())
+        if is_text:
+            return compute.if_else(compute.equal(compute.utf8_trim_whitespace(cells), ""), None, cells)
         buffer = cells.buffers()[2]
         letters = buffer.to_pybytes().lower() if buffer is not None else b""
         if not letters.isascii():

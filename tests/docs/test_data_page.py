@@ -23,6 +23,8 @@ def blocks(language: str) -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "patients.csv").write_text(blocks("csv")[0])
+    rows = [f"a {('good', 'bad')[i % 2]} film,{('glad', 'sad')[i % 2]},{('tv', 'web')[i // 2 % 2]}" for i in range(16)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["review,mood,source", *rows]))
     return tmp_path
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fl_sim.data import features, fingerprint, load, scattering
-from fl_sim.data.features import as_features, features_root, version_of
+from fl_sim.data.features import as_features, version_of
+from fl_sim.data.kept import cache_root
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -173,7 +174,7 @@ def test_a_run_learns_on_features_and_states_them(tmp_path: Path) -> None:
 def test_the_cache_is_the_users_unless_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FL_SIM_FEATURES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert features_root() == tmp_path / "cache" / "fl-sim" / "features"
+    assert cache_root() == tmp_path / "cache" / "fl-sim" / "features"
     assert fingerprint("digits", None, with_test=True) != fingerprint("digits", None)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fl_sim import models
 from fl_sim.data import load
-from fl_sim.data.dataset import ALPHABET
+from fl_sim.data.tokens import ALPHABET
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -38,6 +38,22 @@ def test_texts_become_tokens_of_leafs_alphabet_and_what_follows_is_the_class(tmp
     assert ALPHABET[found.train.labels[0]] == "t"
     assert np.unique(found.train.groups).tolist() == [0, 1, 2]
     assert found.note == "LEAF, texts, what comes next is the class; 3 clients by user"
+
+
+def test_characters_outside_the_alphabet_are_one_more_class_and_token(tmp_path):
+    usual = load(play(tmp_path / "usual"))
+    assert "outside" not in "; ".join((*usual.counted, *usual.read_off))
+    folder = tmp_path / "foreign"
+    play(folder)
+    x, y = ["abc", "a\u00e9\U0001f600"], ["\u00e9", "b"]
+    content = {"users": ["u"], "num_samples": [2], "user_data": {"u": {"x": x, "y": y}}}
+    (folder / "train/all_data.json").write_text(json.dumps(content))
+    found = load(f"leaf:{folder}")
+    assert (found.vocabulary, found.num_classes, found.classes[-1]) == (82, 81, "another character")
+    assert found.train.inputs[1, 1:3].tolist() == [81, 81]
+    assert (found.train.labels.tolist(), found.text_of(found.train.inputs[1])) == ([80, 54], "a\ufffd\ufffd")
+    assert "3 characters of the records are outside the alphabet" in "; ".join(found.counted)
+    assert found.read_off[1] == "that texts contain characters outside the alphabet (data.alphabet lists them)"
 
 
 def test_padding_behind_a_sequence_changes_no_bit_of_logits_and_no_gradient():
@@ -129,7 +145,6 @@ def test_the_model_of_sequences_takes_nothing_else():
     ("x", "y", "message"),
     [
         (["abc", "abd"], ["ab", "c"], "labels that are no single characters"),
-        (["abc", "ab\u00e9"], ["a", "b"], "which is not one of LEAF's 80"),
         (["abc", ""], ["a", "b"], "others are empty or no texts"),
         ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts as inputs \(Sent140\)"),
         (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or names of files \(CelebA\)"),
