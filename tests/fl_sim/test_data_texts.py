@@ -64,6 +64,7 @@ def test_long_texts_are_cut_and_counted_and_a_length_that_is_set_reads_nothing_o
     assert found.read_off == ()
     assert load(f"csv:{reviews(tmp_path, texts)}:{SETTINGS}").counted[0].startswith("1 of 8 texts are longer than 256")
     assert load(f"csv:{reviews(tmp_path, texts[2:])}:{SETTINGS}:max_length=20").input_shape == (20,)
+    assert load(f"csv:{reviews(tmp_path, texts[2:])}:{SETTINGS}:max_length={len(texts[2])}").counted == ()
 
 
 def test_texts_keep_their_spaces_and_words_that_mean_empty_elsewhere(tmp_path):
