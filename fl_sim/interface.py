@@ -168,7 +168,8 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     tensors = run_directory.read_model(out)
     if not tensors:
         raise UserError(f"{out} holds a run of algorithm {kind_of(experiment.algorithm)}, which saves no model")
-    model = procedure_of(job_of(experiment, root)).model()
+    architecture = experiment.model_copy(update={"model": experiment.model.without_weights})
+    model = procedure_of(job_of(architecture, root)).model()
     found, wanted = dict(layout_of(tensors)), dict(layout_of(model.state_dict()))
     counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # evaluation does not use it
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:

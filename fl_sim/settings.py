@@ -42,6 +42,24 @@ class InOneLine:
         return core_schema.no_info_before_validator_function(joined, handler(source))
 
 
+@dataclass(frozen=True)
+class Short:
+    """The marker of a group of settings for which a text may stand: the text is the value of the group's ``field``.
+
+    So ``model=resnet`` sets ``model.name``, and ``model.weights=PATH`` sets another field of the same group.
+    """
+
+    field: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the field's pydantic schema; a text is converted to a table before validation."""
+
+        def spelt_out(value: Any) -> Any:
+            return {self.field: value} if isinstance(value, str) else value
+
+        return core_schema.no_info_before_validator_function(spelt_out, handler(source))
+
+
 class Settings(BaseModel):
     """The base class of settings: frozen; refuses unknown keys, NaN, infinity, and integers of more than 64 bits."""
 
@@ -97,6 +115,9 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     in_one_line = next((mark for mark in marks if isinstance(mark, InOneLine)), None)
     if isinstance(inner, str) and in_one_line is not None:
         return in_one_line.to_table(inner), None
+    short = next((mark for mark in marks if isinstance(mark, Short)), None)
+    if isinstance(inner, str) and short is not None:
+        inner = {short.field: inner}
     if not isinstance(inner, dict):
         raise UserError(f"{shortened(name)} is a single value, it has no settings inside")
     if field is None:

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
 from fl_sim.errors import UserError
-from fl_sim.experiment.groups import Auto, Engine, Evaluate, Local, goes_by_steps
+from fl_sim.experiment.groups import Auto, Engine, Evaluate, Local, Model, goes_by_steps
 from fl_sim.kinds import (
     Checking,
     Completing,
@@ -31,13 +31,13 @@ from fl_sim.settings import (
     InOneLine,
     OneOf,
     Settings,
+    Short,
     by_default,
     check_choices,
     choices_in,
     chosen_class,
     default_of,
     group_in,
-    known_model,
 )
 from partitions import Scheme
 from strategies.aggregators import Aggregator
@@ -51,17 +51,18 @@ class Experiment(Settings):
     ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
     so on (docs/data.md), or the import path of a function of your own. ``partition``: the rule that assigns training
     records to clients. ``clients``: the number of clients. ``model``: the model, by name, or the import path of a
-    function that makes it; left out: a model that suits the data. ``algorithm``: the federated method: the clients'
-    objective, their messages, and the server's use of them. ``aggregator``: the rule that turns a round's updates into
-    one aggregate: their mean, a robust mean, or a mean with noise for privacy. ``sampler``: the rule that chooses the
-    clients of a round. ``compress``: the compression of the clients' messages in a round. ``preprocess``: the stage
-    before the first round, such as DA-FL. ``attack``: the behaviour of hostile clients. ``calibrate``: the change of
-    the model after the last round. ``devices``: the speeds at which clients compute and send, for a virtual clock.
-    ``server``: whether the server waits for a round's clients, or takes updates as they arrive. ``local``: the clients'
-    training. ``rounds``: the number of exchanges of updates between the server and its clients. ``evaluate_every``: the
-    model is measured after every round whose number is a multiple of this, and after the last round. ``evaluate``: the
-    records on which the model is measured. ``engine``: the processors or machines that execute clients; results are the
-    same. ``seed``: the integer from which all random numbers of a run are derived, except secret noise.
+    function that makes it, and the weights from which it starts; left out: a model that suits the data. ``algorithm``:
+    the federated method: the clients' objective, their messages, and the server's use of them. ``aggregator``: the rule
+    that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with noise for privacy.
+    ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the clients' messages in
+    a round. ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the behaviour of hostile
+    clients. ``calibrate``: the change of the model after the last round. ``devices``: the speeds at which clients
+    compute and send, for a virtual clock. ``server``: whether the server waits for a round's clients, or takes updates
+    as they arrive. ``local``: the clients' training. ``rounds``: the number of exchanges of updates between the server
+    and its clients. ``evaluate_every``: the model is measured after every round whose number is a multiple of this, and
+    after the last round. ``evaluate``: the records on which the model is measured. ``engine``: the processors or
+    machines that execute clients; results are the same. ``seed``: the integer from which all random numbers of a run
+    are derived, except secret noise.
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU if the
     worker sees one. A Ray actor sees the share of a GPU that it asked for. Sums on a GPU are rounded differently than
@@ -78,7 +79,7 @@ class Experiment(Settings):
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
     partition: Annotated[Scheme, OneOf("partition", group="fl_sim.partition")] = by_default("label-1")
     clients: int = Field(10, ge=1, le=1_000_000)
-    model: Annotated[str, AfterValidator(known_model)] = ""
+    model: Annotated[Model, Short("name")] = Model()
     normalise: Literal["published", "none", "unit"] = "published"
     features: Features = "none"
     algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")] = by_default("fedavg")

@@ -20,11 +20,64 @@ from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, is_none, is_own_kind, kind_of, off
 from fl_sim.own_code import error_context, load_object
 from fl_sim.seeding import rng
-from fl_sim.settings import OneOf, Settings, by_default
+from fl_sim.settings import OneOf, Settings, by_default, known_model
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
 _CONSTANT = "the learning rate is the same in every round"
+
+
+class Model(Settings):
+    """The model: its architecture, and the weights from which it starts.
+
+    ``name``: the name of a model, or the import path of a function that makes it; left out: a model that suits the
+    data. ``weights``: the file of weights from which the model starts, or a run directory, whose last model it is; left
+    out: random weights. The file is a safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A
+    head (last layer) for another number of classes is replaced by a new one. ``digest``: the SHA-256 of this file. A
+    run stores the digest at its start, to detect a later change of the file.
+    """
+
+    name: Annotated[str, AfterValidator(known_model)] = ""
+    weights: str = ""
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$")
+
+    def __str__(self) -> str:
+        """Return the settings of this group in one line, such as ``resnet, weights=cifar100.safetensors``."""
+        options = [f"{name}={getattr(self, name)}" for name in self._options if name != "digest"]
+        return ", ".join([self.name, *options])
+
+    def sealed(self, name: str = "") -> Self:
+        """Return a copy with the digest of the file of weights. Raises UserError if the file cannot be read.
+
+        ``name``: the name of the model in a group without a name.
+        """
+        from fl_sim.store.weights import digest_of  # noqa: PLC0415 (torch is imported late)
+
+        digest = digest_of(self.weights) if self.weights and not self.digest else self.digest
+        return self.model_copy(update={"name": self.name or name, "digest": digest})
+
+    @property
+    def without_weights(self) -> Self:
+        """The same architecture with random weights."""
+        return self.model_copy(update={"weights": "", "digest": ""})
+
+    @model_validator(mode="after")
+    def _has_a_file(self) -> Self:
+        if self.digest and not self.weights:
+            raise ValueError("model.digest is the digest of a file of weights: set model.weights, or leave it out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> Any:
+        """Write the name alone if all other settings have their defaults, as older versions did."""
+        written: dict[str, Any] = write(self)
+        return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
+
+    @property
+    def _options(self) -> list[str]:
+        """The names of all settings beside the name that do not have their default values."""
+        fields = type(self).model_fields
+        return [name for name in fields if name != "name" and getattr(self, name) != fields[name].default]
 
 
 class RateSchedule(Protocol):

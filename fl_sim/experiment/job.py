@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.data import load
-from fl_sim.data.naming import is_own, refused_if_private, without_settings
+from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -23,6 +23,7 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
+from fl_sim.store.weights import Placed, place, read_weights, records_of
 from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
@@ -55,7 +56,8 @@ class Job:
     ``dataset.train`` of each client's training records. ``device``: the device of this process. ``root``: the first
     folder to look for data sets. ``validation``: indices of each client's held-out records, empty without validation.
     ``own_tests``: indices into ``dataset.test`` of each client's own test records, empty if none are asked for.
-    ``read``: a function path -> tensors, for files whose names contain the digest of their content.
+    ``read``: a function path -> tensors, for files whose names contain the digest of their content. ``weights``: the
+    tensors from which the model starts; empty if all its weights are random.
     """
 
     experiment: Experiment
@@ -66,6 +68,7 @@ class Job:
     validation: Parts = field(default_factory=lambda: Parts.of(()))
     own_tests: Parts = field(default_factory=lambda: Parts.of(()))
     read: Callable[[str], Params] = read_by_content
+    weights: Params = field(default_factory=dict)
 
     @cached_property
     def members(self) -> NDArray[np.int64]:
@@ -82,11 +85,24 @@ class Job:
 
     def model(self) -> nn.Module:
         """Return the experiment's model with its initial weights, on the CPU."""
+        return self.built(self.experiment.seed_of_model)
+
+    def built(self, seed: int) -> nn.Module:
+        """Return the experiment's model, on the CPU. ``seed``: decides its random weights."""
+        return self._placed(seed)[0]
+
+    @cached_property
+    def placed(self) -> Placed:
+        """The tensors of the initial model that do not come unchanged from the file of weights."""
+        return self._placed(self.experiment.seed_of_model)[1]
+
+    def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         experiment, dataset = self.experiment, self.dataset
-        return models.build(
-            experiment.model, dataset.input_shape, dataset.num_classes, experiment.seed_of_model,
+        model = models.build(
+            experiment.model.name, dataset.input_shape, dataset.num_classes, seed,
             batch_norm=experiment.local.batch_norm, vocabulary=dataset.vocabulary, trial=self.two_records,
         )  # fmt: skip
+        return model, place(model, self.weights, experiment.model.weights) if self.weights else Placed()
 
     @cached_property
     def two_records(self) -> torch.Tensor:
@@ -120,7 +136,8 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     experiment = _resolved(experiment, dataset)
     if pooled := experiment.evaluate.pooled_share:
         dataset = own_tests.merged(dataset)
-    job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
+    shards, weights = _shards(experiment, dataset), _weights(experiment)
+    job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights)
     if experiment.evaluate.measures_clients:
         job = _with_own_tests(job, pooled)
         dataset = job.dataset
@@ -232,14 +249,30 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     for part in (experiment.algorithm, experiment.preprocess, experiment.calibrate):
         if isinstance(part, Fitting):
             part.check_data(dataset, experiment.features)
-    filled: dict[str, Any] = {
-        "model": experiment.model or models.default_model(dataset.input_shape, dataset.vocabulary)
-    }
+    filled: dict[str, Any] = {}
     if isinstance(experiment.algorithm, Bounded):
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     filled |= {name: part.sealed() for name, part in given.items() if isinstance(part, Sealing)}
+    filled["model"] = experiment.model.sealed(models.default_model(dataset.input_shape, dataset.vocabulary))
     return experiment_from({**given, **filled})
+
+
+def _weights(experiment: Experiment) -> Params:
+    """Return the tensors from which the experiment's model starts; empty for random weights.
+
+    Raises UserError if a run that promises privacy would start from a run on the same data, whose cost no epsilon here
+    covers.
+    """
+    model = experiment.model
+    common = {*parts_of(experiment.data)} & {*parts_of(records_of(model.weights))} if model.weights else set()
+    if experiment.is_private and common:
+        raise UserError(
+            f"model.weights={model.weights} holds a run on {', '.join(sorted(common))}, the data of this run, which "
+            "promises privacy: its epsilon would not cover what these weights tell of the records; start from weights "
+            "of other data, or leave model.weights out"
+        )
+    return read_weights(model.weights, model.digest) if model.weights else {}
 
 
 def _check_tested(experiment: Experiment) -> None:
@@ -419,4 +452,4 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     experiment = experiment_from(settled)
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))
     shards = Parts.of([everything if one == client else none for one in range(experiment.num_clients)])
-    return Job(experiment, dataset, shards, device_of(experiment), None)
+    return Job(experiment, dataset, shards, device_of(experiment), None, weights=_weights(experiment))

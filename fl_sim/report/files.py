@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from fl_sim.privacy.terms import rounded_up
 
@@ -135,6 +135,15 @@ class RunConfig(FileModel):
     ] = OtherPreprocess(kind="none")
     server: KindTable = KindTable(kind="synchronous")
     features: str = "none"
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _in_one_line(cls, value: Any) -> Any:
+        """Return the model in one line if the file has a table of its settings, such as its initial weights."""
+        if not isinstance(value, dict):
+            return value
+        options = [f"{name}={part}" for name, part in value.items() if name not in {"name", "digest"}]
+        return ", ".join([str(value.get("name", "")), *options])
 
 
 class ClientShare(FileModel):

@@ -33,10 +33,10 @@ from partitions import Parts
 class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
-    ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``: as in ``Job``. ``digest``: the
-    digest of all arrays. ``signer``: an object that checks the signatures of tickets. A ticket is the driver's signed
-    proof that a client's privacy ledger contains the cost of a private output. ``files``: {name: content} of files that
-    the worker received later.
+    ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``, ``weights``: as in ``Job``.
+    ``digest``: the digest of all arrays. ``signer``: an object that checks the signatures of tickets. A ticket is the
+    driver's signed proof that a client's privacy ledger contains the cost of a private output. ``files``: {name:
+    content} of files that the worker received later.
     """
 
     experiment: str
@@ -44,6 +44,7 @@ class WorkerSetup:
     shards: Parts
     validation: Parts
     own_tests: Parts
+    weights: Params
     digest: str
     signer: remote.Signer
     files: dict[str, bytes] = field(default_factory=dict)
@@ -59,16 +60,21 @@ class WorkerSetup:
         # The driver evaluates models, so workers need no validation records.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         parts = (job.shards, job.validation, job.own_tests)
-        return cls(job.experiment.model_dump_json(), dataset, *parts, _digest(dataset, *parts), signer)
+        digest = _digest(dataset, job.weights, *parts)
+        return cls(job.experiment.model_dump_json(), dataset, *parts, job.weights, digest, signer)
 
     @cached_property
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of the job. Raises RunError if the received records differ from those sent."""
-        if _digest(self.dataset, self.shards, self.validation, self.own_tests) != self.digest:
+        parts = (self.shards, self.validation, self.own_tests)
+        if _digest(self.dataset, self.weights, *parts) != self.digest:
             raise RunError("the received records differ from those that were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
         device = device_of(experiment)
-        job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self.own_tests, self._read)
+        job = Job(
+            experiment, self.dataset, self.shards, device, None, self.validation, self.own_tests, self._read,
+            self.weights,
+        )  # fmt: skip
         return procedure_of(job).runtime()
 
     def _read(self, name: str) -> Params:
@@ -97,10 +103,11 @@ def _plain(examples: Examples) -> Examples:
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
 
-def _digest(dataset: Dataset, *splits: Parts) -> str:
+def _digest(dataset: Dataset, weights: Params, *splits: Parts) -> str:
     digest = hashlib.sha256()
     dealt = [array for split in splits for array in (split.records, split.bounds)]
-    for array in (*dataset.train.arrays, *dataset.test.arrays, *dealt):
+    tensors = [weights[name].numpy() for name in sorted(weights)]
+    for array in (*dataset.train.arrays, *dataset.test.arrays, *dealt, *tensors):
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 

@@ -224,10 +224,19 @@ def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: I
     compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
     settings, earlier = compared
     changed = [key for key, value in settings.items() if earlier[key] != value]
+    if files := [key for key in changed if _has_other_file(settings[key], earlier[key])]:
+        return f"other content in a file of {' and '.join(files)}, which has changed since"
     if "data" in changed and same_but_place(experiment.data, found.data) and now is not None:
         is_moved = now.has_records_of(run_directory.read_identity(out))
         changed = [key for key in changed if key != "data" or not is_moved]
     return f"other settings ({', '.join(changed)})" if changed else ""
+
+
+def _has_other_file(now: object, then: object) -> bool:
+    """Return True if two groups of settings differ only in the digest of a file that they name."""
+    if not isinstance(now, Mapping) or not isinstance(then, Mapping) or now.get("digest") == then.get("digest"):
+        return False
+    return {**now, "digest": ""} == {**then, "digest": ""}
 
 
 def _clear(out: Path) -> None:

@@ -138,7 +138,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with readable_os_errors(), own as (opened, engine):
                 log.engine, log.trainer = engine.kind, engine.trainer
-                said = [f"{engine.why}; {engine.trainer}", *_first_lines(experiment, log, out)]
+                said = [f"{engine.why}; {engine.trainer}", *_first_lines(job, log, out)]
                 observer.started(experiment, "\n".join(said), first_round)
                 with _off_screen(experiment, out, opened):
                     procedure.run(opened, out, log, observer)
@@ -167,15 +167,17 @@ def _warnings_of_settings(job: Job) -> list[str]:
     return [*([] if job.experiment.is_private else job.dataset.counted), *job.experiment.remarks]
 
 
-def _first_lines(experiment: Experiment, log: RunLog, out: Path) -> list[str]:
+def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
     """Return the lines that are shown to the user before the first round, without repetitions.
 
     Of these lines, only the warnings are stored in the result.
     """
-    states = out / run_directory.STATE
+    experiment, states = job.experiment, out / run_directory.STATE
+    of_model = [job.placed.in_words(experiment.model.weights)] if job.weights else []
     on_states = [f"client states are private: only you can read {states}, until the run has finished"]
     of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
-    return list(dict.fromkeys([*(on_states if log.seal and experiment.is_private else []), *log.warnings, *of_layers]))
+    of_states = on_states if log.seal and experiment.is_private else []
+    return list(dict.fromkeys([*of_model, *of_states, *log.warnings, *of_layers]))
 
 
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:

@@ -25,6 +25,7 @@ from fl_sim.simulation.measuring import Measured
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import StateChecksum, write_private
+from fl_sim.store.weights import Placed
 from fl_sim.training.evaluation import Holdings, OwnTests, area_under_roc
 from fl_sim.training.own_metrics import OwnMetrics
 from fl_sim.types import Params, ServerState, Traffic
@@ -198,7 +199,8 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "clients": experiment.num_clients,
         "is_private": experiment.is_private,
         "records": sealed_content(experiment.data, job.root),
-        "model": experiment.model,
+        "model": str(experiment.model),
+        **({"weights": _weights(job)} if job.weights else {}),
         "evaluated_model": algorithm.reports() if isinstance(algorithm, Reporting) else "the last model",
         "num_parameters": num_parameters(log.server.params),
         "seed": experiment.seed,
@@ -247,6 +249,17 @@ def is_json(facts: Mapping[str, Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return all(isinstance(name, str) for name in facts)
+
+
+def _weights(job: Job) -> dict[str, Any]:
+    """Return the facts about the weights from which the model started: their file, and the tensors that are new."""
+    model, placed = job.experiment.model, job.placed
+    return {
+        "path": model.weights,
+        "digest": model.digest,
+        "new": list(placed.new),
+        "in_words": placed.in_words(model.weights),
+    }
 
 
 def _scores(log: RunLog) -> list[RoundRecord]:
@@ -434,6 +447,8 @@ def _privacy(job: Job, log: RunLog, preprocess: dict[str, Any]) -> list[dict[str
         said = ", as evaluate.test_is_public=true says," if is_own(experiment.data) else ""
         tested_on = f"the test records of {without_settings(experiment.data)}{said}"
     of_layers = tuple(sentence for kind in layer_kinds(experiment) for sentence in kind.uncovered(experiment))
+    if job.weights:
+        of_layers = (*of_layers, Placed.uncovered(experiment.model.weights))
     facts = UncoveredFacts(job.dataset.read_off, tested_on, tuned_on(experiment.data), of_layers)
     return beside(with_whole_run(statements, preprocess), facts)
 

@@ -108,7 +108,7 @@ class TstrProcedure(Procedure):
         own, rest = pool.take(kept), pool.take(held_out)
         judged_on = resident(rest, self.job.dataset, self.job.device)
         tested_on = evaluation_records(self.job) if self.job.experiment.evaluate.tests(is_last=True) else None
-        for name in self.settings.names(self.job.experiment.model):
+        for name in self.settings.names(self.job.experiment.model.name):
             params, trainer = self._learned(name, own)
             tested = _scored(trainer, params, tested_on) if tested_on else None
             yield Classifier(name, params, _scored(trainer, params, judged_on), tested)
@@ -142,6 +142,8 @@ class TstrProcedure(Procedure):
         dataset, seed = self.job.dataset, self.job.experiment.seed_of_model
         if name == QUADRATIC:
             return QuadraticDiscriminant(math.prod(dataset.input_shape), dataset.num_classes)
+        if name == self.job.experiment.model.name:
+            return self.job.model()
         architecture = "logistic" if name == DISCRIMINANT else name
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
 
@@ -175,7 +177,7 @@ class TstrProcedure(Procedure):
         They are the making of the clients' synthetic records, the training of the classifiers, and their evaluation.
         The time of the classifiers' training is not measured.
         """
-        measured = len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
+        measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())
         return (*made, evaluation_work(self, measured), Work("the classifiers' training", pieces=1.0))
 

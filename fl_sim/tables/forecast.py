@@ -91,7 +91,7 @@ def forecast(
             check_trainer(job)
         procedure, made = procedure_of(job), _available_outputs(job, seen)
         works = () if is_finished else tuple(procedure.work())
-        is_timed = watch is not None and (timed_own_models or ":" not in job.experiment.model)
+        is_timed = watch is not None and (timed_own_models or ":" not in job.experiment.model.name)
         for work in works if is_timed else ():
             if work.makes not in made:
                 kinds.setdefault(work.kind, work)

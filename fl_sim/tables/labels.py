@@ -303,7 +303,7 @@ def _best(experiments: Sequence[Experiment]) -> str:
 
 def _federation(experiments: Sequence[Experiment], show: Callable[[Iterable[Any]], str]) -> str:
     return (
-        f"{show(e.clients for e in experiments)} clients, model {show(e.model for e in experiments)}"
+        f"{show(e.clients for e in experiments)} clients, model {show(str(e.model) for e in experiments)}"
         f"{_unless('normalise', show(e.normalise for e in experiments), 'published')}"
         f"{_unless('features', show(e.features for e in experiments))}"
         f"{_unless('devices', show(_short(e.devices) for e in experiments))}"

@@ -316,10 +316,10 @@ def _check_trials(settings: TableSettings, search: Search, data_root: Path | Non
         experiment_of(settings, trial, shortest)
     ours = search.cell.experiment
     model = job_at(settings.base, _point(tune, known[0], shortest), data_root).experiment.model
-    if model != ours.model and "model" not in search.space:
+    if model.name != ours.model.name and "model" not in search.space:
         raise UserError(
-            f"row {search.cell.row} trains model={ours.model} on {ours.data}, but the default model for "
-            f"tune.data={tune.data} is model={model}: set model in [base], so that the search has the same model"
+            f"row {search.cell.row} trains model={ours.model.name} on {ours.data}, but the default model for "
+            f"tune.data={tune.data} is model={model.name}: set model in [base], so that the search has the same model"
         )
 
 

@@ -132,7 +132,7 @@ SETTINGS = {"data": "digits", "features": "scattering", "clients": 2, "partition
 
 def test_training_sees_numbers_of_about_deviation_one() -> None:
     job = job_of(experiment_from(SETTINGS))
-    assert job.experiment.model == "mlp"
+    assert job.experiment.model.name == "mlp"
     assert job.dataset.input_shape == (324,)
     assert torch.tensor(job.dataset.std).item() == pytest.approx(1 / 18)
 

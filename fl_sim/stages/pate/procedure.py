@@ -6,7 +6,6 @@ The steps of a run are in ``fl_sim.stages.pate.run``.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -19,7 +18,6 @@ from torch import nn
 
 from clients.client_task import Client, ClientRuntime
 from clients.teacher import RandomForest, forest_votes, network_votes
-from fl_sim import models
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import Malformed, RunError
 from fl_sim.experiment.job import Job
@@ -57,15 +55,14 @@ class Vote:
         """Return the message with the client's votes, one class for each record of the pool."""
         if client.policy:
             client.policy.check_vote()
-        experiment, dataset, own = self.job.experiment, self.job.dataset, client.records
+        experiment, own = self.job.experiment, client.records
         number, seed = client.number, experiment.seed
         if isinstance(self.settings.teachers, RandomForest):
             votes = forest_votes(self.settings.teachers, own, self.pool, client=number, seed=seed)
             return wire.votes_content(votes)
         local = local_settings(self.job, experiment.local.learning_rate)
-        build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
         votes = network_votes(
-            client.runtime.trainer, build, local, own, self.pool,
+            client.runtime.trainer, self.job.built, local, own, self.pool,
             client=number, seed=seed, model_seed=experiment.seed_of_model,
         )  # fmt: skip
         return wire.votes_content(votes)

@@ -134,7 +134,7 @@ def test_debug_lets_the_traceback_through(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_preset_is_the_base_of_its_table() -> None:
     experiment = parse_experiment(read_arguments(["mnist", "rounds=3"]))
-    assert (experiment.data, experiment.model, experiment.rounds) == ("mnist", "niid-cnn", 3)
+    assert (experiment.data, experiment.model.name, experiment.rounds) == ("mnist", "niid-cnn", 3)
 
 
 def test_what_a_run_leaves_out_of_a_tables_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,8 +28,8 @@ def _made(*overrides):
 
 
 def test_resolved_fills_in_the_model_that_fits_and_keeps_one_that_was_named():
-    assert resolved(_made(), None).model == "dafl-cnn"
-    assert resolved(_made("model=logistic"), None).model == "logistic"
+    assert resolved(_made(), None).model.name == "dafl-cnn"
+    assert resolved(_made("model=logistic"), None).model.name == "logistic"
 
 
 def test_shards_are_disjoint_cover_all_records_and_follow_the_seed():

@@ -1,0 +1,265 @@
+"""The weights from which a model starts: their file, its digest, and the place of every tensor in the model.
+
+Files are read without pickled objects, which could run code. A file must have the model's names and shapes. There is
+one exception: a head (last layer) for another number of classes is replaced by the model's own new head.
+"""
+
+import hashlib
+import io
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import nn
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import shortened
+from fl_sim.own_code import in_one_line
+from fl_sim.params import all_norms_in, head_names
+from fl_sim.settings import read_table
+from fl_sim.store.files import explain, read_whole
+from fl_sim.store.run_directory import CONFIG, MODEL
+from fl_sim.types import Params
+
+_WRAPPERS: Final = ("state_dict", "model_state_dict", "model")
+"""The keys under which training programs store a model's weights beside those of an optimiser."""
+
+_PREFIXES: Final = ("module.", "_orig_mod.")
+"""The prefixes that torch's DataParallel and torch.compile put before every name."""
+
+_MOST_NAMED: Final = 2000
+"""The maximum length, in characters, of a list of names in an error message."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The tensors of a model that do not come unchanged from the file of its weights.
+
+    ``new``: the names of the head's tensors, which keep their random values. ``classes``: the number of classes of the
+    head in the file. ``summed``: the names of convolutions over one channel, the sums of those over three colours.
+    """
+
+    new: tuple[str, ...] = ()
+    classes: int = 0
+    summed: tuple[str, ...] = ()
+
+    def in_words(self, source: str) -> str:
+        """Return a sentence for users. ``source``: the file of the weights."""
+        said = f"the model started from {source}"
+        if self.new:
+            said += f", with a new head ({', '.join(self.new)}), because the head there is for {self.classes} classes"
+        if self.summed:
+            said += f"; {', '.join(self.summed)} is the sum over the three colours there, because images here are grey"
+        return said
+
+    @staticmethod
+    def uncovered(source: str) -> str:
+        """Return a sentence for the privacy statement of a run that starts from the file of weights ``source``."""
+        return (
+            f"The model started from {source}: the epsilon holds only if these weights were made without the records "
+            "of this run."
+        )
+
+
+def records_of(path: str) -> str:
+    """Return the name of the data on which the run directory ``path`` trained; empty for a file and unknown data."""
+    config = Path(path).expanduser() / CONFIG
+    return str(read_table(config).get("data", "")) if config.is_file() else ""
+
+
+def file_of(path: str) -> Path:
+    """Return the file of weights at ``path``: the file itself, or the last model of a run directory.
+
+    Raises UserError if there is no such file.
+    """
+    found = Path(path).expanduser()
+    if found.is_dir():
+        if not (found / MODEL).is_file():
+            what = f"it holds a run without {MODEL}" if (found / CONFIG).exists() else f"it has no {MODEL}"
+            raise UserError(
+                f"model.weights: {path} is a folder, and {what}: give a file of weights, or the directory of a "
+                "finished run that trained a model"
+            )
+        return found / MODEL
+    if not found.exists():
+        raise UserError(
+            f"model.weights: {path} does not exist: give a safetensors file, a state_dict that torch.save wrote, or a "
+            "run directory"
+        )
+    return found
+
+
+def digest_of(path: str) -> str:
+    """Return the SHA-256 of the file of weights at ``path``. Raises UserError if it cannot be read."""
+    return hashlib.sha256(_content(file_of(path))).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def read_weights(path: str, digest: str) -> Params:
+    """Return the tensors in the file of weights at ``path``, by name.
+
+    ``digest``: the expected SHA-256 of the file. Raises UserError for a changed file, for a file with other Python
+    objects than tensors, and for tensors with NaN or infinite numbers.
+    """
+    file = file_of(path)
+    content = _content(file)
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise UserError(
+            f"model.weights: {file} has changed since the run began (its SHA-256 is not model.digest): restore the "
+            "file, or leave model.digest out and choose another --out"
+        )
+    tensors = _named(_parsed(content, file), file)
+    if wrong := [name for name, value in tensors.items() if not torch.isfinite(value).all()]:
+        raise UserError(
+            f"model.weights: {file} holds NaN or infinite numbers in {_listed(wrong)}: take weights from a training "
+            "that did not diverge"
+        )
+    return tensors
+
+
+def place(model: nn.Module, weights: Params, source: str) -> Placed:
+    """Copy ``weights`` into ``model``, and return the tensors of the model that do not come from there unchanged.
+
+    ``source``: the file of the weights, for messages. Tied parameters may have one of their names only. Constant
+    buffers may be missing. Raises UserError, with every name, if names or shapes differ anywhere but in the head.
+    """
+    wanted: dict[str, torch.Tensor] = dict(model.state_dict())
+    named = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in wanted.keys() - weights.keys() if not _may_be_missing(name, model, named, weights)]
+    unknown = sorted(weights.keys() - wanted.keys())
+    other = [name for name, value in wanted.items() if name in weights and weights[name].shape != value.shape]
+    summed = [name for name in other if _is_grey(wanted[name].shape, weights[name].shape)]
+    new = _new_head(model, {name: weights[name] for name in other})
+    wrong = [name for name in other if name not in new and name not in summed]
+    found = [f"{name} is {tuple(weights[name].shape)} there and {tuple(wanted[name].shape)} here" for name in wrong]
+    differences = [
+        *([f"{_listed(sorted(missing))} missing there"] if missing else []),
+        *([f"{_listed(unknown)} unknown here"] if unknown else []),
+        *([_listed(found)] if found else []),
+    ]
+    if differences:
+        raise UserError(
+            f"model.weights: {source} does not fit the model ({'; '.join(differences)}): take the model of which it "
+            "has the weights"
+        )
+    _check_constants(model, named, weights, source)
+    with torch.no_grad():
+        for name, value in wanted.items():
+            if name in weights and name not in new:
+                value.copy_(weights[name].sum(1, keepdim=True) if name in summed else weights[name])
+    classes = max((len(weights[name]) for name in new), default=0)
+    return Placed(tuple(sorted(new)), classes, tuple(summed))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_whole(file)
+    except OSError as error:
+        raise UserError(f"model.weights: {explain(error)}") from error
+
+
+def _parsed(content: bytes, file: Path) -> object:
+    """Return what a file of weights holds. Only tensors, numbers, texts and containers of them are read."""
+    try:
+        if file.suffix == ".safetensors" or content[8:9] == b"{":
+            return load(content)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on other versions of pickle; what cannot be read is refused below
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise UserError(
+            f"model.weights: {file} is no safetensors file, or is damaged ({in_one_line(error)}): save it again"
+        ) from error
+    except pickle.UnpicklingError as error:
+        said = "pickled Python objects beside tensors, which could run any code" if content else "nothing"
+        raise UserError(
+            f"model.weights: {file} holds {said}, so it is refused: save the tensors alone, by "
+            "safetensors.torch.save_model(model, path) or torch.save(model.state_dict(), path)"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"model.weights: {file} holds no weights ({in_one_line(error)}): give a safetensors file, or a state_dict "
+            "that torch.save wrote"
+        ) from error
+
+
+def _named(found: object, file: Path) -> Params:
+    """Return the tensors by name in what a file holds. Raises UserError if it holds anything else."""
+    for key in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(inner := found.get(key), Mapping):
+            found = inner
+    if not isinstance(found, Mapping) or not found:
+        kind = "an empty table" if isinstance(found, Mapping) else type(found).__name__
+        raise UserError(f"model.weights: {file} holds {kind}, not tensors by name: save model.state_dict()")
+    if other := [shortened(str(name)) for name, value in found.items() if not isinstance(value, torch.Tensor)]:
+        raise UserError(
+            f"model.weights: {file} holds other values than tensors ({_listed(other)}): save model.state_dict()"
+        )
+    tensors: dict[str, Any] = {str(name): value for name, value in found.items()}
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return tensors
+
+
+def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Parameter], weights: Params) -> bool:
+    """Return True if a file may lack the tensor ``name``: a constant, a count, or a second name of tied parameters."""
+    if name in named:
+        return any(other in weights for other, weight in named.items() if weight is named[name])
+    layer, _, buffer = name.rpartition(".")
+    return layer not in all_norms_in(model) or buffer == "num_batches_tracked"
+
+
+def _new_head(model: nn.Module, other: Params) -> set[str]:
+    """Return the names of the head's tensors if they alone differ, in their number of classes; else an empty set.
+
+    ``other``: the file's tensors whose shapes differ from the model's.
+    """
+    named: Params = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+    try:
+        head = head_names(named)
+    except UserError:
+        return set()
+    of_head = {name for name in other if name in head}
+    fits = all(other[name].ndim and other[name].shape[1:] == named[name].shape[1:] for name in of_head)
+    return set(head) if of_head and fits else set()
+
+
+def _is_grey(here: torch.Size, there: torch.Size) -> bool:
+    """Return True for a convolution over one channel here and the same one over three colours there."""
+    return len(here) == 4 and here[1] == 1 and there == torch.Size((here[0], 3, *here[2:]))
+
+
+def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weights: Params, source: str) -> None:
+    """Raise UserError if a constant buffer or a tied parameter has other values in ``weights``.
+
+    A run saves no constants, because the architecture defines them.
+    """
+    norms = all_norms_in(model)
+    for name, buffer in model.named_buffers():
+        is_constant = name in weights and name.rpartition(".")[0] not in norms
+        if is_constant and not torch.allclose(buffer, weights[name].to(buffer)):
+            raise UserError(
+                f"model.weights: {source} has other values in the constant {name} than the model: take the model of "
+                "which it has the weights, or make the constant a parameter with requires_grad=False"
+            )
+    first: dict[int, str] = {}
+    for name, weight in named.items():
+        twin = first.setdefault(id(weight), name) if name in weights else name
+        if twin != name and not torch.equal(weights[twin], weights[name]):
+            raise UserError(
+                f"model.weights: {source} has other values in {name} than in {twin}, which the model ties to one "
+                "parameter: take the model of which it has the weights"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    line = ", ".join(names)
+    return line if len(line) <= _MOST_NAMED else f"{line[:_MOST_NAMED]}... ({len(names)} names)"
