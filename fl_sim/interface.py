@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fl_sim.adapters import without_adapters
 from fl_sim.data import load
 from fl_sim.data.naming import without_settings
 from fl_sim.errors import UserError
@@ -169,7 +170,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     if not tensors:
         raise UserError(f"{out} holds a run of algorithm {kind_of(experiment.algorithm)}, which saves no model")
     architecture = experiment.model_copy(update={"model": experiment.model.without_weights})
-    model = procedure_of(job_of(architecture, root)).model()
+    model = without_adapters(procedure_of(job_of(architecture, root)).model())
     found, wanted = dict(layout_of(tensors)), dict(layout_of(model.state_dict()))
     counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # evaluation does not use it
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:

@@ -49,6 +49,14 @@ class LocalChoices(Protocol):
         """The parameters that stay with each client: "none", "head", "body" or names."""
 
 
+class ModelChoices(Protocol):
+    """The settings of the model that the ``check`` of another setting may read."""
+
+    @property
+    def trainable(self) -> str:
+        """The parameters that are trained: words such as "head", and names, with commas between."""
+
+
 class EvaluateChoices(Protocol):
     """The settings of evaluation that the ``check`` of another setting may read."""
 
@@ -111,6 +119,10 @@ class Choices(Protocol):
     @property
     def sampling_seed(self) -> int | None:
         """The seed from which cohorts are sampled; None if the setting is not given."""
+
+    @property
+    def model(self) -> ModelChoices:
+        """The settings of the model."""
 
     @property
     def local(self) -> LocalChoices:

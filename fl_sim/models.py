@@ -19,6 +19,7 @@ from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]
+Prepare: TypeAlias = Callable[[nn.Module], None]
 
 
 def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
@@ -145,15 +146,19 @@ def build(
     batch_norm: BatchNorm = "none",
     vocabulary: int = 0,
     trial: torch.Tensor | None = None,
+    prepare: Prepare = lambda model: None,  # noqa: ARG005
 ) -> nn.Module:
     """Return the model called ``name``: a model of fl-sim, or ``package.module:factory`` of the user's own.
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
-    number, for "gru" or a user's own model. ``trial``: two records; a user's own model is tested on them. Raises
-    UserError for an unknown name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set,
-    raises UserError for a model without BatchNorm layers.
+    number, for "gru" or a user's own model. ``trial``: two records; a user's own model is tested on them. ``prepare``:
+    a function that changes the new model in place, such as one that freezes parameters. Raises UserError for an unknown
+    name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set, raises UserError for a model
+    without BatchNorm layers.
     """
-    own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
+    own = None
+    if ":" in name:
+        own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial, prepare)
     if batch_norm != "none" and (own is None or not norms_in(own)):
         kept = own is not None and all_norms_in(own)
         has = "keeps all its BatchNorm layers in evaluation mode" if kept else "has no BatchNorm layers"
@@ -167,7 +172,9 @@ def build(
         )
     with torch_alone():
         seed_torch(seed, "model")
-        return GatedRecurrent(vocabulary, num_classes) if vocabulary else MODELS[name](input_shape, num_classes)
+        model = GatedRecurrent(vocabulary, num_classes) if vocabulary else MODELS[name](input_shape, num_classes)
+    prepare(model)
+    return model
 
 
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:
@@ -193,6 +200,7 @@ def _build_own(
     batch_norm: BatchNorm,
     vocabulary: int,
     trial: torch.Tensor | None,
+    prepare: Prepare,
 ) -> nn.Module:
     """Return the model from the user's factory at the import path ``path``, after a test on two records.
 
@@ -214,12 +222,15 @@ def _build_own(
         if (path, factory) not in _REPEATABLE:
             _check_repeats(path, model, _made(path, factory, input_shape, num_classes, seed))
             _REPEATABLE.add((path, factory))
+        prepare(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         logits = _logits(path, model, trial)
         _check_logits(path, logits, num_classes)
         if before:
             _check_buffers(path, model, before, batch_norm)
-            _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
+            other = _made(path, factory, input_shape, num_classes, seed + 1)
+            prepare(other)
+            _check_drawn(path, before, other)
         if vocabulary:
             _check_vocabulary(path, model, trial, vocabulary)
         if not torch.equal(logits, _logits(path, model, trial)):  # after the buffers, whose message is clearer

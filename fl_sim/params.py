@@ -179,7 +179,11 @@ def num_in(layout: Layout) -> int:
 
 def head_shape(params: Params) -> tuple[int, int]:
     """Return (classes, features) of the last linear layer. Raises UserError if the model has no linear layer."""
-    classes, features = params[_head_weight(params)].shape
+    name = _head_weight(params)
+    layer, _, last = name.rpartition(".")
+    if last == "lora_B":  # an adapted layer, whose own weights are frozen
+        return params[name].shape[0], params[f"{layer}.lora_A"].shape[1]
+    classes, features = params[name].shape
     return classes, features
 
 
@@ -221,6 +225,11 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     at its initial value on every client, as a buffer does.
     """
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def frozen_in(model: torch.nn.Module) -> Params:
+    """Return copies, on the CPU, of the frozen parameters of ``model`` by name."""
+    return detached((name, weight) for name, weight in model.named_parameters() if not weight.requires_grad)
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
@@ -307,9 +316,8 @@ def fixed_in(model: torch.nn.Module) -> Params:
     These are frozen parameters, and running statistics of BatchNorm layers that stay in evaluation mode.
     """
     trained = norms_in(model)
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
-    return detached({**frozen, **{name: value.to(torch.float32) for name, value in kept.items()}}.items())
+    return {**frozen_in(model), **detached((name, value.to(torch.float32)) for name, value in kept.items())}
 
 
 def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:

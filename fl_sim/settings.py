@@ -203,6 +203,10 @@ GRU: Final = "gru"
 ALL_NAMES: Final = (*MODEL_NAMES, GRU)
 
 
+TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")
+"""The words of the setting ``model.trainable``; K is a number of layers."""
+
+
 def known_model(name: str) -> str:
     """Return ``name`` unchanged if it is a valid model name; raise UserError if it is not.
 

@@ -186,6 +186,13 @@ class ForModel(Protocol):
 
 
 @runtime_checkable
+class OfHead(Protocol):
+    """An algorithm that treats the model's head, its last linear layer, apart. It needs a head that is trained."""
+
+    needs_head: ClassVar[bool]
+
+
+@runtime_checkable
 class Steered(Protocol):
     """An algorithm with settings that decide if training diverges."""
 

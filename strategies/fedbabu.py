@@ -19,6 +19,7 @@ class FedBABU(Averaging):
 
     kind: Literal["fedbabu"] = "fedbabu"
     title: ClassVar[str] = "FedBABU"
+    needs_head: ClassVar[bool] = True
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return a remark if clients do not fine-tune the model: the evaluated head then has its initial values."""

@@ -13,6 +13,7 @@ class FedPer(Averaging):
 
     kind: Literal["fedper"] = "fedper"
     title: ClassVar[str] = "FedPer"
+    needs_head: ClassVar[bool] = True
 
     def sends(self, params: Params) -> Collection[str]:
         """Return the parameter names of the body, which clients send."""

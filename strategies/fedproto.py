@@ -31,6 +31,7 @@ class FedProto(Averaging):
     """
 
     kind: Literal["fedproto"] = "fedproto"
+    needs_head: ClassVar[bool] = True
     strength: float = Field(1.0, ge=0)
     distance: Literal["mean", "sum"] = "mean"
     before: ClassVar[Mapping[str, Any]] = {"distance": "sum"}

@@ -22,6 +22,7 @@ class FedRep(Averaging):
 
     kind: Literal["fedrep"] = "fedrep"
     title: ClassVar[str] = "FedRep"
+    needs_head: ClassVar[bool] = True
     head_epochs: float = Field(10, gt=0)
 
     def check(self, experiment: Choices) -> None:

@@ -32,14 +32,20 @@ class FedRoD(BalancedSoftmax):
 
     kind: Literal["fedrod"] = "fedrod"  # type: ignore[assignment]  # another kind than its base class
     title: ClassVar[str] = "FedRoD"
+    needs_head: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the local optimizer is not SGD, or if another setting makes the head personal, too."""
+        """Raise ValueError if the local optimizer is not SGD, or if the head is personal by a setting, or adapted."""
         check_sgd(self, experiment, "both heads make steps of SGD side by side")
         if (personal := experiment.local.personal) != "none":
             raise ValueError(
                 f"algorithm fedrod cannot run with local.personal={personal}: it sends the body and the generic head, "
                 "and has a personal head of its own; leave local.personal out"
+            )
+        if {*experiment.model.trainable.split(",")} & {"lora", "head"} == {"lora"}:
+            raise ValueError(
+                "algorithm fedrod adds the outputs of two heads, and the sum of two adapters' factors is another "
+                "thing: train the head itself (model.trainable=lora,head), or take fedper"
             )
 
     def course(self, job: LocalJob) -> Course:

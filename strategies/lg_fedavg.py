@@ -13,6 +13,7 @@ class LGFedAvg(Averaging):
 
     kind: Literal["lg-fedavg"] = "lg-fedavg"
     title: ClassVar[str] = "LG-FedAvg"
+    needs_head: ClassVar[bool] = True
 
     def sends(self, params: Params) -> Collection[str]:
         """Return the parameter names of the head, which clients send."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 import numpy as np
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -27,19 +28,35 @@ from partitions import Parts
 _CONSTANT = "the learning rate is the same in every round"
 
 
+def _joined(value: Any) -> Any:
+    """Return a list of names, as settings files may have it, in one text."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
 class Model(Settings):
-    """The model: its architecture, and the weights from which it starts.
+    """The model: its architecture, the weights from which it starts, and the part that is trained.
 
     ``name``: the name of a model, or the import path of a function that makes it; left out: a model that suits the
     data. ``weights``: the file of weights from which the model starts, or a run directory, whose last model it is; left
     out: random weights. The file is a safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A
     head (last layer) for another number of classes is replaced by a new one. ``digest``: the SHA-256 of this file. A
     run stores the digest at its start, to detect a later change of the file.
+
+    ``trainable``: the parameters that are trained and sent; all others stay as they are at the start. "head" is the
+    last linear layer, "last:2" the last two layers with parameters, "bias" and "norm" are the parameters of this kind.
+    "lora" adds adapters to linear layers, convolutions and embeddings, and trains these alone; a model that has some
+    (names with lora_) gets no others. Names of parameters or modules are possible, too, and several with commas. "all"
+    is what the model itself does not freeze. ``rank``, ``alpha`` and ``dropout`` are of adapters: W + (alpha / rank) B
+    A, with dropout of their inputs in training.
     """
 
     name: Annotated[str, AfterValidator(known_model)] = ""
     weights: str = ""
     digest: str = Field("", pattern="^([0-9a-f]{64})?$")
+    trainable: Annotated[str, BeforeValidator(_joined), Field(pattern=r"^[\w.:-]+(,[\w.:-]+)*$")] = "all"
+    rank: int = Field(8, ge=0, le=10**6)
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
 
     def __str__(self) -> str:
         """Return the settings of this group in one line, such as ``resnet, weights=cifar100.safetensors``."""
@@ -72,6 +89,17 @@ class Model(Settings):
         """Write the name alone if all other settings have their defaults, as older versions did."""
         written: dict[str, Any] = write(self)
         return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        for name in ("rank", "alpha", "dropout"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and "lora" not in self.trainable.split(","):
+                raise ValueError(
+                    f"model.{name}={value:g} is about adapters, and model.trainable={self.trainable} has none: set "
+                    f"model.trainable=lora, or leave model.{name} out"
+                )
+        return self
 
     @property
     def _options(self) -> list[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim import models
+from fl_sim.adapters import LORA, merged
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
@@ -21,9 +22,11 @@ from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
+from fl_sim.params import num_parameters, trainable
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
+from fl_sim.trained_part import TrainedPart
 from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
@@ -97,12 +100,38 @@ class Job:
         return self._placed(self.experiment.seed_of_model)[1]
 
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
-        experiment, dataset = self.experiment, self.dataset
+        experiment, dataset, chosen = self.experiment, self.dataset, self.experiment.model
+        part, placed = TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed), Placed()
+
+        def prepare(model: nn.Module) -> None:
+            nonlocal placed
+            placed = place(model, self.weights, chosen.weights) if self.weights else placed
+            part(model)
+
         model = models.build(
-            experiment.model.name, dataset.input_shape, dataset.num_classes, seed,
+            chosen.name, dataset.input_shape, dataset.num_classes, seed, prepare=prepare,
             batch_norm=experiment.local.batch_norm, vocabulary=dataset.vocabulary, trial=self.two_records,
         )  # fmt: skip
-        return model, place(model, self.weights, experiment.model.weights) if self.weights else Placed()
+        return model, placed
+
+    def whole(self, params: Params) -> Params:
+        """Return all parameters of the model under the names that it has without adapters, which are merged.
+
+        ``params``: all parameters of the model, with those of its adapters.
+        """
+        return merged(self.model(), params) if LORA in self.experiment.model.trainable.split(",") else params
+
+    @cached_property
+    def frozen_in_words(self) -> str:
+        """A sentence about the parameters that the setting ``model.trainable`` freezes; empty if it freezes none."""
+        if (chosen := self.experiment.model.trainable) == "all":
+            return ""
+        model = self.model()
+        sizes = [num_parameters(part) for part in (trainable(model), dict(model.named_parameters()))]
+        return (
+            f"model.trainable={chosen} trains {sizes[0]:,} of {sizes[1]:,} parameters: the others are never sent, "
+            "clipped or noised"
+        )
 
     @cached_property
     def two_records(self) -> torch.Tensor:

@@ -78,8 +78,8 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
 
     Return None if the compiled trainer does not support the model. Supported are Conv2d, GroupNorm, MaxPool2d,
     AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our ResidualBlock in (nested) Sequential. The last layer
-    must be Linear. Frozen parameters, shared parameters and hooks are not supported. ``input_shape``: the shape of one
-    record, (channels, height, width) or (features,).
+    must be Linear. Shared parameters and hooks are not supported. Frozen parameters are described as trained ones are.
+    ``input_shape``: the shape of one record, (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
@@ -282,9 +282,6 @@ def _plain_parameters(model: nn.Module) -> bool:
     if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):  # shared, or buffers
         return False
     return all(
-        type(weight) is nn.Parameter
-        and weight.requires_grad
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
+        type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu"
         for weight in parameters
     )

@@ -47,6 +47,7 @@ from fl_sim.types import Params, Payloads, ServerState, Traffic, called
 from strategies.algorithm import (
     Advising,
     Algorithm,
+    OfHead,
     Sharing,
     Steered,
     client_state_template,
@@ -234,12 +235,9 @@ class Rounds(Procedure):
         """Return the server state before the first round, after checks of the algorithm and of all round layers."""
         model, experiment = self.job.model(), self.job.experiment
         self._check_own_code()
+        self._check_head(model, isinstance(self.algorithm, OfHead) and self.algorithm.needs_head)
         plan = self.typical_plan()
-        if plan.class_features and not trainable(head_of(model)):
-            raise UserError(
-                f"algorithm {kind_of(self.algorithm)} needs a trainable head (last layer), and the head of "
-                f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
-            )
+        self._check_head(model, plan.class_features)
         server = first_state(self.algorithm, detached(trainable(model).items()), experiment.local.personal)
         sent, kept = payload_template(self.algorithm, server), client_state_template(self.algorithm, server)
         check_names(experiment, {**server.broadcast, **sent, **kept})
@@ -248,6 +246,19 @@ class Rounds(Procedure):
             layer.check(experiment, Beginning(server, plan, sent, kept, whole))
             server = layer.begun(experiment, model, server)
         return server
+
+    def _check_head(self, model: torch.nn.Module, needed: bool) -> None:  # noqa: FBT001
+        """Raise UserError for a frozen head, if ``local.personal`` concerns it, or the algorithm (``needed``)."""
+        personal, what = self.job.experiment.local.personal, f"algorithm {kind_of(self.algorithm)}"
+        if personal in {"head", "body"}:
+            what = f"local.personal={personal}"
+        elif not needed:
+            return
+        if all(weight.ndim < 2 for weight in trainable(head_of(model)).values()):
+            raise UserError(
+                f"{what} needs a trainable head (last layer), and the head of {type(model).__name__} is frozen: let it "
+                "be trained, or take another algorithm, such as fedavg"
+            )
 
     def _check_own_code(self) -> None:
         """Raise UserError if a run promises privacy and the user's own code would receive answers without noise."""
@@ -348,9 +359,12 @@ def procedure_of(job: Job) -> Procedure:
             f"devices={kind_of(experiment.devices)} does not work with algorithm {kind_of(algorithm)}, which has "
             "no rounds whose time could be simulated: leave devices out"
         )
-    ignored = {"evaluate.clients": experiment.evaluate.clients, "local.personal": experiment.local.personal}
+    ignored = {
+        "evaluate.clients": experiment.evaluate.clients, "local.personal": experiment.local.personal,
+        "model.trainable": experiment.model.trainable,
+    }  # fmt: skip
     for name, value in ignored.items() if path else ():
-        if value != "none":
+        if value not in {"none", "all"}:
             raise UserError(
                 f"{name}={value} cannot run with algorithm {kind_of(algorithm)}, whose clients train no model in "
                 f"rounds: leave {name} out"

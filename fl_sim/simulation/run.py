@@ -100,7 +100,7 @@ def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     ``clients.csv`` is never written if the run promises privacy. It is also left out if no measure of single clients is
     known, or if there are more than ``run_directory.MOST_LISTED`` clients.
     """
-    run_directory.write_model(out, {**log.fixed, **log.server.model})
+    run_directory.write_model(out, job.whole({**log.fixed, **log.server.model}))
     records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)
     if job.experiment.is_private or len(records) > run_directory.MOST_LISTED:
         return
@@ -157,7 +157,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
         run_directory.write_result(out, result)
     with suppress(OSError):
         if log.server.params:
-            run_directory.write_model(out, {**log.fixed, **log.server.model})
+            run_directory.write_model(out, job.whole({**log.fixed, **log.server.model}))
     with suppress(RunError):  # an error of an observer must not replace the error of the run
         observer.ended(result)
     raise error

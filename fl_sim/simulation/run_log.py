@@ -203,6 +203,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         **({"weights": _weights(job)} if job.weights else {}),
         "evaluated_model": algorithm.reports() if isinstance(algorithm, Reporting) else "the last model",
         "num_parameters": num_parameters(log.server.params),
+        **({"trained_part": job.frozen_in_words} if job.frozen_in_words else {}),
         "seed": experiment.seed,
         "engine": log.engine,
         "trainer": log.trainer,

@@ -276,6 +276,7 @@ def _with_privacy_cost(known: Forecast, job: Job, may_begin: Callable[[], bool])
         paid = planned_bill(job)
         with suppress(NoTimeError):  # a note needs a PLD computation that ``may_begin`` did not allow
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
+    notes = (*notes, *([job.frozen_in_words] if job.frozen_in_words else []))
     return replace(known, paid=paid, notes=notes), not any(refused)
 
 

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch
 from fl_sim.params import running_in, trainable
+from fl_sim.trained_part import head_of as head_of  # noqa: PLC0414 (for mypy: this module exports the name, too)
 from fl_sim.types import Params
 
 _BATCH = 500
@@ -66,24 +67,6 @@ class Network:
         finally:
             for part in dropping:
                 part.train()
-
-
-def head_of(model: nn.Module) -> nn.Module:
-    """Return the head: the module whose input is the features.
-
-    The head is ``model.head`` if it exists, else the last nn.Linear. Raises UserError if the model has neither.
-    """
-    head = getattr(model, "head", None)
-    if isinstance(head, nn.Module):
-        return head
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise UserError(
-            "the algorithm needs features, the inputs of a model's last linear layer, but "
-            f"{type(model).__name__} has none: set self.head to the module that computes logits from features, or "
-            "choose another model"
-        )
-    return linear[-1]
 
 
 def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ each trainer draws its own random masks.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from threading import Lock, local
 from typing import Protocol, Self, get_args, runtime_checkable
@@ -22,7 +22,7 @@ from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
 from fl_sim.native.request import RECEIVED, TAKES, TERMS, Draws, KernelJob, tensors_of
-from fl_sim.params import all_norms_in, is_finite, vector_in
+from fl_sim.params import all_norms_in, flattened, frozen_in, is_finite, vector_in, zeros_like
 from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class, with_features
@@ -136,6 +136,7 @@ class Trainer:
         self._precision = precision
         self._stacks: dict[tuple[int, ...], Stack | None] = {}
         self._slower: dict[tuple[int, ...], str] = {}
+        self._has_frozen = any(not weight.requires_grad for weight in model.parameters())
         self._draws_nothing = all(map(_draws_nothing, model.modules()))
         self._loss_draws: bool | None = None
         self._lock = Lock()
@@ -190,10 +191,12 @@ class Trainer:
         if stack is None or kernel is None:
             return lambda: [self.train(job) for job in jobs]
         compiled: list[KernelJob] = []
+        whole = Completion(self._frozen if self._has_frozen else {})
         for job, own in zip(jobs, stacks, strict=True):
             if own is stack and len(job.records):
                 draws = Draws.of(job.task, job.plan, len(job.records), job.generator)
-                compiled.append(KernelJob(job.task, job.plan, *job.records.tensors(), draws))
+                task, plan = whole.task(job.task), whole.plan(job.plan, job.task.params)
+                compiled.append(KernelJob(task, plan, *job.records.tensors(), draws))
         prepared = kernel.prepare(stack, compiled, self._precision)
 
         def train() -> list[Trained]:
@@ -212,7 +215,7 @@ class Trainer:
                         )
                         sums = sums_by_class(features, given.labels, stack.num_classes)
                         trained = replace(trained, feature_sums=sums)
-                    results.append(trained)
+                    results.append(whole.trained(trained, job.task.params))
             return results
 
         return train
@@ -283,6 +286,11 @@ class Trainer:
         logits, features = zip(*pairs, strict=True)
         return torch.cat(logits), torch.cat(features)
 
+    @cached_property
+    def _frozen(self) -> Params:
+        """The frozen parameters of the model, for the compiled trainer, which computes with all parameters."""
+        return frozen_in(self._model)
+
     @property
     def _head_is_last(self) -> bool:
         """True if the model's head is its last linear layer, whose inputs the compiled trainer returns as features."""
@@ -298,7 +306,7 @@ class Trainer:
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
             return None
-        weights = vector_in(params, stack.layout)
+        weights = vector_in({**self._frozen, **params} if self._has_frozen else params, stack.layout)
         return (lambda records: kernel.infer(stack, weights, records, rows)) if _is_plain(weights) else None
 
     def _native(self, job: LocalJob) -> Stack | None:
@@ -329,7 +337,8 @@ class Trainer:
         """Return the description of the model for private steps of the compiled trainer; None if it lacks them."""
         from fl_sim.training.private_steps import is_compiled  # noqa: PLC0415 (its cryptography loads slowly)
 
-        stack = self._stack(input_shape) if self._kernel is not None and self._precision == "float32" else None
+        has_all = self._kernel is not None and self._precision == "float32" and not self._has_frozen
+        stack = self._stack(input_shape) if has_all else None  # compiled steps add noise to all of a model's numbers
         return stack if stack is not None and is_compiled(stack, plan, settings) else None
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
@@ -339,6 +348,7 @@ class Trainer:
         settings and ``plan`` that are in use.
         """
         stack = self._stack(input_shape) if self._kernel is not None else None
+        asked = asked | {"trained"} if self._has_frozen else asked
         if (
             stack is None
             or not asked <= TAKES
@@ -362,6 +372,55 @@ class Trainer:
             self._slower[input_shape] = "" if stack is None else slower_here(stack)
             self._stacks[input_shape] = None if self._slower[input_shape] else stack
         return self._stacks[input_shape]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Adds a model's ``frozen`` parameters to jobs of the compiled trainer, and takes them out of its results.
+
+    Clients receive and return only the trained parameters, and the compiled trainer computes with all of them. Clients
+    with the same received model share one completed model.
+    """
+
+    frozen: Params
+    _shared: dict[int, tuple[Params, Params]] = field(default_factory=dict)
+
+    def task(self, task: LocalTask) -> LocalTask:
+        """Return the task with all parameters of the model."""
+        return replace(task, params=self._with(task.params)) if self.frozen else task
+
+    def plan(self, plan: LocalPlan, received: Params) -> LocalPlan:
+        """Return the plan for all parameters; those in ``frozen`` are not trained. ``received``: the received model."""
+        if not self.frozen:
+            return plan
+        zeros = zeros_like(self.frozen)
+
+        def filled(params: Params | None) -> Params | None:
+            return {**zeros, **params} if params else params
+
+        contrast = plan.contrast
+        return replace(
+            plan,
+            trained=frozenset(received).difference(self.frozen) if plan.trained is None else plan.trained,
+            gradient_offset=filled(plan.gradient_offset),
+            step_offset=filled(plan.step_offset),
+            momentum_buffers=filled(plan.momentum_buffers),
+            contrast=replace(contrast, previous=self._with(contrast.previous)) if contrast is not None else None,
+        )
+
+    def trained(self, trained: Trained, received: Params) -> Trained:
+        """Return the result without the parameters that are not in the ``received`` model."""
+        if not self.frozen:
+            return trained
+        buffers = {name: value for name, value in trained.momentum_buffers.items() if name in received}
+        return replace(
+            trained, params=flattened({name: trained.params[name] for name in received}), momentum_buffers=buffers
+        )
+
+    def _with(self, params: Params) -> Params:
+        if id(params) not in self._shared:  # holds ``params``, so that no other object gets its id
+            self._shared[id(params)] = (params, {**self.frozen, **params})
+        return self._shared[id(params)][1]
 
 
 def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained:

@@ -37,8 +37,6 @@ class _Own(nn.Sequential):
     """A subclass may compute anything."""
 
 
-_FROZEN = nn.Linear(4, 4)
-_FROZEN.weight.requires_grad = False
 _HOOKED = nn.Linear(4, 4)
 _HOOKED.register_forward_hook(lambda *_: None)
 _SHARED = nn.Linear(4, 4)
@@ -56,7 +54,6 @@ _TIED[1].weight = _TIED[0].weight
         nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.5), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
         nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)),  # of features, not of planes
-        nn.Sequential(_FROZEN, nn.Linear(4, 4)),
         nn.Sequential(_HOOKED, nn.Linear(4, 4)),
         nn.Sequential(_SHARED, nn.ReLU(), _SHARED),
         nn.Sequential(_PRECISE),

@@ -1,0 +1,131 @@
+"""The setting ``model.trainable``: which parameters of a model are trained and sent. All others stay frozen.
+
+A frozen parameter has ``requires_grad=False`` and its initial value, which every process builds or loads for itself. It
+is never sent, aggregated, clipped or noised (``fl_sim.params.trainable``).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from fl_sim.adapters import LORA, adapt
+from fl_sim.errors import UserError
+from fl_sim.mistakes import guess, shortened
+from fl_sim.params import all_norms_in, trainable
+from fl_sim.settings import TRAINABLE
+
+_MOST_NAMES: Final = 20
+"""The largest number of names that an error message lists."""
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """The part of a model that is trained, as the group of settings ``model`` defines it.
+
+    ``trainable``: words such as ``head``, and names of parameters or modules, with commas between. ``rank``, ``alpha``
+    and ``dropout``: the settings of adapters (``fl_sim.adapters``). ``seed``: the seed of the adapters' first values.
+    """
+
+    trainable: str = "all"
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __call__(self, model: nn.Module) -> None:
+        """Freeze all other parameters of ``model``, after adapters are added if the settings ask for them.
+
+        BatchNorm layers without a trained parameter stay in evaluation mode, so their statistics stay, too. Raises
+        UserError for names that the model lacks, and if no parameter would be trained.
+        """
+        if self.trainable == "all":
+            return
+        words = self.trainable.split(",")
+        chosen = {name for word in words if word != LORA for name in _named_by(word, model)}
+        if LORA in words:
+            if not any(_is_adapter(name) for name in trainable(model)):
+                adapt(model, self.rank, self.alpha, self.dropout, self.seed, without=chosen)
+            chosen |= {name for name in trainable(model) if _is_adapter(name)}
+        if not chosen:
+            raise UserError(
+                f"model.trainable={self.trainable} leaves nothing to train in this model: {_has(trainable(model))}; "
+                f"take another of {', '.join(TRAINABLE)}, or names"
+            )
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name in chosen)
+        for layer in all_norms_in(model).values():
+            if not trainable(layer):
+                layer.eval()
+                layer.train = _stays  # type: ignore[method-assign,assignment]
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the head: the module whose input is the features.
+
+    The head is ``model.head`` if it exists, else the last nn.Linear. Raises UserError if the model has neither.
+    """
+    head = getattr(model, "head", None)
+    if isinstance(head, nn.Module):
+        return head
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise UserError(
+            "the algorithm needs features, the inputs of a model's last linear layer, but "
+            f"{type(model).__name__} has none: set self.head to the module that computes logits from features, or "
+            "choose another model"
+        )
+    return linear[-1]
+
+
+def _named_by(word: str, model: nn.Module) -> set[str]:
+    """Return the names of the trained parameters of ``model`` that one word of the setting chooses, possibly none."""
+    named = trainable(model)
+    if word == "all":
+        return {*named}
+    if word == "head":
+        return _inside(named, head_of(model))
+    if word == "bias":
+        return {name for name in named if name.rpartition(".")[2].startswith("bias")}
+    if word == "norm":
+        return {name for part in model.modules() if _is_norm(part) for name in _inside(named, part)}
+    if number := re.fullmatch(r"last:([1-9]\d{0,5})", word):
+        layers = [
+            part for part in model.modules() if any(weight.requires_grad for weight in part.parameters(recurse=False))
+        ]
+        if int(number[1]) > len(layers):
+            raise UserError(f"model.trainable={word}: this model has {len(layers)} layers with trained parameters")
+        last = {id(weight) for part in layers[-int(number[1]) :] for weight in part.parameters(recurse=False)}
+        return {name for name, weight in named.items() if id(weight) in last}
+    if found := {name for name in named if name == word or name.startswith(f"{word}.")}:
+        return found
+    raise UserError(
+        f"model.trainable names {shortened(word)!r}{guess(word, [*TRAINABLE, *named])}, and this model has no such "
+        f"trained parameter or module: {_has(named)}; words are {', '.join(TRAINABLE)}"
+    )
+
+
+def _inside(named: Mapping[str, torch.Tensor], module: nn.Module) -> set[str]:
+    inside = {id(weight) for weight in module.parameters()}
+    return {name for name, weight in named.items() if id(weight) in inside}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def _is_adapter(name: str) -> bool:
+    return f"{LORA}_" in name
+
+
+def _has(named: Mapping[str, torch.Tensor]) -> str:
+    names = list(named)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"it trains {', '.join(names[:_MOST_NAMES])}{more}" if names else "it trains no parameter"
+
+
+def _stays(mode: bool = True) -> None:  # noqa: FBT001, FBT002 (torch's own)
+    """Leave a frozen BatchNorm layer in evaluation mode, in place of ``nn.Module.train``."""
