@@ -248,6 +248,9 @@ class OwnRecords(Protocol):
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
     """Return counts of shape (3, classes): records of each class, records predicted as it, and correct predictions."""
+    if scores.counts is not None:  # several predictions for a record, which count as predictions of its class
+        right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
+        return np.stack([held, held, right]).astype(np.int64)
     right = scores.labels[scores.labels == scores.predicted]
     return np.stack([np.bincount(one, minlength=num_classes) for one in (scores.labels, scores.predicted, right)])
 

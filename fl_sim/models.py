@@ -12,9 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from fl_sim.errors import UserError
 from fl_sim.own_code import in_one_line, load_object, with_place
+from fl_sim.own_loss import OwnLoss
 from fl_sim.params import all_norms_in, norms_in, running_in
 from fl_sim.seeding import process_alone, seed_process, seed_torch, torch_alone
-from fl_sim.settings import GRU, known_model
+from fl_sim.settings import GRU, TOKEN_NAMES, known_model
+from fl_sim.token_models import TOKEN_MODELS
 from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]
@@ -96,28 +98,6 @@ def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-class GatedRecurrent(nn.Module):
-    """A recurrent model for tokens: an embedding of size 8 as in LEAF, a GRU (Cho et al. 2014) and a linear head.
-
-    A record is a row of whole numbers, stored as float32 like all records: tokens from 1, then zeros as padding. The
-    head receives the GRU's state after the last token, so padding does not change the logits.
-    """
-
-    def __init__(self, vocabulary: int, num_classes: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, 8, padding_idx=0)
-        self.recurrent = nn.GRU(8, 128, batch_first=True)
-        self.head = nn.Linear(128, num_classes)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length) tokens to (batch, classes) logits."""
-        tokens = inputs.long()
-        states, _ = self.recurrent(self.embedding(tokens))
-        last = (tokens != 0).sum(1).clamp(min=1) - 1
-        logits: torch.Tensor = self.head(states[torch.arange(len(tokens), device=tokens.device), last])
-        return logits
-
-
 MODELS: dict[str, Factory] = {
     "niid-cnn": niid_cnn, "niid-mlp": niid_mlp, "dafl-cnn": dafl_cnn, "mlp": mlp, "2nn": two_nn, "logistic": logistic,
     "resnet": resnet,
@@ -151,7 +131,7 @@ def build(
     """Return the model called ``name``: a model of fl-sim, or ``package.module:factory`` of the user's own.
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
-    number, for "gru" or a user's own model. ``trial``: two records; a user's own model is tested on them. ``prepare``:
+    number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them. ``prepare``:
     a function that changes the new model in place, such as one that freezes parameters. Raises UserError for an unknown
     name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set, raises UserError for a model
     without BatchNorm layers.
@@ -165,14 +145,18 @@ def build(
         raise UserError(f"model {name!r} {has}: leave local.batch_norm={batch_norm} out")
     if own is not None:
         return own
-    if (known_model(name) == GRU) != (vocabulary > 0):
+    if (known_model(name) in TOKEN_NAMES) != (vocabulary > 0):
         what = "these records are such sequences" if vocabulary else "these records are no such sequences"
         raise UserError(
-            f"model {GRU!r} alone is for sequences of tokens, and {what}: leave model out, or take another method"
+            f"only the models {', '.join(TOKEN_NAMES)} are for sequences of tokens, and {what}: leave model out, or "
+            "take another method"
         )
     with torch_alone():
         seed_torch(seed, "model")
-        model = GatedRecurrent(vocabulary, num_classes) if vocabulary else MODELS[name](input_shape, num_classes)
+        if vocabulary:
+            model = TOKEN_MODELS[name](vocabulary, input_shape[0], num_classes)
+        else:
+            model = MODELS[name](input_shape, num_classes)
     prepare(model)
     return model
 
@@ -225,7 +209,7 @@ def _build_own(
         prepare(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         logits = _logits(path, model, trial)
-        _check_logits(path, logits, num_classes)
+        _check_logits(path, logits, () if isinstance(model, OwnLoss) else (num_classes,))
         if before:
             _check_buffers(path, model, before, batch_norm)
             other = _made(path, factory, input_shape, num_classes, seed + 1)
@@ -313,11 +297,16 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of the two records ``trial`` in training mode. Every call seeds all generators equally."""
+    """Return the logits of the two records ``trial`` in training mode. Every call seeds all generators equally.
+
+    For a model with a loss of its own, return the losses of the two records.
+    """
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:
         seed_process(0, "trial")
+        if isinstance(model, OwnLoss):
+            return model.train().loss_of(records, torch.zeros(len(records), dtype=torch.int64)).losses
         return model.train()(records)
     except (Exception, SystemExit) as error:
         raise UserError(f"model {path!r} cannot take records of shape {shape}: {with_place(error)}") from error
@@ -336,15 +325,16 @@ def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabula
         ) from error
 
 
-def _check_logits(path: str, logits: Any, num_classes: int) -> None:
+def _check_logits(path: str, logits: Any, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless ``logits`` are trainable float32 numbers, ``shape`` for each of two records."""
     if not isinstance(logits, torch.Tensor):
         raise UserError(
             f"model {path!r} returns {type(logits).__name__} for a batch, not a tensor of logits: return only logits"
         )
-    if tuple(logits.shape) != (2, num_classes) or logits.dtype != torch.float32:
+    if tuple(logits.shape) != (2, *shape) or logits.dtype != torch.float32:
         raise UserError(
             f"model {path!r} returns {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} for 2 "
-            f"records, not float32 logits of shape (2, {num_classes})"
+            f"records, not float32 {'logits' if shape else 'losses'} of shape {(2, *shape)}"
         )
     if not logits.requires_grad:
         raise UserError(

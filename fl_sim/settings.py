@@ -198,9 +198,12 @@ MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logisti
 """The keys of ``fl_sim.models.MODELS``."""
 
 GRU: Final = "gru"
-"""The model for sequences of tokens; it accepts no other records (fl_sim.models.GatedRecurrent)."""
+"""The default model for sequences of tokens (fl_sim.token_models.GatedRecurrent)."""
 
-ALL_NAMES: Final = (*MODEL_NAMES, GRU)
+TOKEN_NAMES: Final = (GRU, "lstm", "transformer", "decoder")
+"""The keys of ``fl_sim.token_models.TOKEN_MODELS``."""
+
+ALL_NAMES: Final = (*MODEL_NAMES, *TOKEN_NAMES)
 
 
 TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")

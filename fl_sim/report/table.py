@@ -22,6 +22,7 @@ _FURTHER: Final = {
     "balanced_accuracy_percent": "Balanced accuracy after the last round, in percent",
     "macro_f1_percent": "Macro-F1 after the last round, in percent",
     "auc_percent": "AUC after the last round, in percent",
+    "perplexity": "Perplexity of the next token after the last round",
     "client_worst_tenth_percent": "Accuracy of the worst tenth of the clients after the last round, in percent",
 }
 

@@ -36,11 +36,12 @@ class Measured:
     """The measures of one model.
 
     ``test``: the scores on the test records. ``confusion``: the confusion matrix on the test records. Both fields are
-    None if the model is not tested. ``validation``: the scores on the validation records; None without validation
-    records. ``clients``: statistics of the client accuracies; None if the accuracies are private or no client has
-    records. ``clients_by``: the data from which client accuracies are computed. They are the owner of each test record,
-    or the class counts of each client. ``by_client``: the accuracy of each client, NaN if undefined. Clients after the
-    last defined accuracy may be missing.
+    None if the model is not tested. ``confusion`` is also None if the model predicts no classes (fl_sim.own_loss).
+    ``validation``: the scores on the validation records; None without validation records. ``clients``: statistics of
+    the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data from
+    which client accuracies are computed. They are the owner of each test record, or the class counts of each client.
+    ``by_client``: the accuracy of each client, NaN if undefined. Clients after the last defined accuracy may be
+    missing.
     """
 
     test: Scores | None
@@ -62,12 +63,12 @@ class Measured:
         """Return the measures of a model, computed from its scores on test and validation records."""
         if test is None:
             return cls(None, validation, None, None, clients_by)
-        confusion, clients, found = Confusion.of(test, num_classes), None, None
-        if clients_by is not None:
-            if isinstance(clients_by, OwnTests):
-                found = clients_by.by_client(test)
-            else:
-                found = clients_by.by_client(confusion.recalls)
+        confusion, clients, found = Confusion.of(test, num_classes) if test.counts is None else None, None, None
+        if isinstance(clients_by, OwnTests):
+            found = clients_by.by_client(test)
+        elif clients_by is not None and confusion is not None:
+            found = clients_by.by_client(confusion.recalls)
+        if found is not None:
             accuracies = known(found)
             clients = OverClients.of(accuracies) if len(accuracies) else None
         return cls(test, validation, confusion, clients, clients_by, found)
@@ -76,16 +77,15 @@ class Measured:
         """Return a copy of ``record``, the result of a round, with these measures added."""
         if (validation := self.validation) is not None:
             record = replace(record, validation_accuracy=validation.accuracy, validation_loss=validation.loss)
-        if (test := self.test) is None or self.confusion is None:
+        if (test := self.test) is None:
             return record
         record = replace(
-            record,
-            test_accuracy=test.accuracy,
-            test_loss=test.loss,
-            balanced_accuracy=self.confusion.balanced_accuracy,
-            macro_f1=self.confusion.macro_f1,
+            record, test_accuracy=test.accuracy, test_loss=test.loss, test_perplexity=test.perplexity,
             auc=area_under_roc(test),
-        )
+        )  # fmt: skip
+        if (confusion := self.confusion) is not None:
+            balanced, macro_f1 = confusion.balanced_accuracy, confusion.macro_f1
+            record = replace(record, balanced_accuracy=balanced, macro_f1=macro_f1)
         if (clients := self.clients) is None:
             return record
         return replace(

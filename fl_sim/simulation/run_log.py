@@ -26,7 +26,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import StateChecksum, write_private
 from fl_sim.store.weights import Placed
-from fl_sim.training.evaluation import Holdings, OwnTests, area_under_roc
+from fl_sim.training.evaluation import Confusion, Holdings, OwnTests, Scores, area_under_roc
 from fl_sim.training.own_metrics import OwnMetrics
 from fl_sim.types import Params, ServerState, Traffic
 from partitions import FeatureSkew, RecordSkew
@@ -343,17 +343,13 @@ def _measures(job: Job, log: RunLog) -> dict[str, Any]:
 
 def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
     """Return the measures of the last model on the test records, by name; empty if that model was not tested."""
-    if last.test is None or last.confusion is None:
+    if last.test is None:
         return {}
-    found = {
-        "test_records": len(last.test.labels),
-        "majority_share": last.confusion.majority_share,
-        "balanced_accuracy": last.confusion.balanced_accuracy,
-        "macro_f1": last.confusion.macro_f1,
-        "auc": area_under_roc(last.test),
-        "recalls": [None if np.isnan(recall) else float(recall) for recall in last.confusion.recalls],
-        "confusion": last.confusion.counts.tolist(),
-    }
+    found: dict[str, Any] = {"test_records": len(last.test.labels)}
+    if last.confusion is None:
+        found |= {"predictions": int(last.test.predictions[1].sum()), "perplexity": last.test.perplexity}
+    else:
+        found |= _of_classes(last.test, last.confusion)
     if (clients := last.clients) is None:
         return found
     return found | {
@@ -362,6 +358,18 @@ def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
         "client_worst_tenth": clients.worst_tenth,
         "client_quantiles": list(clients.quantiles),
         "client_accuracy_is": _meaning(job.experiment, last.clients_by),
+    }
+
+
+def _of_classes(test: Scores, confusion: Confusion) -> dict[str, Any]:
+    """Return the measures of a classifier on the test records, by name."""
+    return {
+        "majority_share": confusion.majority_share,
+        "balanced_accuracy": confusion.balanced_accuracy,
+        "macro_f1": confusion.macro_f1,
+        "auc": area_under_roc(test),
+        "recalls": [None if np.isnan(recall) else float(recall) for recall in confusion.recalls],
+        "confusion": confusion.counts.tolist(),
     }
 
 

@@ -54,7 +54,8 @@ class RoundRecord:
     ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. If the run promises privacy,
     ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. Other measures exist in the same rounds
     as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
-    ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records; and mean, standard deviation
+    ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records, or ``test_perplexity`` of a
+    model that predicts tokens; and mean, standard deviation
     and worst tenth of the client accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes
     of the arrays sent to and received from all clients of the round (None if the cohort is secret). With a virtual
     clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in
@@ -78,6 +79,7 @@ class RoundRecord:
     balanced_accuracy: float | None = None
     macro_f1: float | None = None
     auc: float | None = None
+    test_perplexity: float | None = None
     client_accuracy: float | None = None
     client_deviation: float | None = None
     client_worst_tenth: float | None = None

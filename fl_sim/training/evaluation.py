@@ -4,6 +4,7 @@ The measures follow the definitions of scikit-learn, but are computed with numpy
 longer than the computation.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.own_loss import OwnLoss
 from fl_sim.params import copy_into, load_statistics, placed_in, running_in
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.records import Scale, Source, arithmetic
@@ -24,6 +26,12 @@ from partitions import Parts
 
 EVALUATION_BATCH = 500
 """Records per forward pass on a CPU: few enough for its cache, and many enough for efficient operators."""
+
+OWN_BATCH = 50
+"""Records per forward pass of a model with a loss of its own, which may return logits for every place of a record."""
+
+_LARGEST = 700.0
+"""The largest loss whose exponential is a float."""
 
 EVALUATION_BATCH_ON_GPU = 2_000
 """Records per forward pass on a GPU, where launching an operation costs more than its arithmetic."""
@@ -34,18 +42,36 @@ class Scores:
     """The predictions of a model on n records.
 
     ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted
-    classes. ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes.
+    classes. ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A
+    model with a loss of its own (fl_sim.own_loss) makes several predictions for a record, and predicts no class. Then
+    ``predicted`` is empty, ``right`` and ``counts`` are the numbers of right and of all predictions of each record, and
+    the loss is the mean over all predictions.
     """
 
     loss: float
     labels: NDArray[np.int64]
     predicted: NDArray[np.int64]
     margins: NDArray[np.float32] | None = None
+    right: NDArray[np.int64] | None = None
+    counts: NDArray[np.int64] | None = None
 
     @cached_property
     def accuracy(self) -> float:
-        """Return the accuracy, in [0, 1]."""
-        return int((self.labels == self.predicted).sum()) / len(self.labels)
+        """Return the accuracy, in [0, 1]: the share of right predictions."""
+        right, counts = self.predictions
+        return int(right.sum()) / max(1, int(counts.sum()))
+
+    @property
+    def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the numbers of right predictions and of all predictions of each record, both of shape (n,)."""
+        if self.right is not None and self.counts is not None:
+            return self.right, self.counts
+        return (self.labels == self.predicted).astype(np.int64), np.ones(len(self.labels), dtype=np.int64)
+
+    @property
+    def perplexity(self) -> float | None:
+        """Return the exponential of the loss; None for a model that predicts classes."""
+        return None if self.counts is None else math.exp(min(self.loss, _LARGEST))
 
 
 def evaluate(
@@ -64,6 +90,8 @@ def evaluate(
     lower precision.
     """
     network, source = ready(model, params), Source(inputs, labels, scale)
+    if isinstance(network, OwnLoss):
+        return _score_own(network, source, inputs, labels)
     return score(lambda batch: network(source.normalised(batch)), inputs, labels, workers=workers)
 
 
@@ -101,6 +129,17 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
     loss = sum(torch.stack(losses).tolist()) / len(labels)  # tolist waits for the GPU
     predicted, *margins = (torch.cat(parts).numpy(force=True) for parts in others)
     return Scores(loss, labels.numpy(force=True), predicted, margins[0] if margins else None)
+
+
+def _score_own(network: OwnLoss, source: Source, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
+    """Return the scores of a model with a loss of its own."""
+    batches = torch.split(inputs, OWN_BATCH), torch.split(labels, OWN_BATCH)
+    with torch.inference_mode(), arithmetic(inputs.device):
+        found = [network.loss_of(source.normalised(batch), targets) for batch, targets in zip(*batches, strict=True)]
+        losses, right, counts = (torch.cat(parts).double() for parts in zip(*found, strict=True))
+        loss = float((losses * counts).sum() / counts.sum().clamp(min=1))
+    whole = [part.long().numpy(force=True) for part in (right, counts)]
+    return Scores(loss, labels.numpy(force=True), np.zeros(0, np.int64), None, *whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,9 +343,8 @@ class OwnTests:
     def by_client(self, scores: Scores) -> NDArray[np.float64]:
         """Return the accuracy of every client on its own test records; NaN for a client without test records."""
         owned = self.owners >= 0
-        right = (scores.labels == scores.predicted)[owned]
-        counts = self.counts
-        sums = np.bincount(self.owners[owned], right, minlength=self.num_clients)
+        right, of_record = (part[owned] for part in scores.predictions)
+        sums, counts = (np.bincount(self.owners[owned], part, self.num_clients) for part in (right, of_record))
         found = np.full(len(counts), np.nan)
         np.divide(sums, counts, out=found, where=counts > 0)
         return found

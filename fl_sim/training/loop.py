@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, LossTerm, check_optimizer, fields_in_use
+from fl_sim.own_loss import OwnLoss, check_own_loss
 from fl_sim.params import (
     check_layout,
     copy_into,
@@ -94,6 +95,7 @@ def train(
     weights: Params = placed_in(model, task.params)
     trained = trained_weights(model, plan)
     _check(plan, task.settings, weights, inputs)
+    check_own_loss(model, plan, task.settings)
     with torch.no_grad():
         copy_into(weights, task.params)
         load_statistics(model, task.statistics)
@@ -236,6 +238,8 @@ class Objective:
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor, partner: Partner | None) -> torch.Tensor:
         """Return the differentiable loss, a tensor of shape (), of inputs (n, *input shape) with labels (n,)."""
+        if isinstance(model := self.network.model, OwnLoss):
+            return model.loss_of(inputs, labels).losses.mean()
         if (mix := self.plan.mix) is None or partner is None:
             outputs = self._outputs(inputs)
             shifted = adjusted(outputs[0], self.scale, self.shift)

@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from fl_sim import models
+from fl_sim.own_loss import OwnLoss, losses_of
 from fl_sim.types import Params
 
 ClippedSum: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], NDArray[np.float64]]
@@ -151,12 +152,17 @@ def by_records(model: nn.Module, trained: Params, smoothing: float) -> ClippedSu
     size = sum(value.numel() for value in trained.values())
     twin = copy.deepcopy(model)  # functional_call does not restore a module that stands at two places of a model
 
+    own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
+
     def loss(weights: Params, record: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        if own_losses is not None:
+            return own_losses({**rest, **weights}, record[None], label[None])[0]
         logits = functional_call(twin, {**rest, **weights}, (record[None],))
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
-    works: bool | None = None  # unknown before the first batch with records
+    # Unknown before the first batch with records. Recurrent layers have no batching rule.
+    works: bool | None = False if any(isinstance(part, nn.RNNBase) for part in model.modules()) else None
 
     def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
         nonlocal works

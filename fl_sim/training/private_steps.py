@@ -22,6 +22,7 @@ from fl_sim.native import private_steps
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import Stack
 from fl_sim.native.private_steps import PrivateDraws
+from fl_sim.own_loss import check_own_loss
 from fl_sim.params import copy_into, detached, num_in, placed_in
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid, grid_spacing, words_below
 from fl_sim.training.loop import Descent, trained_weights
@@ -139,6 +140,7 @@ def train_privately(
     if unknown := unsupported(plan, settings):
         raise UserError(f"private steps do not support {', '.join(unknown)}: leave {unknown[0]} out")
     check_optimizer(plan, settings)
+    check_own_loss(model, plan, settings)
     weights: Params = placed_in(model, task.params)
     trained = trained_weights(model, plan)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import grad, grad_and_value, vmap
 
 from fl_sim.local_plan import Ascent, LocalPlan, check_optimizer
+from fl_sim.own_loss import OwnLoss, check_own_loss, losses_of
 from fl_sim.params import Layout, check_layout, layout_of, placed_in, trainable
 from fl_sim.training.features import Network
 from fl_sim.training.losses import (
@@ -111,7 +112,9 @@ class StackedStep:
         self, model: nn.Module, kind: Kind, source: Source, plan: LocalPlan, capacity: int, *, padded: bool
     ) -> None:
         self.kind, self.capacity, self.padded = kind, capacity, padded
+        check_own_loss(model, plan)
         self._mix, self._terms = plan.mix, terms_of(plan)
+        self._own_losses = losses_of(model) if isinstance(model, OwnLoss) else None
         self._network, self._source, device = Network(model), source, source.inputs.device
         check_layout("the model's weights", placed_in(model, dict(kind.layout).keys()), kind.layout)
         self._adjustment = _room_like(adjustment_of(plan), capacity, device)
@@ -148,6 +151,7 @@ class StackedStep:
         for job in jobs:
             check_smoothing(job.plan, self.kind.label_smoothing)
             check_optimizer(job.plan, job.task.settings)
+            check_own_loss(self._network.model, job.plan, job.task.settings)
         start = [job.task.params for job in jobs]
         _fill(self.params, start)
         _fill(self._anchor, start)
@@ -253,6 +257,8 @@ class StackedStep:
     ) -> torch.Tensor:
         inputs, labels, weights = records
         params = {**moving, **fixed}
+        if self._own_losses is not None:
+            return (self._own_losses(params, inputs, labels) * weights).sum()
         if self._mix is None:
             outputs = self._outputs(params, inputs)
             shifted = adjusted(outputs[0], adjustment.get("scale"), adjustment.get("shift"))
@@ -281,8 +287,11 @@ class StackedStep:
         weights = placed_in(self._network.model, dict(self.kind.layout).keys())
         named = trainable(self._network.model)
         inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
-        outputs = self._outputs(weights, inputs)
-        loss = outputs[0].sum()
+        if self._own_losses is not None:
+            loss = self._own_losses(weights, inputs, labels).sum()
+        else:
+            outputs = self._outputs(weights, inputs)
+            loss = outputs[0].sum()
         if self._terms:
             ones = torch.ones(1, device=inputs.device)
             anchor = {name: weight.detach() for name, weight in weights.items()}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_sim import models
+from fl_sim import models, token_models
 from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
@@ -174,8 +174,12 @@ class Trainer:
         return self._draws_nothing or self.is_native(input_shape)
 
     def is_stackable(self) -> bool:
-        """Return True if ``StackedTrainer`` supports this model: no random numbers and no batch statistics."""
-        return self._draws_nothing and not all_norms_in(self._model)
+        """Return True if ``StackedTrainer`` supports this model.
+
+        The model must draw no random numbers, and have no batch statistics and no recurrent layers.
+        """
+        is_recurrent = any(isinstance(part, nn.RNNBase) for part in self._model.modules())
+        return self._draws_nothing and not all_norms_in(self._model) and not is_recurrent
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients one after another, in as few calls of the compiled trainer as possible; return the results."""
@@ -435,7 +439,7 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 def _draws_nothing(module: nn.Module) -> bool:
     """Return True if ``module`` is known to draw no random numbers; False for every module class of the user."""
     kind = type(module)
-    return kind in _PLAIN or kind.__module__ == models.__name__
+    return kind in _PLAIN or kind.__module__ in {models.__name__, token_models.__name__}
 
 
 def _is_plain(values: torch.Tensor) -> bool:
