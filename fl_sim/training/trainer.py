@@ -34,7 +34,7 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Precision, Trained
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
     nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.AdaptiveMaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Embedding, nn.ModuleList,
 }  # fmt: skip
 """The classes of layers that draw no random numbers."""
 
@@ -439,6 +439,8 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 def _draws_nothing(module: nn.Module) -> bool:
     """Return True if ``module`` is known to draw no random numbers; False for every module class of the user."""
     kind = type(module)
+    if kind in {nn.GRU, nn.LSTM}:
+        return module.dropout == 0
     return kind in _PLAIN or kind.__module__ in {models.__name__, token_models.__name__}
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 from fl_sim import models
 from fl_sim.token_models import TOKEN_MODELS
 from fl_sim.training.per_record import clipped_sum_of
+from fl_sim.training.trainer import Trainer
 
 SHORT, LONG = torch.tensor([[3.0, 7, 2]]), torch.tensor([[3.0, 7, 2, 0, 0], [1, 2, 3, 4, 5]])
 CLASSIFIERS = ("gru", "lstm", "transformer")
@@ -77,3 +78,12 @@ def test_transformers_of_many_clients_are_computed_at_once(name):
     inputs = torch.stack([LONG, LONG])
     found = torch.vmap(lambda own, records: functional_call(model, own, (records,)))(params, inputs)
     torch.testing.assert_close(found[0], model(LONG), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TOKEN_MODELS)
+def test_clients_of_models_for_tokens_train_side_by_side(name):
+    trainer = Trainer(made(name), None)
+    assert trainer.is_parallel((5,))
+    assert trainer.is_stackable() == (name in {"transformer", "decoder"})
+    dropping = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5)
+    assert not Trainer(dropping, None).is_parallel((5,))
