@@ -131,10 +131,10 @@ def build(
     """Return the model called ``name``: a model of fl-sim, or ``package.module:factory`` of the user's own.
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
-    number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them. ``prepare``:
-    a function that changes the new model in place, such as one that freezes parameters. Raises UserError for an unknown
-    name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set, raises UserError for a model
-    without BatchNorm layers.
+    number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
+    ``prepare``: a function that changes the new model in place, such as one that freezes parameters. Raises UserError
+    for an unknown name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set, raises
+    UserError for a model without BatchNorm layers.
     """
     own = None
     if ":" in name:

@@ -439,8 +439,8 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 def _draws_nothing(module: nn.Module) -> bool:
     """Return True if ``module`` is known to draw no random numbers; False for every module class of the user."""
     kind = type(module)
-    if kind in {nn.GRU, nn.LSTM}:
-        return module.dropout == 0
+    if isinstance(module, nn.RNNBase):
+        return kind in {nn.GRU, nn.LSTM} and not module.dropout
     return kind in _PLAIN or kind.__module__ in {models.__name__, token_models.__name__}
 
 
