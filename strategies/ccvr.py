@@ -101,9 +101,9 @@ class CCVR(Settings):
             )
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "calibrate ccvr cannot run under aggregator global-dp, which protects all records of a client "
-                "together: each client sends its own moments, whose noise hides single records at most; set "
-                "calibrate=none or another aggregator"
+                f"calibrate ccvr cannot run under aggregator {kind_of(experiment.aggregator)}, which protects all "
+                "records of a client together: each client sends its own moments, whose noise hides single records at "
+                "most; set calibrate=none or another aggregator"
             )
         if experiment.attack.clients:
             raise ValueError(

@@ -32,8 +32,9 @@ class FedExP(Averaging):
         """Raise ValueError if noise or compression would make the ratio of squared norms useless."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "algorithm fedexp cannot run under aggregator global-dp: clients also send the squared norm of their "
-                "update, which joint clipping and noise make useless; take fedavg, fedavgm or fedadam"
+                f"algorithm fedexp cannot run under aggregator {kind_of(experiment.aggregator)}: clients also send the "
+                "squared norm of their update, which joint clipping and noise make useless; take fedavg, fedavgm or "
+                "fedadam"
             )
         if (compress := kind_of(experiment.compress)) != "none":
             raise ValueError(

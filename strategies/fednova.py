@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, hides_clients
+from fl_sim.kinds import Choices, hides_clients, kind_of
 from fl_sim.params import add, scale, subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
 from strategies.algorithm import Averaging, accumulated_momentum, check_sgd
@@ -33,9 +33,9 @@ class FedNova(Averaging):
         check_sgd(self, experiment, "it divides updates by the distance of SGD steps")
         if hides_clients(experiment.aggregator) and self.tau_eff is None:
             raise ValueError(
-                "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
-                "number of local steps: otherwise clients also send their a_i, and joint clipping would leave almost "
-                "nothing of the update"
+                f"algorithm fednova under aggregator {kind_of(experiment.aggregator)} needs a public "
+                "algorithm.tau_eff, such as the usual number of local steps: otherwise clients also send their a_i, "
+                "and joint clipping would leave almost nothing of the update"
             )
 
     def mean_only(self) -> str:

@@ -41,9 +41,9 @@ class FedProto(Averaging):
         """Raise ValueError under Global DP, where sums of features would share the clipping norm with the update."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                f"algorithm {kind_of(self)} cannot run under aggregator global-dp: the norm of sums of features is far "
-                "larger than that of the update, so joint clipping would leave almost nothing of the update; take "
-                "fedavg, fedprox or scaffold"
+                f"algorithm {kind_of(self)} cannot run under aggregator {kind_of(experiment.aggregator)}: the norm of "
+                "sums of features is far larger than that of the update, so joint clipping would leave almost nothing "
+                "of the update; take fedavg, fedprox or scaffold"
             )
 
     def mean_only(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from fl_sim.kinds import Choices, hides_clients
+from fl_sim.kinds import Choices, hides_clients, kind_of
 from fl_sim.types import Params
 from strategies.algorithm import Averaging
 
@@ -23,8 +23,8 @@ class LocalOnly(Averaging):
         """Raise ValueError under Global DP, where an epsilon would be stated for updates that do not exist."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                "algorithm local-only sends nothing, so aggregator global-dp clips nothing, and its epsilon would "
-                "be about nothing: leave aggregator out"
+                f"algorithm local-only sends nothing, so aggregator {kind_of(experiment.aggregator)} clips nothing, "
+                "and its epsilon would be about nothing: leave aggregator out"
             )
 
     def sends(self, params: Params) -> Collection[str]:

@@ -33,16 +33,24 @@ class PrivateUpdates(PrivateTraining):
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError if clients send numbers other than changes of the model's parameters, or no numbers."""
-        what = f"algorithm {kind_of(experiment.algorithm)} cannot run with local.privacy=local-dp"
-        if not beginning.server.params:
+        check_changes(
+            experiment.algorithm, beginning, f"local.privacy={experiment.local.privacy.kind}", "local.privacy"
+        )
+
+
+def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting: str) -> None:
+    """Raise UserError if clients send numbers other than changes of the model's parameters, or no numbers.
+
+    ``chosen``: the protection of what clients send, for error messages. ``setting``: the name of its setting.
+    """
+    what = f"algorithm {kind_of(algorithm)} cannot run with {chosen}"
+    if not beginning.server.params:
+        raise UserError(f"{what}: clients send no parameters, and epsilon would be about nothing; leave {setting} out")
+    wanted = dict(layout_of(beginning.server.params))
+    for group, params in beginning.sent.items():
+        if dict(layout_of(params)) != wanted:
             raise UserError(
-                f"{what}: clients send no parameters, and epsilon would be about nothing; leave local.privacy out"
+                f"{what}: clients also send {group}, which is no change of the model's parameters, and clipping "
+                "and noise together with the update make it useless; take another algorithm, such as fedavg, "
+                "fedprox or scaffold"
             )
-        wanted = dict(layout_of(beginning.server.params))
-        for group, params in beginning.sent.items():
-            if dict(layout_of(params)) != wanted:
-                raise UserError(
-                    f"{what}: clients also send {group}, which is no change of the model's parameters, and clipping "
-                    "and noise together with the update make it useless; take another algorithm, such as fedavg, "
-                    "fedprox or scaffold"
-                )

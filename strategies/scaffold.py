@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, hides_clients
+from fl_sim.kinds import Choices, hides_clients, kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
@@ -45,8 +45,8 @@ class Scaffold(Averaging):
         check_sgd(self, experiment, "its control variates are the change of K steps of SGD, divided by K eta")
         if self.variant == "niid-bench" and hides_clients(experiment.aggregator):
             raise ValueError(
-                "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator global-dp "
-                "every client counts the same: take variant=paper"
+                "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator "
+                f"{kind_of(experiment.aggregator)} every client counts the same: take variant=paper"
             )
 
     def advice(self, momentum: float) -> str:

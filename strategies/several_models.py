@@ -81,8 +81,8 @@ def check_choices(algorithm: object, count: int, experiment: Choices) -> None:
     what = f"algorithm {kind_of(algorithm)} cannot run"
     if hides_clients(experiment.aggregator):
         raise ValueError(
-            f"{what} under aggregator global-dp: a client's choice of a model depends on its records, and no noise "
-            "covers it; take fedavg, fedprox or scaffold"
+            f"{what} under aggregator {kind_of(experiment.aggregator)}: a client's choice of a model depends on its "
+            "records, and no noise covers it; take fedavg, fedprox or scaffold"
         )
     if (personal := experiment.local.personal) != "none":
         raise ValueError(

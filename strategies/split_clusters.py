@@ -36,8 +36,8 @@ def check_single_updates(algorithm: object, experiment: Choices) -> None:
     local = experiment.local
     if hides_clients(experiment.aggregator):
         raise ValueError(
-            f"{what} under aggregator global-dp: the server compares the updates of single clients, and the noise "
-            "covers their mean alone; take fedavg, fedprox or scaffold"
+            f"{what} under aggregator {kind_of(experiment.aggregator)}: the server compares the updates of single "
+            "clients, and the noise covers their mean alone; take fedavg, fedprox or scaffold"
         )
     if (sampler := kind_of(experiment.sampler)) != "full":
         raise ValueError(

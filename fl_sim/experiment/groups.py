@@ -278,8 +278,8 @@ class Local(Settings):
             return
         if hides_clients(aggregator):
             raise ValueError(
-                f"{chosen} cannot run under aggregator global-dp: running statistics are means over a client's "
-                "records, and clipping an update does not bound them; take a model with nn.GroupNorm"
+                f"{chosen} cannot run under aggregator {kind_of(aggregator)}: running statistics are means over a "
+                "client's records, and clipping an update does not bound them; take a model with nn.GroupNorm"
             )
         if kind_of(aggregator) != "mean":
             raise ValueError(

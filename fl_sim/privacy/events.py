@@ -8,6 +8,7 @@ clipping norm S of ONE unit. The type of an event determines its adjacency:
 * ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: a fixed m of K units without replacement, replace one unit. The
   sum moves by 2S. The accountant of this event knows that, so the event takes z, not z/2. (``RdpAccountant`` on a
   ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` would be wrong: it takes z relative to the *sensitivity*.)
+* ``SkellamDpEvent`` and ``DiscreteGaussiansDpEvent``: integer noise; their field ``vectors`` determines the adjacency.
 * ``LaplaceDpEvent(scale)``, ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon
   (1 / scale for the first) when one unit is added or removed.
 
@@ -18,7 +19,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dp_accounting import dp_event
@@ -41,12 +42,51 @@ class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
     epsilon: float
 
 
+@dataclass(frozen=True)
+class IntegerNoiseDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
+    """The event of a sum of integer vectors plus integer noise. It is the base class of the events for two noises.
+
+    ``variance``: the variance of the noise on each number of the sum. ``l1`` and ``l2``: the largest L1 norm and L2
+    norm of the vector of one unit. ``vectors``: 1 where the unit's data are replaced by nothing, and 2 where they are
+    replaced by other data, so that the sum moves by the difference of two such vectors.
+    """
+
+    variance: float
+    l1: float
+    l2: float
+    vectors: int = 1
+
+
+@dataclass(frozen=True)
+class SkellamDpEvent(IntegerNoiseDpEvent):
+    """The event of a sum of integer vectors plus Skellam noise (``IntegerNoiseDpEvent``)."""
+
+
+@dataclass(frozen=True)
+class DiscreteGaussiansDpEvent(IntegerNoiseDpEvent):
+    """The event of a sum of integer vectors plus the sum of discrete Gaussian noises (``IntegerNoiseDpEvent``).
+
+    ``shares``: the number of independent noises, all with the same parameter, that add up to ``variance``.
+    ``dimension``: the number of numbers in a vector.
+    """
+
+    shares: int = 1
+    dimension: int = 1
+
+
+_INTEGER_NOISE: Final = {name: name for name in ("variance", "l1", "l2", "vectors")}
+
 _PLAIN: Final[dict[str, tuple[type, dict[str, str]]]] = {
     "gaussian": (dp_event.GaussianDpEvent, {"noise_multiplier": "noise_multiplier"}),
     "laplace": (dp_event.LaplaceDpEvent, {"noise_multiplier": "noise_multiplier"}),
     "geometric": (dp_event.DiscreteLaplaceDpEvent, {"parameter": "noise_parameter", "sensitivity": "sensitivity"}),
     "bounded-range": (BoundedRangeDpEvent, {"epsilon": "epsilon"}),
     "zcdp": (dp_event.ZCDpEvent, {"rho": "rho", "xi": "xi"}),
+    "skellam": (SkellamDpEvent, _INTEGER_NOISE),
+    "discrete-gaussians": (
+        DiscreteGaussiansDpEvent,
+        {**_INTEGER_NOISE, "shares": "shares", "dimension": "dimension"},
+    ),
     "none": (dp_event.NonPrivateDpEvent, {}),
 }
 """{kind in JSON: (event class, {JSON key: field of the event})} for the events without inner events."""
@@ -99,6 +139,8 @@ def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
             step = amplify_fixed_size(step, 1, 1)
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=dp_event.GaussianDpEvent() as every):
             step = amplify_fixed_size(every, math.ceil(rate * _PLACES), _PLACES)
+        case IntegerNoiseDpEvent():
+            step = replace(step, vectors=2)
         case dp_event.TruncatedSubsampledGaussianDpEvent() | dp_event.NonPrivateDpEvent() | dp_event.NoOpDpEvent():
             pass
         case _:
@@ -111,6 +153,8 @@ def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
     match unrolled(event)[0]:
         case dp_event.TruncatedSubsampledGaussianDpEvent():
             return Adjacency.REPLACE_ONE
+        case IntegerNoiseDpEvent(vectors=vectors):
+            return Adjacency.ADD_OR_REMOVE_ONE if vectors == 1 else Adjacency.REPLACE_ONE
         case dp_event.GaussianDpEvent() | dp_event.PoissonSampledDpEvent() | dp_event.LaplaceDpEvent():
             return Adjacency.ADD_OR_REMOVE_ONE
         case dp_event.DiscreteLaplaceDpEvent() | BoundedRangeDpEvent():
@@ -169,8 +213,13 @@ def pure_epsilon(event: dp_event.DpEvent) -> float:
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
-    """Return the noise multiplier of a Gaussian event, which may be sampled or repeated; None for other events."""
+    """Return the noise multiplier of a Gaussian event, which may be sampled or repeated; None for other events.
+
+    For integer noise it is the standard deviation divided by the largest L2 norm of a rounded vector.
+    """
     event, _ = unrolled(event)
+    if isinstance(event, IntegerNoiseDpEvent):
+        return math.sqrt(event.variance) / event.l2
     inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
     if isinstance(inner, dp_event.GaussianDpEvent | dp_event.TruncatedSubsampledGaussianDpEvent):
         return float(inner.noise_multiplier)
@@ -184,7 +233,7 @@ def sampling_rate(event: dp_event.DpEvent) -> float | None:
             return float(rate)
         case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
             return float(cohort / population)
-        case dp_event.GaussianDpEvent():
+        case dp_event.GaussianDpEvent() | IntegerNoiseDpEvent():
             return 1.0
         case _:
             return None
@@ -200,6 +249,8 @@ def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
         case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
             if cohort < population:
                 return f"fixed-size: {cohort} of {population} {unit}s take part in a step, drawn without replacement"
+        case IntegerNoiseDpEvent():
+            return f"public: the server sees which {unit}s take part, so sampling them does not reduce the cost"
         case dp_event.NonPrivateDpEvent():
             return "any: sampling does not protect a release without noise"
     return f"full: every {unit} takes part in every step"

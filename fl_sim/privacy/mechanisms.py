@@ -174,6 +174,10 @@ class Noise:
         [word] = self._words(1, purpose, server_round, behind=place)
         return self._exactly(GAUSSIAN, std / grid_spacing(std), (place, int(word), count), purpose, server_round)
 
+    def words(self, count: int, *, purpose: str, server_round: int, behind: int = 0) -> NDArray[np.uint64]:
+        """Return ``count`` random words of 64 bits of the stream (purpose, round), after ``behind`` skipped words."""
+        return self._words(count, purpose, server_round, behind=behind)
+
     def stream_key(self, *, purpose: str, server_round: int) -> bytes:
         """Return the ChaCha20 key, 32 bytes, of the stream (purpose, round). It is as secret as the key of the source.
 

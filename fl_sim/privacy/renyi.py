@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from scipy.special import gammaln, log_expit, logsumexp
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.events import BoundedRangeDpEvent, pure_epsilon
+from fl_sim.privacy.events import (
+    BoundedRangeDpEvent,
+    DiscreteGaussiansDpEvent,
+    IntegerNoiseDpEvent,
+    SkellamDpEvent,
+    pure_epsilon,
+)
 
 Curve: TypeAlias = NDArray[np.float64]
 """Renyi divergences at ``ORDERS``. The curve of several releases together is the sum of their curves."""
@@ -46,6 +52,7 @@ Its error is at most 1e-12 for the noise multipliers and sampling rates to which
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
+_LEAST_STD: Final = 0.5  # of a discrete Gaussian share, in grid steps: the bound is proven from there on
 
 
 @lru_cache(maxsize=512)
@@ -118,8 +125,8 @@ def _curve(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
             return _fixed_size_curve(event)
         case dp_event.LaplaceDpEvent(noise_multiplier=scale):
             return laplace_curve(math.inf if scale == 0 else 1 / scale, _ORDERS)
-    if math.isfinite(pure_epsilon(event)):
-        return bounded_loss_curve(event, _ORDERS)
+    if (is_integer := isinstance(event, IntegerNoiseDpEvent)) or math.isfinite(pure_epsilon(event)):
+        return (integer_noise_curve if is_integer else bounded_loss_curve)(event, _ORDERS)
     return np.asarray(RdpAccountant(ORDERS).compose(event).rdp)
 
 
@@ -153,6 +160,52 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
     large = np.logaddexp(log_expit(epsilon) + exponent, log_expit(-epsilon) - exponent)
     curve: NDArray[np.float64] = np.where(exponent < 1.0, small, large) / (orders - 1)
     return np.minimum(curve, epsilon**2 / 8 * orders) if isinstance(event, BoundedRangeDpEvent) else curve
+
+
+def integer_noise_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return upper bounds on the Renyi divergences of integer noise at ``orders`` > 1; ``inf`` where none is proven."""
+    match event:
+        case SkellamDpEvent():
+            return _skellam_curve(event, orders)
+        case DiscreteGaussiansDpEvent():
+            return _discrete_gaussians_curve(event, orders)
+    raise TypeError(f"{event} is no event of integer noise that this version knows")
+
+
+def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the bound of Agarwal, Kairouz and Liu 2021, theorem 3.5, at whole orders, and its interpolation.
+
+    (order - 1) times the divergence is convex in the order, and 0 at order 1. So a straight line is an upper bound.
+    """
+    l1, l2, variance = event.vectors * event.l1, event.vectors * event.l2, event.variance
+    if not variance > 0:
+        return np.full(len(orders), math.inf)
+
+    def scaled(whole: NDArray[np.float64]) -> NDArray[np.float64]:
+        correction = np.minimum(((2 * whole - 1) * l2**2 + 6 * l1) / (4 * variance**2), 3 * l1 / (2 * variance))
+        return np.asarray((whole - 1) * (whole * l2**2 / (2 * variance) + correction))
+
+    below = np.floor(orders)
+    share = orders - below
+    line = (1 - share) * scaled(below) + np.where(share > 0, share * scaled(below + 1), 0.0)
+    return np.where(np.isnan(line), math.inf, line / (orders - 1))  # infinity times 0, if numbers overflow
+
+
+def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the bound of Kairouz, Liu and Steinke 2021, theorem 1."""
+    l1, l2, d = event.vectors * event.l1, event.vectors * event.l2, event.dimension
+    each = event.variance / event.shares
+    if not each >= _LEAST_STD**2:
+        return np.full(len(orders), math.inf)
+    k = np.arange(1, event.shares, dtype=np.float64)
+    tau = 10 * float(np.exp(-2 * math.pi**2 * each * k / (k + 1)).sum())
+    moved, moved_l1 = l2 / math.sqrt(event.variance), l1 / math.sqrt(event.variance)
+    bounds = (
+        orders / 2 * moved**2 + tau * d,
+        orders / 2 * (moved**2 + 2 * tau * moved_l1 + tau**2 * d),
+        orders / 2 * (moved + tau * math.sqrt(d)) ** 2,
+    )
+    return np.asarray(np.minimum.reduce(bounds))
 
 
 def _gaussian_curve(noise: float) -> Curve:

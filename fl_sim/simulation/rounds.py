@@ -408,6 +408,7 @@ def planned_bill(job: Job) -> "RunPayments":
     rounds = [replace(one, on_records=not on_synthetic) for one in of_training or ()]
     beside = [payment for stage in stages_of(job) for payment in stage.payments()]
     payments = None if of_training is None else (*rounds, *beside)
-    is_bare = of_training == () and not on_synthetic and is_none(experiment.local.privacy)
+    protects = hides_clients(experiment.aggregator) or not is_none(experiment.local.privacy)
+    is_bare = of_training == () and not on_synthetic and not protects
     name, content = called(experiment.data), sealed_content(experiment.data, job.root, make_key=False)
     return RunPayments(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)

@@ -16,11 +16,13 @@ from fl_sim.errors import UserError
 from fl_sim.importing import LazyModule, importing
 
 if TYPE_CHECKING:
+    from fl_sim.cli.privacy import distributed as sums_code
     from fl_sim.cli.privacy import pate as pate_code
     from fl_sim.cli.privacy import plan as plan_code
     from fl_sim.cli.privacy.plan import Sampling
 else:
     pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
+    sums_code = LazyModule("fl_sim.cli.privacy.distributed")
 
 app = typer.Typer(
     help="Plan a privacy budget, or audit the noise mechanism of Global DP.",
@@ -149,6 +151,46 @@ def local_dp(
     """
     sampling = plan_code.Sampling("client", None, 1, 1)
     _plan(sampling, noise_multiplier, rounds, delta, epsilon, accountant, plot=plot, json_output=json_output)
+
+
+@app.command("distributed-dp")
+def distributed_dp(  # noqa: PLR0913 (one parameter per option)
+    *,
+    clients: Annotated[int, typer.Option(help="Clients that answer in a round.", min=1)],
+    parameters: Annotated[int, typer.Option(help="Numbers that a client sends, such as the model's size.", min=1)],
+    noise_multiplier: Annotated[
+        float | None,
+        typer.Option(help="Noise of all clients together / clipping norm; computed if left out.", min=1e-6, max=1e6),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Rounds of one client; the number that fits --epsilon is computed if left out.", min=1),
+    ] = None,
+    delta: _Delta = 1e-5,
+    epsilon: _Epsilon = None,
+    mechanism: Annotated[Literal["skellam", "discrete-gaussian"], typer.Option(help="A client's noise.")] = "skellam",
+    bits: Annotated[int, typer.Option(help="Bits of each sent number.", min=8, max=20)] = 16,
+    headroom: Annotated[float, typer.Option(help="Standard deviations of a sum in half of 2^bits.", min=1)] = 4.0,
+    dropped: Annotated[int, typer.Option(help="Also compute the epsilon if so many clients drop out a round.")] = 0,
+    json_output: _Json = False,
+) -> None:
+    """Privacy of a client without a trusted server. Give two of --noise-multiplier, --rounds and --epsilon.
+
+    The setting is aggregator=distributed-dp. A client's data are replaced by nothing. The server sees only sums, by
+    secure aggregation, which runs simulate.
+
+    For example:
+
+      fl-sim privacy distributed-dp --clients 100 --parameters 7850 --rounds 10 --epsilon 8
+    """
+    with importing():
+        from fl_sim.privacy.modular_sums import Grid  # noqa: PLC0415 (slow)
+
+    grid = Grid(parameters, clients, 1.0, 1.0, mechanism, bits, headroom)
+    plan = sums_code.answer(sums_code.SumsRequest(grid, noise_multiplier, rounds, epsilon, delta, dropped))
+    for warning in plan["warnings"]:
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(plan) if json_output else sums_code.in_words(plan))
 
 
 @app.command("labels")

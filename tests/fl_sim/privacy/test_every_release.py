@@ -49,7 +49,7 @@ from strategies.private_start import PrivateStart
 
 PROJECT = Path(__file__).resolve().parents[3]
 SOURCES = ("fl_sim", "strategies", "clients", "partitions")
-DRAWS = {"gaussian", "gaussian_number", "laplace", "standard_normal", "stream_key", "uniform", "taking_part"}
+DRAWS = {"gaussian", "gaussian_number", "laplace", "standard_normal", "stream_key", "uniform", "taking_part", "words"}
 
 HELD = {
     ("strategies/global_dp.py", "global-dp update"): "global_dp",
@@ -67,6 +67,7 @@ HELD = {
     ("strategies/pate/labelling.py", "pate votes"): "votes",
     ("strategies/pate/labelling.py", "pate threshold"): "votes",
     ("fl_sim/privacy/pate/smooth_sensitivity.py", "pate cost"): "published_cost",
+    ("fl_sim/privacy/integer_noise.py", ""): "integer_sums",
 }
 """{(file, purpose of the noise): which tests below hold its law}."""
 
@@ -75,6 +76,7 @@ COINS = {
     ("clients/dafl/dpcgan/training.py", "records of a step"): "who takes part, as above",
     ("fl_sim/training/private_steps.py", "batch "): "who takes part, as above",
     ("clients/dafl/dpcgan/training.py", "latent vectors"): "looks at no record",
+    ("fl_sim/privacy/modular_sums.py", "rounding of a share, try "): "whatever they are, the rounded norm is bounded",
     ("clients/dafl/dpcgan/training.py", "classes of fakes"): "looks at counts that were released",
 }
 """The same for secret coins that no sum is hidden by."""

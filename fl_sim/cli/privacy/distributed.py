@@ -1,0 +1,86 @@
+"""The code of ``fl-sim privacy distributed-dp``: noise, cost and messages of sums without a trusted server."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fl_sim.errors import UserError
+from fl_sim.privacy.accounting import epsilon_of_counts, steps_that_fit
+from fl_sim.privacy.modular_sums import Grid, noise_for
+from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, rounded_up, valid_delta
+
+
+@dataclass(frozen=True)
+class SumsRequest:
+    """The quantities of a plan.
+
+    ``grid``: the grid of the sums, whose noise multiplier is not read. ``noise``: the noise multiplier. ``target``: the
+    epsilon. At most one of ``noise``, ``rounds`` and ``target`` may be None. ``dropped``: the number of clients that
+    drop out in each round.
+    """
+
+    grid: Grid
+    noise: float | None
+    rounds: int | None
+    target: float | None
+    delta: float
+    dropped: int = 0
+
+
+def answer(request: SumsRequest) -> dict[str, Any]:
+    """Return the plan as JSON values. Raises UserError if two quantities are missing, or if a value is invalid."""
+    _check(request)
+    noise, rounds, delta, asked = request.noise, request.rounds, request.delta, "epsilon"
+    if noise is None:
+        assert rounds is not None
+        assert request.target is not None
+        noise, asked = noise_for(request.grid, rounds, request.target, delta), "noise_multiplier"
+    grid = replace(request.grid, noise_multiplier=noise)
+    event = grid.event(grid.shares)
+    if rounds is None:
+        assert request.target is not None
+        rounds, asked = steps_that_fit(event, request.target, delta), "rounds"
+    with_drops = grid.event(grid.shares - request.dropped)
+    advice = delta_advice(delta, grid.shares)
+    return {
+        "unit": "client", "adjacency": str(Adjacency.ADD_OR_REMOVE_ONE), "asked": asked,
+        "epsilon": none_if_infinite(epsilon_of_counts({event: rounds}, delta) if rounds else 0.0), "delta": delta,
+        "noise_multiplier": noise, "rounds": rounds, "accountant": "rdp", "mechanism": grid.mechanism,
+        "clients": grid.shares, "dropped": request.dropped,
+        "epsilon_with_dropped": none_if_infinite(epsilon_of_counts({with_drops: rounds}, delta) if rounds else 0.0),
+        "bits": grid.bits, "numbers": grid.padded, "bytes": grid.num_bytes,
+        "grid_step": 1 / (grid.scale * grid.clipping_norm), "std_of_share": grid.share_variance**0.5,
+        "std_of_mean": grid.std_of_mean / grid.clipping_norm, "warnings": [advice] if advice else [],
+    }  # fmt: skip
+
+
+def in_words(plan: dict[str, Any]) -> str:
+    """Return the plan as lines of text. The plan is the result of the function ``answer``."""
+    lines = [
+        f"epsilon           {_show(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
+        f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one client)",
+        f"rounds            {plan['rounds']}",
+        f"unit              client, {plan['adjacency']}; the server is not trusted, secure aggregation is",
+        f"a client's noise  {plan['mechanism']}, standard deviation {plan['std_of_share']:.4g} grid steps",
+        f"a grid step       {plan['grid_step']:.3g} clipping norms",
+        f"a message         {plan['numbers']:,} numbers of {plan['bits']} bits, {plan['bytes']:,} bytes",
+        f"error             {plan['std_of_mean']:.4g} clipping norms on each number of the mean",
+    ]
+    if plan["dropped"]:
+        lines.append(f"with drop-outs    {_show(plan['epsilon_with_dropped'])} if {plan['dropped']} drop out a round")
+    return "\n".join(lines)
+
+
+def _check(request: SumsRequest) -> None:
+    valid_delta(request.delta)
+    known = {"--noise-multiplier": request.noise, "--rounds": request.rounds, "--epsilon": request.target}
+    missing = [name for name, value in known.items() if value is None]
+    if len(missing) > 1:
+        raise UserError(
+            f"{' and '.join(missing)} are missing: give two of {', '.join(known)}, and the third is computed"
+        )
+    if not 0 <= request.dropped < request.grid.shares:
+        raise UserError(f"{request.dropped} of {request.grid.shares} clients cannot drop out: at least one must answer")
+
+
+def _show(epsilon: float | None) -> str:
+    return "none" if epsilon is None else rounded_up(epsilon, 5)

@@ -1,0 +1,111 @@
+"""Integer noise for sums of whole numbers, drawn from secret random words.
+
+* Skellam noise is the difference of two independent Poisson numbers of the same mean. A sum of Skellam numbers is
+  Skellam again (Agarwal, Kairouz, Liu 2021, "The Skellam mechanism for differentially private federated learning").
+* A discrete Gaussian number of parameter s^2 is k with a probability proportional to exp(-k^2 / (2 s^2)) (Canonne,
+  Kamath, Steinke 2020). A sum of such numbers is only close to one (Kairouz, Liu, Steinke 2021, "The distributed
+  discrete Gaussian mechanism for federated learning with secure aggregation").
+
+A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
+table has 127 digits and ends where the tail is below 2^-130. So the distribution of a number is within 2^-104 of the
+exact one, in total variation. For 2^22 numbers of 2^10 clients in 2^10 rounds this is 2^-62 in all. ``LEAST_DELTA`` is
+far above it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.privacy.mechanisms import Noise
+
+Mechanism: TypeAlias = Literal["skellam", "discrete-gaussian"]
+
+LEAST_DELTA: Final = 1e-12
+"""The least delta for which the distance of the drawn numbers from the exact distribution is negligible."""
+VARIANCE_STEPS: Final = 2**10
+"""Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
+
+_DIGITS: Final = 127  # of a threshold in the table
+_WORKING: Final = 320  # binary digits while the table is computed
+_MASK: Final = 2**64 - 1
+_TAIL: Final = 100.0  # the tail behind the table is below 2 exp(-100) < 2^-130
+
+
+def drawn(
+    mechanism: Mechanism, variance: float, noise: Noise, count: int, *, purpose: str, server_round: int
+) -> NDArray[np.int64]:
+    """Return ``count`` independent integers from the stream (purpose, round) of ``noise``.
+
+    ``variance``: a multiple of 1 / ``VARIANCE_STEPS``: the variance of a Skellam number, and the parameter s^2 of a
+    discrete Gaussian number. A variance of 0 gives zeros.
+    """
+    if variance == 0:
+        return np.zeros(count, np.int64)
+    table = table_of(mechanism, variance)
+    words = noise.words(count, purpose=purpose, server_round=server_round)
+    digits = words >> np.uint64(1)
+    found = np.searchsorted(table.high, digits, side="right")
+    for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
+        # The first 63 digits equal those of a threshold, so the following 64 digits decide.
+        [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
+        first = int(np.searchsorted(table.high, digits[place], side="left"))
+        found[place] = first + int(np.searchsorted(table.low[first : found[place]], second, side="right"))
+    magnitude = np.minimum(found, len(table.high) - 1).astype(np.int64)
+    return np.where(words & np.uint64(1), -magnitude, magnitude)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The distribution function of the absolute value |N| of a noise number.
+
+    Entry k is P(|N| <= k) times 2^127, rounded down: ``high`` holds its first 63 binary digits, ``low`` its last 64.
+    """
+
+    high: NDArray[np.uint64]
+    low: NDArray[np.uint64]
+
+
+@lru_cache(maxsize=4)
+def table_of(mechanism: Mechanism, variance: float) -> Table:
+    """Return the table of a noise. It takes about a second for a standard deviation of 40,000 grid steps."""
+    numerator = round(variance * VARIANCE_STEPS)
+    assert numerator > 0
+    assert numerator == variance * VARIANCE_STEPS
+    last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1  # Bernstein's inequality
+    weights = (_skellam_weights if mechanism == "skellam" else _gaussian_weights)(numerator, last)
+    total, cumulative = weights[0] + 2 * sum(weights[1:]), -weights[0]
+    high, low = np.empty(last + 1, np.uint64), np.empty(last + 1, np.uint64)
+    for k, weight in enumerate(weights):
+        cumulative += 2 * weight
+        threshold = min((cumulative << _DIGITS) // total, (1 << _DIGITS) - 1)
+        high[k], low[k] = threshold >> 64, threshold & _MASK
+    return Table(high, low)
+
+
+def _skellam_weights(numerator: int, last: int) -> list[int]:
+    """Return numbers in proportion to the probabilities of 0, ..., ``last``: the Bessel functions I_k(variance).
+
+    The recurrence I_(k-1) = I_(k+1) + (2 k / variance) I_k is stable downwards (Miller's algorithm).
+    """
+    weights = [0, 1 << (_WORKING // 2)]
+    for k in range(last, 0, -1):
+        weights.append(weights[-2] + 2 * k * VARIANCE_STEPS * weights[-1] // numerator)
+    return weights[:0:-1]
+
+
+def _gaussian_weights(numerator: int, last: int) -> list[int]:
+    """Return numbers in proportion to the probabilities of 0, ..., ``last``: exp(-k^2 / (2 variance))."""
+    from mpmath import libmp  # noqa: PLC0415 (slow, and a run without noise does not need it)
+
+    exponent = libmp.from_rational(-VARIANCE_STEPS, 2 * numerator, _WORKING + 64)
+    ratio = int(libmp.to_int(libmp.mpf_shift(libmp.mpf_exp(exponent, _WORKING + 64), _WORKING)))
+    step = ratio * ratio >> _WORKING
+    weights = [1 << _WORKING]
+    for _ in range(last):
+        weights.append(weights[-1] * ratio >> _WORKING)
+        ratio = ratio * step >> _WORKING
+    return weights

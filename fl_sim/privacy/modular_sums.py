@@ -1,0 +1,259 @@
+"""Noisy sums of vectors modulo 2^bits, for differential privacy without a trusted server.
+
+A client clips its vector, rotates it, scales it to a grid of whole numbers, rounds it at random, and adds integer
+noise. It sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and nothing else.
+The server takes the sum as a number around 0, and undoes scale and rotation (Kairouz, Liu, Steinke 2021, algorithms 1
+and 2).
+
+* The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. It spreads a vector evenly
+  over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
+* Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound, which at least 39 %
+  of the tries reach (conditional rounding; proposition 22 and lemma 28 there, beta = e^(-1/2)). The bound is the
+  sensitivity: a client without data sends a rounded vector of zeros.
+* The scale is the largest one for which ``headroom`` standard deviations of the sum fit into half of the modulus, also
+  if all clients send the same vector.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Final
+
+import numpy as np
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+
+from fl_sim.errors import Malformed, UserError
+from fl_sim.privacy.accounting import epsilon_of_counts, least_noise
+from fl_sim.privacy.events import DiscreteGaussiansDpEvent, SkellamDpEvent
+from fl_sim.privacy.integer_noise import VARIANCE_STEPS, Mechanism, drawn
+from fl_sim.privacy.mechanisms import Noise, clip_factor
+from fl_sim.seeding import rng
+
+MOST_TRIES: Final = 500
+"""The number of tries of rounding, which fail together with a probability below 10^-100. Then zeros are sent."""
+
+EDGE: Final = 0.75
+"""A number of the sum lies near the edge if it exceeds this part of half of the modulus."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of a noisy sum, and its noise. All fields are public.
+
+    ``dimension``: the number of numbers in a client's vector. ``shares``: the number of clients whose noise adds up to
+    the planned noise. ``clipping_norm``: the largest L2 norm of a client's vector. ``noise_multiplier``: the planned
+    standard deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``mechanism``: the law of
+    the noise. ``bits``: the number of bits of a sent number. ``headroom``: see the module.
+    """
+
+    dimension: int
+    shares: int
+    clipping_norm: float
+    noise_multiplier: float
+    mechanism: Mechanism = "skellam"
+    bits: int = 16
+    headroom: float = 4.0
+
+    @property
+    def padded(self) -> int:
+        """Return the dimension after zeros are added, a power of two."""
+        return 1 << (self.dimension - 1).bit_length()
+
+    @property
+    def modulus(self) -> int:
+        """Return 2^bits."""
+        return 1 << self.bits
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the number of bytes of a client's message."""
+        return -(-self.padded * self.bits // 8)
+
+    @cached_property
+    def scale(self) -> float:
+        """Return the number of grid steps in one unit of a vector.
+
+        The standard deviation of a number of the sum has three parts: m vectors of the largest norm in one direction,
+        m c / sqrt(d) after the rotation; the noise; and the rounding of m numbers, at most sqrt(m) / 2 grid steps.
+        Raises UserError if the bits are too few for the rounding of that many clients.
+        """
+        room = (self.modulus / 2 / self.headroom) ** 2 - self.shares / 4
+        if room <= 0:
+            raise UserError(
+                f"{self.bits} bits are too few for sums of {self.shares:,} clients: set more bits or a smaller headroom"
+            )
+        aligned = self.shares**2 / self.padded
+        return math.sqrt(room / (aligned + self.noise_multiplier**2)) / self.clipping_norm
+
+    @cached_property
+    def most_squared(self) -> int:
+        """Return the largest squared L2 norm of a rounded vector, in grid steps."""
+        length, d = self.scale * self.clipping_norm, self.padded
+        certain = (length + math.sqrt(d)) ** 2
+        probable = length**2 + d / 4 + length + math.sqrt(d) / 2  # sqrt(2 log(1 / beta)) is 1
+        return math.floor(min(certain, probable))
+
+    @property
+    def l2(self) -> float:
+        """Return the largest L2 norm of a rounded vector, in grid steps."""
+        return math.sqrt(self.most_squared)
+
+    @property
+    def l1(self) -> float:
+        """Return the largest L1 norm of a rounded vector. For whole numbers it is at most the squared L2 norm."""
+        return min(math.sqrt(self.padded) * self.l2, float(self.most_squared))
+
+    @cached_property
+    def share_variance(self) -> float:
+        """Return the variance of one client's noise in grid steps, rounded up to a multiple of 2^-10."""
+        wanted = (self.noise_multiplier * self.clipping_norm * self.scale) ** 2 / self.shares
+        return math.ceil(wanted * VARIANCE_STEPS) / VARIANCE_STEPS
+
+    def event(self, present: int) -> dp_event.DpEvent:
+        """Return the privacy event of a sum of which ``present`` clients added their noise.
+
+        Noise of more clients than ``shares`` is not counted. Unit: one client. Adjacency: its data are replaced by
+        nothing, while it still takes part.
+        """
+        assert present > 0
+        counted = min(present, self.shares)
+        variance = counted * self.share_variance
+        if variance == 0:
+            return dp_event.NonPrivateDpEvent()
+        if self.mechanism == "skellam":
+            return SkellamDpEvent(variance, self.l1, self.l2)
+        return DiscreteGaussiansDpEvent(variance, self.l1, self.l2, shares=counted, dimension=self.padded)
+
+    @property
+    def std_of_mean(self) -> float:
+        """Return the standard deviation of the noise and the rounding on each number of the mean, at most."""
+        variance = self.shares * (self.share_variance + 0.25)
+        return math.sqrt(variance) / self.scale / self.shares
+
+
+def noise_for(grid: Grid, rounds: int, epsilon: float, delta: float) -> float:
+    """Return the least noise multiplier with which ``rounds`` sums of all shares cost at most ``epsilon`` at ``delta``.
+
+    The noise multiplier of ``grid`` is not read. Raises UserError if no noise reaches ``epsilon``.
+    """
+
+    def spent(noise_multiplier: float, accountant: object) -> float:
+        del accountant  # the PLD accountant does not know integer noise
+        tried = replace(grid, noise_multiplier=noise_multiplier)
+        return epsilon_of_counts({tried.event(tried.shares): rounds}, delta)
+
+    assert grid.scale > 0  # or raises the error about too few bits
+    try:
+        found = least_noise(spent, epsilon, "rdp")
+    except UserError as error:
+        raise UserError(
+            f"epsilon {epsilon:g} at delta {delta:g} is out of reach with {grid.bits} bits for {grid.dimension:,} "
+            f"numbers of {grid.shares:,} clients: the rounding alone costs more. Set more bits, a larger epsilon, or "
+            "fewer rounds"
+        ) from error
+    return math.ceil(found * 1e6) / 1e6
+
+
+def share_of(
+    values: NDArray[np.float64], grid: Grid, noise: Noise, *, seed: int, server_round: int
+) -> NDArray[np.int64]:
+    """Return the numbers that a client sends in a round: its rounded ``values`` plus its noise, modulo 2^bits.
+
+    ``values``: shape (dimension,). ``noise``: a source that no other client and no other round uses. ``seed``: the
+    public seed of the rotation. A vector that is not finite counts as zeros.
+    """
+    rounded = rounded_to_grid(rotated(values, grid, seed=seed, server_round=server_round), grid, noise, server_round)
+    added = drawn(
+        grid.mechanism, grid.share_variance, noise, grid.padded, purpose="noise of a share", server_round=server_round
+    )
+    return (rounded + added) % grid.modulus
+
+
+def rotated(values: NDArray[np.float64], grid: Grid, *, seed: int, server_round: int) -> NDArray[np.float64]:
+    """Return the clipped, rotated and scaled ``values``, shape (padded,)."""
+    factor = clip_factor(float(np.linalg.norm(values)), grid.clipping_norm)
+    padded = np.zeros(grid.padded)
+    if factor:
+        padded[: grid.dimension] = values * factor
+    return hadamard(padded * signs(seed, server_round, grid.padded)) * grid.scale
+
+
+def rounded_to_grid(scaled: NDArray[np.float64], grid: Grid, noise: Noise, server_round: int) -> NDArray[np.int64]:
+    """Return ``scaled`` rounded at random to whole numbers, of a squared norm of at most ``grid.most_squared``."""
+    below = np.floor(scaled)
+    upwards = scaled - below
+    for number in range(MOST_TRIES):
+        coins = noise.uniform(len(scaled), purpose=f"rounding of a share, try {number}", server_round=server_round)
+        tried = (below + (coins < upwards)).astype(np.int64)
+        if int(tried @ tried) <= grid.most_squared:
+            return tried
+    return np.zeros(len(scaled), np.int64)
+
+
+def mean_of_sum(
+    total: NDArray[np.int64], present: int, grid: Grid, *, seed: int, server_round: int
+) -> NDArray[np.float64]:
+    """Return the mean of the vectors of ``present`` clients, shape (dimension,).
+
+    ``total``: the sum of their shares modulo 2^bits, shape (padded,).
+    """
+    unscaled = centred(total, grid).astype(np.float64) / (grid.scale * present)
+    found: NDArray[np.float64] = hadamard(unscaled) * signs(seed, server_round, grid.padded)
+    return found[: grid.dimension]
+
+
+def centred(total: NDArray[np.int64], grid: Grid) -> NDArray[np.int64]:
+    """Return the numbers of the sum from -2^(bits-1) to 2^(bits-1) - 1, which are equal to ``total`` modulo 2^bits."""
+    half = grid.modulus // 2
+    return np.asarray((total + half) % grid.modulus - half)
+
+
+def wraps_around(total: NDArray[np.int64], grid: Grid) -> bool:
+    """Return True if so many numbers of the sum lie near the edge of the modulus that some probably went beyond.
+
+    Numbers with ``headroom`` standard deviations in half of the modulus seldom lie there. The answer is computed from
+    the released sum alone.
+    """
+    near = int((np.abs(centred(total, grid)) > EDGE * grid.modulus / 2).sum())
+    expected = grid.padded * math.erfc(EDGE * max(grid.headroom, 3.0) / math.sqrt(2))
+    return near > 3 * expected + 10 * math.sqrt(expected + 1)
+
+
+def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
+    """Return the bytes of ``numbers`` from 0 to 2^``bits`` - 1, the lowest bit of each number first."""
+    if bits == 16:  # the usual case, without the slow single bits
+        return numbers.astype("<u2").view(np.uint8)
+    each = numbers[:, None] >> np.arange(bits) & 1
+    return np.packbits(each.astype(np.uint8), bitorder="little")
+
+
+def unpacked(content: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
+    """Return the ``count`` numbers in bytes from ``packed``. Raises Malformed if an unused bit after them is not 0."""
+    if bits == 16:
+        return content.view("<u2").astype(np.int64)
+    each = np.unpackbits(content, bitorder="little")
+    if each[count * bits :].any():
+        raise Malformed("sent packed numbers whose unused bits are not 0")
+    return each[: count * bits].reshape(count, bits).astype(np.int64) @ (1 << np.arange(bits, dtype=np.int64))
+
+
+def hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the product of ``vector``, whose length is a power of two, and the orthogonal Hadamard matrix.
+
+    The matrix is symmetric, so it is its own inverse.
+    """
+    found, width = vector, 1
+    while width < len(vector):
+        pairs = found.reshape(-1, 2, width)
+        found = np.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), axis=1).ravel()
+        width *= 2
+    return found / math.sqrt(len(vector))
+
+
+@lru_cache(maxsize=2)
+def signs(seed: int, server_round: int, count: int) -> NDArray[np.float64]:
+    """Return the public signs of a round's rotation, 1.0 or -1.0, shape (count,)."""
+    found = rng(seed, "rotation", server_round).choice(np.array([1.0, -1.0]), count)
+    found.setflags(write=False)
+    return found

@@ -1,0 +1,115 @@
+"""The privacy bill of distributed DP: the costs of the noisy sums, as forecast and as statement.
+
+The settings are in ``strategies.distributed_dp``. The round layer ``strategies.distributed_sums`` writes the costs into
+the run's privacy ledger.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from dp_accounting import dp_event
+
+from fl_sim.experiment.job import Job
+from fl_sim.params import detached, trainable
+from fl_sim.privacy.bill import payment_of
+from fl_sim.privacy.modular_sums import Grid
+from fl_sim.privacy.terms import delta_advice, rounded_up
+from fl_sim.simulation.stage import Run, Stage
+from strategies.algorithm import first_state, payload_template
+from strategies.distributed_sums import DistributedSums, grid_of, num_charges, terms_of
+from strategies.layer import found_in
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+
+COVERS: Final = (
+    "Everything that the server sees of the clients' data in the rounds: the noisy sums of all rounds together, and "
+    "what is computed from them, such as every global model. It holds against the server, too."
+)
+DOES_NOT_COVER: Final = (
+    "Secure aggregation, which hides single messages from the server: it is assumed, and this simulation replaces it "
+    "by a plain sum. The other clients are trusted to add their noise and to keep it to themselves. Public are which "
+    "clients take part in a round, and which drop out: sampling clients reduces no cost, and rounds to come are taken "
+    "to have no more clients that drop out. Choices made by looking at private data. What many clients have in common."
+)
+
+
+class DistributedSumsBill(Stage):
+    """The stage at the server: it asks clients for nothing. It plans the sums and states their cost."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._layer: DistributedSums | None = None
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Return the grid of the sums, and their noise."""
+        experiment = self.job.experiment
+        params = detached(trainable(self.job.model()).items())
+        server = first_state(experiment.algorithm, params, experiment.local.personal)
+        return grid_of(experiment, payload_template(experiment.algorithm, server))
+
+    @property
+    def planned(self) -> Mapping[dp_event.DpEvent, int]:
+        """Return {event: number} of all rounds, if no client drops out in the rounds to come."""
+        full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
+        if self._layer is None:
+            return Counter({full: charges})
+        apart = {one.release for one in self._layer.ledger.charges if one.event != full}
+        return Counter({full: max(0, charges - len(apart))})
+
+    def before(self, run: Run) -> None:
+        """Tell the round layer the grid of the sums."""
+        self._layer = found_in(run.strategy.layer, DistributedSums)
+        self._layer.grid = self.grid
+
+    def payments(self) -> "Iterator[Payment]":
+        """Yield the planned cost of all rounds."""
+        settings: Any = self.job.experiment.aggregator
+        yield payment_of(terms_of(settings), self.planned, "", is_simulated=settings.noise == "seeded")
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Return the privacy statements ``others``, and the statement of the rounds."""
+        settings: Any = self.job.experiment.aggregator
+        assert self._layer is not None, "statements are made after the rounds"
+        said = self._layer.ledger.statement(
+            covers=COVERS,
+            does_not_cover=DOES_NOT_COVER,
+            simulation_only=settings.noise == "seeded",
+            planned=self.planned,
+        )
+        return [*others, said]
+
+    def warnings(self) -> list[str]:
+        """Return a sentence on the noise, the bits and the cost, and one if delta is too large."""
+        settings: Any = self.job.experiment.aggregator
+        grid, [payment] = self.grid, self.payments()
+        cost = "no epsilon" if payment.epsilon is None else f"epsilon {rounded_up(payment.epsilon)}"
+        length = grid.std_of_mean * grid.dimension**0.5 / grid.clipping_norm
+        said = (
+            f"aggregator=distributed-dp: {grid.noise_multiplier:.4g} times the clipping norm is the noise on each "
+            f"number of the sum, the noise of {grid.shares:,} clients together. In the mean it is {length:.3g} "
+            f"clipping norms long, and a clipped update is at most one. A client sends {grid.padded:,} numbers of "
+            f"{grid.bits} bits; one grid step is {1 / (grid.scale * grid.clipping_norm):.3g} clipping norms. All "
+            f"rounds cost {cost} at delta {settings.delta:g} if no client drops out. Secure aggregation is simulated "
+            "by a plain sum"
+        )
+        advice = delta_advice(settings.delta, self.job.experiment.num_members)
+        return [said, *([advice] if advice else [])]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``distributed_sums`` for ``result.json``: the grid, and the rounds that were not opened."""
+        grid, layer = self.grid, self._layer
+        return {
+            "distributed_sums": {
+                "mechanism": grid.mechanism,
+                "noise_multiplier": grid.noise_multiplier,
+                "bits": grid.bits,
+                "numbers": grid.padded,
+                "scale": grid.scale,
+                "unopened": layer.unopened if layer else [],
+                "wrapped": layer.wrapped if layer else [],
+            }
+        }

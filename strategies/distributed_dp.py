@@ -1,0 +1,114 @@
+"""The settings of distributed differential privacy: clients add noise to rounded updates, and the server sees the sum.
+
+The arithmetic is in ``fl_sim.privacy.modular_sums``, and the round layer in ``strategies.distributed_sums``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fl_sim.errors import UserError
+from fl_sim.kinds import Choices, is_none, kind_of, path_in
+from fl_sim.local_plan import Sharing
+from fl_sim.settings import Settings
+from fl_sim.types import Aggregate, Cohort
+from strategies.samplers import Cyclic, Everyone
+
+
+class DistributedDP(Settings):
+    """Clients add noise to their updates, and secure aggregation shows the server only the noisy sum.
+
+    Everything that a client sends in a round is one vector. The client clips it to the L2 norm ``clipping_norm``,
+    rotates it by public random signs and a Hadamard matrix, scales it, and rounds it at random to whole numbers. It
+    adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz, Liu 2021).
+    The server adds the messages modulo 2^``bits``, undoes scale and rotation, and divides by the number of messages.
+    Secure aggregation is simulated: this program computes the same sum, without masks.
+
+    Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
+    part. Public are which clients take part in a round, and which drop out. So the sampling of clients does not reduce
+    the cost. The noise of all clients that answer counts, and the cost of a round rises if clients drop out.
+
+    ``epsilon``: the largest epsilon at ``delta`` over the whole run. Without ``noise_multiplier``, the noise is the
+    least one with which all rounds cost ``epsilon``. A sum that would exceed ``epsilon`` is not opened.
+    ``noise_multiplier``: the standard deviation of the noise on the sum, divided by ``clipping_norm``, if all clients
+    of a round answer. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent
+    number. ``headroom``: the number of standard deviations of a number in the sum that fit into half of 2^``bits``.
+    ``noise``: with "secret" the noise differs from run to run. With "seeded" the noise is repeatable, and protects in
+    simulation only.
+    """
+
+    kind: Literal["distributed-dp"] = "distributed-dp"
+    is_private: ClassVar[bool] = True
+    title: ClassVar[str] = "distributed DP"
+    layer: ClassVar[str] = "strategies.distributed_sums:DistributedSums"
+    stage: ClassVar[str] = "fl_sim.stages.distributed_sums:DistributedSumsBill"
+    epsilon: float | None = Field(None, gt=0)
+    delta: float = Field(1e-5, ge=1e-12, lt=1)
+    clipping_norm: float = Field(1.0, gt=0)
+    noise_multiplier: float | None = Field(None, gt=0)
+    mechanism: Literal["skellam", "discrete-gaussian"] = "skellam"
+    bits: int = Field(16, ge=8, le=20)
+    headroom: float = Field(4.0, ge=1)
+    noise: Literal["secret", "seeded"] = "secret"
+
+    @model_validator(mode="after")
+    def _has_noise(self) -> Self:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError(
+                "aggregator=distributed-dp needs aggregator.epsilon, from which the noise is found, or "
+                "aggregator.noise_multiplier: set one of them, for example aggregator.epsilon=8"
+            )
+        return self
+
+    def mean(self, cohort: Cohort, weighting: object) -> Aggregate:
+        """Raise AssertionError: the round layer computes the mean, from sums modulo 2^bits."""
+        del cohort, weighting
+        raise AssertionError("the round layer of distributed-dp computes the mean")
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings with which the stated guarantee would not hold."""
+        if type(self) is not DistributedDP:
+            raise UserError(
+                f"aggregator {kind_of(self)} changes distributed-dp, so its privacy guarantee is not known and no "
+                "epsilon can be computed: take distributed-dp itself"
+            )
+        what = "cannot run under aggregator distributed-dp"
+        self._check_sampler(experiment.sampler, what)
+        algorithm, reason = experiment.algorithm, ""
+        if path_in(type(algorithm), "procedure"):
+            reason = "it has no rounds of local training"
+        elif isinstance(algorithm, Sharing):
+            reason = "its clients share averages of their records without noise before the first round"
+        elif hasattr(algorithm, "weigh"):
+            reason = "it weighs clients, and the server sees only the sum of equal weights"
+        if reason:
+            raise ValueError(
+                f"algorithm {kind_of(algorithm)} {what}: {reason}; take another algorithm, such as fedavg, fedprox or "
+                "scaffold"
+            )
+        for name in ("preprocess", "calibrate"):
+            if not is_none(value := getattr(experiment, name)):
+                raise ValueError(
+                    f"{name} {kind_of(value)} {what}: it reads the clients' records beside the sums, and no statement "
+                    "covers both; leave one of the two out"
+                )
+        if not is_none(experiment.compress):
+            raise ValueError(
+                f"compress {kind_of(experiment.compress)} {what}: sums are taken modulo 2^bits, and a compressed "
+                "message cannot be added; leave compress out, and set fewer aggregator.bits"
+            )
+        if (stack := getattr(experiment.engine, "stack", 0)) > 1:
+            raise ValueError(
+                f"engine.stack={stack} {what}: a stack is a group of clients trained in one batch, so a client's "
+                "rounding depends on the others, and noise does not hide that; leave engine.stack out"
+            )
+
+    def _check_sampler(self, sampler: Any, what: str) -> None:
+        if not (type(sampler) is Everyone or (type(sampler) is Cyclic and sampler.sampling_rate == 1)):
+            raise ValueError(
+                f"sampler {kind_of(sampler)} {what}: the server sees who takes part, so random cohorts reduce no cost, "
+                "and the number of noises in a sum must be known; take sampler=full, or sampler=cyclic, in which a "
+                "client pays for one round in sampler.groups"
+            )

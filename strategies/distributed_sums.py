@@ -1,0 +1,313 @@
+"""Rounds under distributed DP: clients send noisy whole numbers, and a sum is paid for before it is opened.
+
+Secure aggregation is simulated as a sum modulo 2^bits. The settings are in ``strategies.distributed_dp``, and the
+arithmetic in ``fl_sim.privacy.modular_sums``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from clients.client_layer import ClientLayer
+from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
+from fl_sim.params import detached, layout_of, num_parameters, payload_vector, payloads_in, trainable
+from fl_sim.privacy.ledger import Ledger, Receipt
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.modular_sums import Grid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
+from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
+from fl_sim.seeding import seeded_alone
+from fl_sim.store.run_directory import LEDGER, RoundRecord, read_rounds
+from fl_sim.types import (
+    Aggregate,
+    ClientUpdate,
+    Cohort,
+    LocalTask,
+    Packed,
+    Params,
+    Payloads,
+    Reply,
+    ServerState,
+    Size,
+    Trained,
+)
+from strategies.algorithm import Algorithm, first_state, payload_template
+from strategies.answers import UNQUOTED, in_words
+from strategies.distributed_dp import DistributedDP
+from strategies.layer import Beginning, Layer, Stop
+from strategies.private_steps import digest_of
+from strategies.private_updates import check_changes
+
+_SHARE = "share"
+
+
+def terms_of(settings: DistributedDP) -> Terms:
+    """Return the ledger's terms: unit, adjacency, delta and budget."""
+    return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
+
+
+def grid_of(experiment: Any, sent: Payloads) -> Grid:
+    """Return the grid of a run's sums. ``sent``: the payload template of the algorithm.
+
+    If the settings have no noise multiplier, it is the least one that the budget allows. The planned number of noises
+    in a sum is the size of the smallest cohort: all clients, or the smallest group of a cyclic sampler.
+    """
+    dimension, apart = sum(num_parameters(params) for params in sent.values()), experiment.sampler.rounds_apart
+    return _grid(experiment.aggregator, dimension, experiment.num_members // apart, num_charges(experiment))
+
+
+def num_charges(experiment: Any) -> int:
+    """Return the number of charges of a run without drop-outs: one for each round in which a client takes part."""
+    rounds: int = experiment.rounds
+    apart: int = experiment.sampler.rounds_apart
+    return -(-rounds // apart)
+
+
+@lru_cache(maxsize=64)
+def _grid(settings: DistributedDP, dimension: int, shares: int, charges: int) -> Grid:
+    noise_multiplier = settings.noise_multiplier
+    if noise_multiplier is None:
+        assert settings.epsilon is not None
+        noise_multiplier = noise_for(_made(settings, dimension, shares, 1.0), charges, settings.epsilon, settings.delta)
+    return _made(settings, dimension, shares, noise_multiplier)
+
+
+def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier: float) -> Grid:
+    return Grid(
+        dimension, shares, settings.clipping_norm, noise_multiplier,
+        settings.mechanism, settings.bits, settings.headroom,
+    )  # fmt: skip
+
+
+@dataclass
+class DistributedSums(Layer):
+    """Charges each round's noisy sum to the privacy ledger before the sum is opened, and turns it into a mean.
+
+    ``noise``: the source that identifies this run's releases in the ledger; it draws no noise, as clients do that.
+    ``grid``: the grid of the sums. The stage sets it before the first round. ``unopened``: the rounds whose sums the
+    budget did not allow. ``wrapped``: the rounds whose sums probably went around the modulus.
+    """
+
+    settings: DistributedDP
+    rounds_apart: int
+    seed: int
+    ledger: Ledger
+    noise: Noise
+    grid: Grid | None = None
+    unopened: list[int] = field(default_factory=list)
+    wrapped: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> DistributedSums:
+        """Return the layer of a new or resumed run in run directory ``out``; it opens the ledger there.
+
+        A resumed run with secret noise has new noise. So a round that was charged but not finished costs again.
+        """
+        settings, paid = experiment.aggregator, progress.get("receipt")
+        seeded = Noise.seeded(int.from_bytes(hashlib.sha256(digest_of(experiment).encode()).digest()))
+        receipt = None if paid is None else Receipt.from_json(paid)
+        ledger = Ledger(terms_of(settings), out / LEDGER, receipt=receipt, holder="what this run has released so far")
+        noise = seeded if settings.noise == "seeded" else Noise.secret()
+        return cls(settings, experiment.sampler.rounds_apart, experiment.seed, ledger, noise)
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
+        """Return the layer's code on clients, which clips, rounds and adds noise."""
+        params = detached(trainable(model()).items())
+        with seeded_alone(0, "template"):
+            template = payload_template(algorithm, first_state(algorithm, params, experiment.local.personal))
+        run_digest = digest_of(experiment) if experiment.aggregator.noise == "seeded" else ""
+        return ClientShares(grid_of(experiment, template), template, experiment.seed, run_digest)
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if clients send other numbers than changes of the model, or if one round costs too much."""
+        check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
+        settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
+        cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
+            grid.event(grid.shares), release="one round", noise=""
+        )
+        if cost is None:
+            raise UserError(
+                f"the noise of aggregator distributed-dp gives no guarantee: each of {grid.shares:,} clients would add "
+                f"noise of {grid.share_variance**0.5:.3g} grid steps; set a larger aggregator.noise_multiplier or more "
+                "aggregator.bits"
+            )
+        if settings.epsilon is not None and cost > settings.epsilon:
+            raise UserError(
+                f"aggregator.epsilon={settings.epsilon:g} does not afford one round, which costs {rounded_up(cost)} at "
+                f"delta {settings.delta:g}: take a larger aggregator.noise_multiplier or epsilon, or leave "
+                "noise_multiplier out, and the noise is found from epsilon"
+            )
+
+    @classmethod
+    def check_directory(cls, experiment: Any, out: Path) -> None:
+        """Raise RunError if the run has published rounds whose costs are missing in the privacy ledger."""
+        path, spent = out / LEDGER, max((one.epsilon or 0.0 for one in read_rounds(out)), default=0.0)
+        found = Ledger(terms_of(experiment.aggregator), path).epsilon if path.exists() else 0.0
+        if found is not None and found < spent:
+            raise RunError(
+                f"{path} holds charges of epsilon {found:.4g}, but rounds of epsilon {spent:.4g} were released: put an "
+                "unchanged copy of it back, or start a new run in a fresh directory, which pays again"
+            )
+
+    def begin(self, server_round: int) -> None:
+        """Raise Stop if the budget does not cover a round in which all clients answer.
+
+        The round is charged later, when the number of its answers is known, and before the sum is opened.
+        """
+        if not self.affords(server_round):
+            raise Stop(f"privacy budget spent after {server_round - 1} rounds (epsilon {self.settings.epsilon:g})")
+        self.inner.begin(server_round)
+
+    def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Count failed clients as clients that dropped out.
+
+        Raises RunError if no client answered, without the reasons, which go to a private file.
+        """
+        if failed and not answered:
+            raise RunError(
+                f"no client sent a valid update in round {server_round}, so the cause is the set-up (the data, the "
+                f"model, a setting) and not a single client; {UNQUOTED}",
+                private=in_words("client", failed),
+            )
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the mean of the clients' updates from their sum modulo 2^bits, after its cost is in the ledger.
+
+        Returns None, so that the model stays as it is, if no client answered, or if the budget does not cover the noise
+        of so few answers.
+        """
+        assert self.grid is not None
+        if not (present := len(cohort.replies)):
+            return None
+        try:
+            self._pay(cohort.server_round, present)
+        except BudgetExhausted:
+            self.unopened.append(cohort.server_round)
+            return None
+        total = np.zeros(self.grid.padded, np.int64)
+        for reply in cohort.replies:  # secure aggregation: the server learns this sum, and no single message
+            total = (total + reply.payloads[_SHARE][_SHARE].numpy()) % self.grid.modulus
+        if wraps_around(total, self.grid):
+            self.wrapped.append(cohort.server_round)
+        mean = mean_of_sum(total, present, self.grid, seed=self.seed, server_round=cohort.server_round)
+        template = payload_template(algorithm, server)
+        return Aggregate(payloads_in(torch.from_numpy(mean), template), participation=present / cohort.num_clients)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the fields of the round's line in ``rounds.jsonl``, with the epsilon of all rounds so far."""
+        return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
+
+    def affords(self, server_round: int) -> bool:
+        """Return True if the budget covers the round if all clients answer, or if the ledger contains this cost."""
+        assert self.grid is not None
+        event = self.grid.event(self.grid.shares)
+        return self._is_paid(server_round, self.grid.shares) or self.ledger.affords(event)
+
+    def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
+        """Return warnings on sums that were not opened, and on sums that went around the modulus."""
+        warnings = self.inner.conclusions(rounds)
+        if self.unopened:
+            warnings.append(
+                f"in {len(self.unopened)} rounds (first: round {self.unopened[0]}) so many clients dropped out that "
+                "their noise was too little for the budget: these sums were not opened, and the model did not change"
+            )
+        if self.wrapped:
+            warnings.append(
+                f"in {len(self.wrapped)} rounds (first: round {self.wrapped[0]}) the sum filled the range of "
+                f"2^{self.settings.bits}, so some of its numbers probably went around it: set more aggregator.bits or "
+                "a larger aggregator.headroom"
+            )
+        return warnings
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the receipt (number and digest) of all ledger entries, for the checkpoint."""
+        return {"receipt": self.ledger.receipt.to_json()}
+
+    def _pay(self, server_round: int, present: int) -> None:
+        """Write the cost of a round's sum with ``present`` answers to the ledger. Raises BudgetExhausted.
+
+        With a cyclic sampler, one charge covers the rounds in which no client takes part twice. A later round of these
+        with fewer answers is charged again.
+        """
+        assert self.grid is not None
+        if not self._is_paid(server_round, present):
+            counted = min(present, self.grid.shares)
+            release = self._release(server_round, counted)
+            self.ledger.charge(self.grid.event(counted), release=release, noise=self.noise.identity)
+
+    def _is_paid(self, server_round: int, present: int) -> bool:
+        assert self.grid is not None
+        enough = range(1, min(present, self.grid.shares) + 1)
+        return any(self.ledger.has_charged(self._release(server_round, few), self.noise.identity) for few in enough)
+
+    def _release(self, server_round: int, counted: int) -> str:
+        assert self.grid is not None
+        first = (server_round - 1) // self.rounds_apart * self.rounds_apart + 1
+        rounds = f"round {first}" if self.rounds_apart == 1 else f"rounds {first} to {first + self.rounds_apart - 1}"
+        return rounds if counted == self.grid.shares else f"{rounds}, {counted} of {self.grid.shares} noises"
+
+
+@dataclass(frozen=True)
+class ClientShares(ClientLayer):
+    """Turns an update into whole numbers with noise, modulo 2^bits.
+
+    ``template``: the payload template of the algorithm. ``seed``: the public seed of the rotation. ``run_digest``: a
+    digest of the experiment, from which seeded noise comes; empty for secret noise.
+    """
+
+    grid: Grid
+    template: Payloads
+    seed: int
+    run_digest: str
+
+    def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
+        """Return the client's numbers, of weight 1 and without loss. The client state stays with the client.
+
+        A client without records sends the noise alone. Raises RunError if names or shapes of the update are not those
+        of the template, because these could tell facts about records.
+        """
+        del task, trained
+        shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
+        if shapes[0] != shapes[1] or update.packed:
+            raise RunError(
+                "the algorithm's update has other tensors than that of a client without records, so its form could "
+                "tell facts about records: let finish return tensors with the same names and shapes for all clients"
+            )
+        values = payload_vector(update.payloads, self.template).double().cpu().numpy()
+        if not came.num_examples:
+            values = np.zeros_like(values)
+        noise = self._noise(came.client, came.server_round)
+        share = share_of(values, self.grid, noise, seed=self.seed, server_round=came.server_round)
+        first, *others = self.template
+        content = {first: Packed.of(torch.zeros(0), packed(share, self.grid.bits))}
+        content |= {name: Packed.blank(Size(0)) for name in others}
+        return ClientUpdate({}, 1, None, update.state, content)
+
+    def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
+        """Return the sizes of the message: all numbers together are in the first group of tensors."""
+        del model
+        first, *others = template
+        return {first: Size(0, self.grid.num_bytes), **dict.fromkeys(others, Size(0))}
+
+    def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
+        """Return the reply with the client's numbers as its only tensor."""
+        del server_round
+        numbers = unpacked(reply.packed[next(iter(template))].bits, self.grid.padded, self.grid.bits)
+        return Reply(reply.client, {_SHARE: {_SHARE: torch.from_numpy(numbers)}}, 1, None)
+
+    def _noise(self, client: int, server_round: int) -> Noise:
+        """Return a source of noise that serves this one message."""
+        if not self.run_digest:
+            return Noise.secret()
+        text = f"{self.run_digest} {client} {server_round}"
+        return Noise.seeded(int.from_bytes(hashlib.sha256(text.encode()).digest()))
