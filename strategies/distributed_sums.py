@@ -22,7 +22,7 @@ from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.params import detached, layout_of, num_parameters, payload_vector, payloads_in, trainable
 from fl_sim.privacy.ledger import Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.modular_sums import Grid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
+from fl_sim.privacy.modular_sums import SumGrid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
 from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 from fl_sim.seeding import seeded_alone
 from fl_sim.store.run_directory import LEDGER, RoundRecord, read_rounds
@@ -54,7 +54,7 @@ def terms_of(settings: DistributedDP) -> Terms:
     return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
-def grid_of(experiment: Any, sent: Payloads) -> Grid:
+def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
     """Return the grid of a run's sums. ``sent``: the payload template of the algorithm.
 
     If the settings have no noise multiplier, it is the least one that the budget allows. The planned number of noises
@@ -72,7 +72,7 @@ def num_charges(experiment: Any) -> int:
 
 
 @lru_cache(maxsize=64)
-def _grid(settings: DistributedDP, dimension: int, shares: int, charges: int) -> Grid:
+def _grid(settings: DistributedDP, dimension: int, shares: int, charges: int) -> SumGrid:
     noise_multiplier = settings.noise_multiplier
     if noise_multiplier is None:
         assert settings.epsilon is not None
@@ -80,8 +80,8 @@ def _grid(settings: DistributedDP, dimension: int, shares: int, charges: int) ->
     return _made(settings, dimension, shares, noise_multiplier)
 
 
-def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier: float) -> Grid:
-    return Grid(
+def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier: float) -> SumGrid:
+    return SumGrid(
         dimension, shares, settings.clipping_norm, noise_multiplier,
         settings.mechanism, settings.bits, settings.headroom,
     )  # fmt: skip
@@ -101,7 +101,7 @@ class DistributedSums(Layer):
     seed: int
     ledger: Ledger
     noise: Noise
-    grid: Grid | None = None
+    grid: SumGrid | None = None
     unopened: list[int] = field(default_factory=list)
     wrapped: list[int] = field(default_factory=list)
 
@@ -265,7 +265,7 @@ class ClientShares(ClientLayer):
     digest of the experiment, from which seeded noise comes; empty for secret noise.
     """
 
-    grid: Grid
+    grid: SumGrid
     template: Payloads
     seed: int
     run_digest: str

@@ -185,6 +185,16 @@ def test_the_engines_agree_on_what_clients_make_private(kind: str, one_ray: None
 
 
 @pytest.mark.cluster
+def test_the_engines_agree_on_sums_of_whole_numbers(one_ray: None, tmp_path: Path) -> None:
+    base = settings("scaffold", "inprocess", "mlp").model_dump()
+    base |= {"aggregator": {"kind": "distributed-dp", "noise_multiplier": 1.0, "noise": "seeded"}}
+    base |= {"sampler": "full", "compress": "none", "evaluate": {}}
+    results = [run(experiment_from({**base, "engine": engine}), tmp_path / engine) for engine in ("inprocess", "ray:2")]
+    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+    assert results[0]["privacy"][0]["epsilon"] == results[1]["privacy"][0]["epsilon"]
+
+
+@pytest.mark.cluster
 def test_the_engines_agree_on_the_votes_of_teachers(
     one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def drawn(
 
 
 @dataclass(frozen=True)
-class Table:
+class NoiseTable:
     """The distribution function of the absolute value |N| of a noise number.
 
     Entry k is P(|N| <= k) times 2^127, rounded down: ``high`` holds its first 63 binary digits, ``low`` its last 64.
@@ -70,7 +70,7 @@ class Table:
 
 
 @lru_cache(maxsize=4)
-def table_of(mechanism: Mechanism, variance: float) -> Table:
+def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
     """Return the table of a noise. It takes about a second for a standard deviation of 40,000 grid steps."""
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
@@ -83,7 +83,7 @@ def table_of(mechanism: Mechanism, variance: float) -> Table:
         cumulative += 2 * weight
         threshold = min((cumulative << _DIGITS) // total, (1 << _DIGITS) - 1)
         high[k], low[k] = threshold >> 64, threshold & _MASK
-    return Table(high, low)
+    return NoiseTable(high, low)
 
 
 def _skellam_weights(numerator: int, last: int) -> list[int]:

@@ -38,7 +38,7 @@ EDGE: Final = 0.75
 
 
 @dataclass(frozen=True)
-class Grid:
+class SumGrid:
     """The grid of a noisy sum, and its noise. All fields are public.
 
     ``dimension``: the number of numbers in a client's vector. ``shares``: the number of clients whose noise adds up to
@@ -132,7 +132,7 @@ class Grid:
         return math.sqrt(variance) / self.scale / self.shares
 
 
-def noise_for(grid: Grid, rounds: int, epsilon: float, delta: float) -> float:
+def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the least noise multiplier with which ``rounds`` sums of all shares cost at most ``epsilon`` at ``delta``.
 
     The noise multiplier of ``grid`` is not read. Raises UserError if no noise reaches ``epsilon``.
@@ -156,7 +156,7 @@ def noise_for(grid: Grid, rounds: int, epsilon: float, delta: float) -> float:
 
 
 def share_of(
-    values: NDArray[np.float64], grid: Grid, noise: Noise, *, seed: int, server_round: int
+    values: NDArray[np.float64], grid: SumGrid, noise: Noise, *, seed: int, server_round: int
 ) -> NDArray[np.int64]:
     """Return the numbers that a client sends in a round: its rounded ``values`` plus its noise, modulo 2^bits.
 
@@ -170,7 +170,7 @@ def share_of(
     return (rounded + added) % grid.modulus
 
 
-def rotated(values: NDArray[np.float64], grid: Grid, *, seed: int, server_round: int) -> NDArray[np.float64]:
+def rotated(values: NDArray[np.float64], grid: SumGrid, *, seed: int, server_round: int) -> NDArray[np.float64]:
     """Return the clipped, rotated and scaled ``values``, shape (padded,)."""
     factor = clip_factor(float(np.linalg.norm(values)), grid.clipping_norm)
     padded = np.zeros(grid.padded)
@@ -179,7 +179,7 @@ def rotated(values: NDArray[np.float64], grid: Grid, *, seed: int, server_round:
     return hadamard(padded * signs(seed, server_round, grid.padded)) * grid.scale
 
 
-def rounded_to_grid(scaled: NDArray[np.float64], grid: Grid, noise: Noise, server_round: int) -> NDArray[np.int64]:
+def rounded_to_grid(scaled: NDArray[np.float64], grid: SumGrid, noise: Noise, server_round: int) -> NDArray[np.int64]:
     """Return ``scaled`` rounded at random to whole numbers, of a squared norm of at most ``grid.most_squared``."""
     below = np.floor(scaled)
     upwards = scaled - below
@@ -192,7 +192,7 @@ def rounded_to_grid(scaled: NDArray[np.float64], grid: Grid, noise: Noise, serve
 
 
 def mean_of_sum(
-    total: NDArray[np.int64], present: int, grid: Grid, *, seed: int, server_round: int
+    total: NDArray[np.int64], present: int, grid: SumGrid, *, seed: int, server_round: int
 ) -> NDArray[np.float64]:
     """Return the mean of the vectors of ``present`` clients, shape (dimension,).
 
@@ -203,13 +203,13 @@ def mean_of_sum(
     return found[: grid.dimension]
 
 
-def centred(total: NDArray[np.int64], grid: Grid) -> NDArray[np.int64]:
+def centred(total: NDArray[np.int64], grid: SumGrid) -> NDArray[np.int64]:
     """Return the numbers of the sum from -2^(bits-1) to 2^(bits-1) - 1, which are equal to ``total`` modulo 2^bits."""
     half = grid.modulus // 2
     return np.asarray((total + half) % grid.modulus - half)
 
 
-def wraps_around(total: NDArray[np.int64], grid: Grid) -> bool:
+def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
     """Return True if so many numbers of the sum lie near the edge of the modulus that some probably went beyond.
 
     Numbers with ``headroom`` standard deviations in half of the modulus seldom lie there. The answer is computed from

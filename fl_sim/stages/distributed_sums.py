@@ -14,7 +14,7 @@ from dp_accounting import dp_event
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.bill import payment_of
-from fl_sim.privacy.modular_sums import Grid
+from fl_sim.privacy.modular_sums import SumGrid
 from fl_sim.privacy.terms import delta_advice, rounded_up
 from fl_sim.simulation.stage import Run, Stage
 from strategies.algorithm import first_state, payload_template
@@ -44,7 +44,7 @@ class DistributedSumsBill(Stage):
         self._layer: DistributedSums | None = None
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> SumGrid:
         """Return the grid of the sums, and their noise."""
         experiment = self.job.experiment
         params = detached(trainable(self.job.model()).items())

@@ -13,7 +13,7 @@ from fl_sim.errors import Malformed, RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.privacy import audit, modular_sums
 from fl_sim.privacy.accounting import epsilon_of_counts
-from fl_sim.privacy.modular_sums import Grid, centred, unpacked
+from fl_sim.privacy.modular_sums import SumGrid, centred, unpacked
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalSettings, LocalTask, Reply, ServerState, Size, Trained
 from strategies.algorithm import payload_template
 from strategies.distributed_sums import ClientShares, DistributedSums, grid_of
@@ -36,7 +36,7 @@ def _experiment(clients: int = 4, rounds: int = 3, sampler: Any = "full", **aggr
     )  # fmt: skip
 
 
-def _half(grid: Grid, run_digest: str = "") -> ClientShares:
+def _half(grid: SumGrid, run_digest: str = "") -> ClientShares:
     return ClientShares(grid, TEMPLATE, SEED, run_digest)
 
 

@@ -184,9 +184,9 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
       fl-sim privacy distributed-dp --clients 100 --parameters 7850 --rounds 10 --epsilon 8
     """
     with importing():
-        from fl_sim.privacy.modular_sums import Grid  # noqa: PLC0415 (slow)
+        from fl_sim.privacy.modular_sums import SumGrid  # noqa: PLC0415 (slow)
 
-    grid = Grid(parameters, clients, 1.0, 1.0, mechanism, bits, headroom)
+    grid = SumGrid(parameters, clients, 1.0, 1.0, mechanism, bits, headroom)
     plan = sums_code.answer(sums_code.SumsRequest(grid, noise_multiplier, rounds, epsilon, delta, dropped))
     for warning in plan["warnings"]:
         say(f"warning: {warning}", err=True)

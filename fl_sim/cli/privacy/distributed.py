@@ -5,7 +5,7 @@ from typing import Any
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import epsilon_of_counts, steps_that_fit
-from fl_sim.privacy.modular_sums import Grid, noise_for
+from fl_sim.privacy.modular_sums import SumGrid, noise_for
 from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, rounded_up, valid_delta
 
 
@@ -18,7 +18,7 @@ class SumsRequest:
     drop out in each round.
     """
 
-    grid: Grid
+    grid: SumGrid
     noise: float | None
     rounds: int | None
     target: float | None

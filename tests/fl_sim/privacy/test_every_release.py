@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -35,9 +35,11 @@ from fl_sim import models
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.params import detached, trainable
-from fl_sim.privacy import mechanisms
+from fl_sim.privacy import mechanisms, modular_sums
 from fl_sim.privacy.events import pure_epsilon
+from fl_sim.privacy.integer_noise import Mechanism
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.modular_sums import SumGrid
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Cost, GNMaxCost, LNMaxCost
 from fl_sim.training import per_record
@@ -354,6 +356,33 @@ def test_client_update(worlds: Both, length: float, noise_multiplier: float, tmp
     assert found <= claimed * (1 + 1e-12)
     if length >= 1 and math.isfinite(length):
         assert found > 0.95 * claimed
+
+
+@pytest.mark.parametrize("mechanism", get_args(Mechanism))
+@pytest.mark.parametrize("length", [0.3, 1.0, 1e3, math.inf])
+@pytest.mark.parametrize("noise_multiplier", [0.7, 40.0])
+def test_integer_sums(
+    mechanism: Mechanism, length: float, noise_multiplier: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(1).normal(size=50)
+    values *= length * 0.37 / np.linalg.norm(values) if math.isfinite(length) else math.nan
+    grid, variances = SumGrid(50, 3, 0.37, noise_multiplier, mechanism), list[float]()
+
+    def none(mechanism: str, variance: float, noise: Noise, count: int, **more: object) -> np.ndarray:
+        variances.append(variance)
+        return np.zeros(count, np.int64)
+
+    monkeypatch.setattr(modular_sums, "drawn", none)
+    sums = [
+        sum(modular_sums.share_of(row, grid, NOISE, seed=3, server_round=1) for row in (values * there, 0 * values))
+        for there in (1.0, 0.0)
+    ]
+    moved, event = modular_sums.centred(sums[0] - sums[1], grid), grid.event(2)
+    assert event.variance == variances[0] + variances[1]  # a third client dropped out
+    assert float((moved**2).sum()) <= event.l2**2 * (1 + 1e-12)
+    assert float(np.abs(moved).sum()) <= event.l1 * (1 + 1e-12)
+    if length >= 1 and math.isfinite(length):
+        assert float((moved**2).sum()) > 0.95 * event.l2**2
 
 
 def _without_first(factors: torch.Tensor) -> torch.Tensor:

@@ -221,6 +221,37 @@ def test_local_dp_is_about_clients_whose_data_are_replaced() -> None:
     assert "full: every client takes part" in shown
 
 
+DISTRIBUTED = ("distributed-dp", "--clients", "100", "--parameters", "7850")
+
+
+def test_distributed_dp_finds_each_quantity_from_the_others() -> None:
+    plan = call(*DISTRIBUTED, "--rounds", "10", "--epsilon", "8", "--dropped", "20")
+    assert (plan["unit"], plan["adjacency"], plan["asked"]) == ("client", "add-or-remove-one", "noise_multiplier")
+    assert 7.99 < plan["epsilon"] <= 8.0 < plan["epsilon_with_dropped"]
+    assert (plan["numbers"], plan["bytes"]) == (8192, 16384)
+    z = str(plan["noise_multiplier"])
+    assert call(*DISTRIBUTED, "--rounds", "10", "--noise-multiplier", z)["epsilon"] == plan["epsilon"]
+    fits = call(*DISTRIBUTED, "--noise-multiplier", z, "--epsilon", "8")
+    assert (fits["asked"], fits["rounds"]) == ("rounds", 10)
+    [less] = {plan["epsilon_with_dropped"]} - {plan["epsilon"]}
+    fewer = call(*DISTRIBUTED, "--rounds", "10", "--noise-multiplier", str(plan["noise_multiplier"] * 0.8**0.5))
+    assert less == pytest.approx(fewer["epsilon"], rel=0.01)
+    shown = CliRunner().invoke(app, [*DISTRIBUTED, "--rounds", "10", "--epsilon", "8", "--dropped", "20"]).stdout
+    for words in ("8,192 numbers of 16 bits, 16,384 bytes", "secure aggregation is", "if 20 drop out a round"):
+        assert words in shown
+
+
+def test_distributed_dp_refuses_what_cannot_be_planned() -> None:
+    assert "give two of --noise-multiplier, --rounds, --epsilon" in refusal(*DISTRIBUTED, "--rounds", "10")
+    assert "at least one must answer" in refusal(*DISTRIBUTED, "--rounds", "1", "--epsilon", "8", "--dropped", "100")
+    few = refusal(*DISTRIBUTED, "--rounds", "10", "--epsilon", "1", "--bits", "8")
+    assert "out of reach with 8 bits" in few
+    broken = refusal(*DISTRIBUTED, "--rounds", "10", "--epsilon", "8", "--delta", "0")
+    assert "delta" in broken
+    advice = CliRunner().invoke(app, [*DISTRIBUTED, "--rounds", "1", "--epsilon", "8", "--delta", "0.005"])
+    assert "warning: delta 0.005 is large for 100 protected units" in advice.stderr
+
+
 def test_a_plan_of_dp_sgd_names_the_setting_of_a_run_with_this_cost() -> None:
     sampling = ("--sampling-rate", "0.01", "--noise-multiplier", "1", "--delta", "1e-5")
     runner = CliRunner()
