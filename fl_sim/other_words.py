@@ -49,6 +49,7 @@ def bare(name: str) -> str:
 
 _DP_SGD: Final = "dp_sgd dpsgd opacus dp private privacy privacy_engine record_level_dp dp_fedsgd dpfedavg"
 _LOCAL_DP: Final = "local_dp ldp localdpmod local_differential_privacy"
+_DISTRIBUTED_DP: Final = "distributed_dp ddgauss skellam secagg secagg+ secure_aggregation secaggplusworkflow"
 _OF_PRIVACY: Final = {
     (
         "for noise in the clients' training steps (DP-SGD) set local.privacy=dp-sgd local.privacy.epsilon=8. Also "
@@ -60,6 +61,10 @@ _OF_PRIVACY: Final = {
         "for noise on each client's update (local differential privacy) set local.privacy=local-dp "
         "local.privacy.epsilon=8; docs/privacy.md compares it with the other guarantees"
     ): _LOCAL_DP,
+    (
+        "for noise that the clients add together, and a server that sees only sums (distributed differential privacy), "
+        "set aggregator=distributed-dp aggregator.epsilon=8; secure aggregation itself is simulated by a plain sum"
+    ): _DISTRIBUTED_DP,
 }
 
 OF_PRIVACY: Final = {bare(word): reason for reason, words in _OF_PRIVACY.items() for word in words.split()}

@@ -185,6 +185,12 @@ def test_noise_on_an_update_is_answered_with_its_setting(typed: str) -> None:
         experiment_from(with_overrides({}, [typed]))
 
 
+@pytest.mark.parametrize("typed", ["algorithm=secagg", "aggregator=skellam", "secure_aggregation=true"])
+def test_secure_aggregation_is_answered_with_the_setting_that_simulates_it(typed: str) -> None:
+    with pytest.raises(UserError, match=r"aggregator=distributed-dp aggregator\.epsilon=8.*simulated by a plain sum"):
+        experiment_from(with_overrides({}, [typed]))
+
+
 def test_an_option_of_other_programs_is_answered_with_the_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

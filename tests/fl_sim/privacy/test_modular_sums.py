@@ -101,7 +101,7 @@ def test_with_many_bits_cost_and_error_are_those_of_the_central_gaussian(mechani
         assert central <= grid.noise_multiplier <= (1 + tolerance) * central
         at_z = {replace(grid, noise_multiplier=central).event(100): 10}
         assert 8.0 * (1 - 1e-4) <= epsilon_of_counts(at_z, 1e-5) <= 8.0 * (1 + 2 * tolerance)
-        assert grid.std_of_mean == pytest.approx(central / 100, rel=2 * tolerance)
+        assert grid.std_of_mean == pytest.approx(central / 100, rel=tolerance)
     grid, vectors = SumGrid(250, 10, 2.0, 1.5, mechanism, 16), _vectors(10, 250, 2.0)
     errors = [_mean(vectors, grid, number) - vectors.mean(axis=0) for number in range(1, 21)]
     assert np.mean(np.square(errors)) == pytest.approx((1.5 * 2.0 / 10) ** 2, rel=0.07)
