@@ -47,7 +47,7 @@ class DistributedDP(Settings):
     epsilon: float | None = Field(None, gt=0)
     delta: float = Field(1e-5, ge=1e-12, lt=1)
     clipping_norm: float = Field(1.0, gt=0)
-    noise_multiplier: float | None = Field(None, gt=0)
+    noise_multiplier: float | None = Field(None, gt=0, le=1e6)
     mechanism: Literal["skellam", "discrete-gaussian"] = "skellam"
     bits: int = Field(16, ge=8, le=20)
     headroom: float = Field(4.0, ge=1)

@@ -8,8 +8,8 @@ and 2).
 * The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. It spreads a vector evenly
   over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
 * Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound, which at least 39 %
-  of the tries reach (conditional rounding; proposition 22 and lemma 28 there, beta = e^(-1/2)). The bound is the
-  sensitivity: a client without data sends a rounded vector of zeros.
+  of the tries reach (conditional rounding with beta = e^(-1/2), there). The bound is the sensitivity: a client without
+  data sends a rounded vector of zeros.
 * The scale is the largest one for which ``headroom`` standard deviations of the sum fit into half of the modulus, also
   if all clients send the same vector.
 """
@@ -32,6 +32,8 @@ from fl_sim.seeding import rng
 
 MOST_TRIES: Final = 500
 """The number of tries of rounding, which fail together with a probability below 10^-100. Then zeros are sent."""
+
+_BLOCK: Final = 2**15  # numbers, a multiple of 8, so that a block fills whole bytes
 
 EDGE: Final = 0.75
 """A number of the sum lies near the edge if it exceeds this part of half of the modulus."""
@@ -224,8 +226,9 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
     """Return the bytes of ``numbers`` from 0 to 2^``bits`` - 1, the lowest bit of each number first."""
     if bits == 16:  # the usual case, without the slow single bits
         return numbers.astype("<u2").view(np.uint8)
-    each = numbers[:, None] >> np.arange(bits) & 1
-    return np.packbits(each.astype(np.uint8), bitorder="little")
+    blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
+    each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]
+    return np.concatenate([np.zeros(0, np.uint8), *each])
 
 
 def unpacked(content: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
@@ -235,7 +238,10 @@ def unpacked(content: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.in
     each = np.unpackbits(content, bitorder="little")
     if each[count * bits :].any():
         raise Malformed("sent packed numbers whose unused bits are not 0")
-    return each[: count * bits].reshape(count, bits).astype(np.int64) @ (1 << np.arange(bits, dtype=np.int64))
+    numbers = np.zeros(count, np.int64)
+    for place, column in enumerate(each[: count * bits].reshape(count, bits).T):
+        numbers |= column.astype(np.int64) << place
+    return numbers
 
 
 def hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -173,7 +173,7 @@ def integer_noise_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) ->
 
 
 def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bound of Agarwal, Kairouz and Liu 2021, theorem 3.5, at whole orders, and its interpolation.
+    """Return the bound of Agarwal, Kairouz and Liu 2021 at whole orders, and its interpolation between them.
 
     (order - 1) times the divergence is convex in the order, and 0 at order 1. So a straight line is an upper bound.
     """
@@ -192,7 +192,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
 
 
 def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bound of Kairouz, Liu and Steinke 2021, theorem 1."""
+    """Return the bound of Kairouz, Liu and Steinke 2021 for sums of discrete Gaussians, the least of three."""
     l1, l2, d = event.vectors * event.l1, event.vectors * event.l2, event.dimension
     each = event.variance / event.shares
     if not each >= _LEAST_STD**2:

@@ -30,9 +30,10 @@ COVERS: Final = (
 )
 DOES_NOT_COVER: Final = (
     "Secure aggregation, which hides single messages from the server: it is assumed, and this simulation replaces it "
-    "by a plain sum. The other clients are trusted to add their noise and to keep it to themselves. Public are which "
-    "clients take part in a round, and which drop out: sampling clients reduces no cost, and rounds to come are taken "
-    "to have no more clients that drop out. Choices made by looking at private data. What many clients have in common."
+    "by a plain sum. The other clients are trusted to add their noise and to keep it to themselves. Which clients take "
+    "part in a round, and which drop out, are treated as public and independent of the data: sampling clients reduces "
+    "no cost, and rounds to come are taken to have no drop-outs. Choices made by looking at private data. What many "
+    "clients have in common, which is what the model is meant to learn."
 )
 
 

@@ -137,6 +137,17 @@ def test_the_bound_for_discrete_gaussians_is_never_below_the_exact_divergence(sh
             assert _divergence(logs, shift, order) <= bound * (1 + 1e-9)
 
 
+def test_the_bound_for_skellam_noise_is_that_of_its_paper() -> None:
+    """alpha D2^2 / (2 mu) + min(((2 alpha - 1) D2^2 + 6 D1) / (4 mu^2), 3 D1 / (2 mu)), with D1 = 6 and D2 = 2."""
+    orders = np.array([2.0, 3.0, 2.5])
+    found = integer_noise_curve(SkellamDpEvent(8.0, 6.0, 2.0), orders)
+    assert found[0] == pytest.approx(0.5 + (3 * 4 + 36) / 256)
+    assert found[1] == pytest.approx(0.75 + (5 * 4 + 36) / 256)
+    assert found[2] == pytest.approx((0.5 * found[0] + 0.5 * 2 * found[1]) / 1.5)  # a line in (order - 1) D
+    [small] = integer_noise_curve(SkellamDpEvent(0.5, 6.0, 2.0), orders[:1])
+    assert small == pytest.approx(8 + min((12 + 36) / 1.0, 18.0))
+
+
 @given(st.floats(1e-3, 1e12), st.floats(1.0, 1e6), st.integers(1, 2**22))
 def test_curves_rise_with_the_order_and_are_no_numbers_that_accountants_refuse(
     variance: float, l2: float, dimension: int

@@ -109,7 +109,7 @@ def test_with_many_bits_cost_and_error_are_those_of_the_central_gaussian(mechani
 
 
 def test_fewer_bits_mean_more_error() -> None:
-    """The curve of Kairouz, Liu and Steinke 2021, figure 1, for d = 250 and n = 100: from 12 bits on it is flat."""
+    """As for the means of Kairouz, Liu and Steinke 2021, with d = 250 and n = 100: from 12 bits on it is flat."""
     errors = []
     for bits in (8, 10, 12, 16):
         grid = SumGrid(250, 100, 1.0, 1.0, "discrete-gaussian", bits)
