@@ -183,8 +183,8 @@ class DistributedSums(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the mean of the clients' updates from their sum modulo 2^bits, after its cost is in the ledger.
 
-        Returns None, so that the model stays as it is, if no client answered, or if the budget does not cover the noise
-        of so few answers.
+        Returns None if no client answered, or if the budget does not cover the noise of so few answers. The model then
+        stays as it is.
         """
         assert self.grid is not None
         if not (present := len(cohort.replies)):
@@ -274,7 +274,7 @@ class ClientShares(ClientLayer):
         """Return the client's numbers, of weight 1 and without loss. The client state stays with the client.
 
         A client without records sends the noise alone. Raises RunError if names or shapes of the update are not those
-        of the template, because these could tell facts about records.
+        of the template: these could tell facts about records.
         """
         del task, trained
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]

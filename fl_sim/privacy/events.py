@@ -47,8 +47,8 @@ class IntegerNoiseDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
     """The event of a sum of integer vectors plus integer noise. It is the base class of the events for two noises.
 
     ``variance``: the variance of the noise on each number of the sum. ``l1`` and ``l2``: the largest L1 norm and L2
-    norm of the vector of one unit. ``vectors``: 1 where the unit's data are replaced by nothing, and 2 where they are
-    replaced by other data, so that the sum moves by the difference of two such vectors.
+    norm of the vector of one unit. ``vectors``: 1 where the unit's data are replaced by nothing. 2 where they are
+    replaced by other data: the sum then moves by the difference of two such vectors.
     """
 
     variance: float

@@ -2,9 +2,9 @@
 
 * Skellam noise is the difference of two independent Poisson numbers of the same mean. A sum of Skellam numbers is
   Skellam again (Agarwal, Kairouz, Liu 2021, "The Skellam mechanism for differentially private federated learning").
-* A discrete Gaussian number of parameter s^2 is k with a probability proportional to exp(-k^2 / (2 s^2)) (Canonne,
-  Kamath, Steinke 2020). A sum of such numbers is only close to one (Kairouz, Liu, Steinke 2021, "The distributed
-  discrete Gaussian mechanism for federated learning with secure aggregation").
+* A discrete Gaussian number of parameter s^2 is k with a probability in proportion to exp(-k^2 / (2 s^2)). See Canonne,
+  Kamath, Steinke 2020. A sum of such numbers is only close to one: see Kairouz, Liu, Steinke 2021, "The distributed
+  discrete Gaussian mechanism for federated learning with secure aggregation".
 
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
 table has 127 digits and ends where the tail is below 2^-130. So the distribution of a number is within 2^-104 of the

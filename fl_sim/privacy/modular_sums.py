@@ -1,17 +1,17 @@
 """Noisy sums of vectors modulo 2^bits, for differential privacy without a trusted server.
 
-A client clips its vector, rotates it, scales it to a grid of whole numbers, rounds it at random, and adds integer
-noise. It sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and nothing else.
-The server takes the sum as a number around 0, and undoes scale and rotation (Kairouz, Liu, Steinke 2021, algorithms 1
-and 2).
+A client clips its vector, rotates it, and scales it to a grid of whole numbers. It rounds the vector at random, adds
+integer noise, and sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and
+nothing else. The server takes the sum as a number around 0, and undoes scale and rotation. These are algorithms 1 and 2
+of Kairouz, Liu, Steinke 2021.
 
 * The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. It spreads a vector evenly
   over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
-* Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound, which at least 39 %
-  of the tries reach (conditional rounding with beta = e^(-1/2), there). The bound is the sensitivity: a client without
-  data sends a rounded vector of zeros.
-* The scale is the largest one for which ``headroom`` standard deviations of the sum fit into half of the modulus, also
-  if all clients send the same vector.
+* Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound. At least 39 % of the
+  tries reach this bound (conditional rounding with beta = e^(-1/2), there). The bound is the sensitivity: a client
+  without data sends a rounded vector of zeros.
+* With the scale, ``headroom`` standard deviations of the sum fit into half of the modulus. This holds also if all
+  clients send the same vector.
 """
 
 import math
@@ -212,7 +212,7 @@ def centred(total: NDArray[np.int64], grid: SumGrid) -> NDArray[np.int64]:
 
 
 def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
-    """Return True if so many numbers of the sum lie near the edge of the modulus that some probably went beyond.
+    """Return True if many numbers of the sum lie near the edge of the modulus, so that some probably went beyond.
 
     Numbers with ``headroom`` standard deviations in half of the modulus seldom lie there. The answer is computed from
     the released sum alone.

@@ -105,6 +105,10 @@ def test_the_mean_is_that_of_the_clipped_updates(tmp_path: Path) -> None:
     for name in TEMPLATE:
         wanted = (clipped - 0.01 + 0.05) / 4
         assert found.payloads[name]["w"].numpy() == pytest.approx(wanted, abs=2e-3)
+    fewer = _opened(layer, [0.05, 0.03], 2)
+    assert fewer is not None
+    assert fewer.participation == 0.5
+    assert fewer.payloads[FIRST]["w"].numpy() == pytest.approx(0.04, abs=2e-3)  # two clients answered
 
 
 def test_clients_without_records_and_broken_updates_send_the_noise_alone() -> None:
