@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fl_sim.errors import UserError
+from fl_sim.foreign_models import source_of, take_logits, take_tokens
 from fl_sim.own_code import in_one_line, load_object, with_place
 from fl_sim.own_loss import OwnLoss
 from fl_sim.params import all_norms_in, norms_in, running_in
@@ -128,7 +129,7 @@ def build(
     trial: torch.Tensor | None = None,
     prepare: Prepare = lambda model: None,  # noqa: ARG005
 ) -> nn.Module:
-    """Return the model called ``name``: a model of fl-sim, or ``package.module:factory`` of the user's own.
+    """Return the model called ``name``: of fl-sim, of a library (fl_sim.foreign_models), or the user's own factory.
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
     number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
@@ -195,7 +196,8 @@ def _build_own(
     float32 and have known sizes; at least one must be trained. Its buffers must never change, because they are not
     averaged. Only the running statistics of BatchNorm layers may change, unless ``batch_norm`` is "none".
     """
-    factory = _factory(path)
+    source = source_of(path)
+    factory = _factory(path) if source is None else lambda shape, classes: source.build(shape, classes, vocabulary)
     if trial is None:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(1, vocabulary, (2, *input_shape), generator=generator) if vocabulary else None
@@ -203,15 +205,20 @@ def _build_own(
     with process_alone():
         model = _made(path, factory, input_shape, num_classes, seed)
         _check_parameters(path, model)
-        if (path, factory) not in _REPEATABLE:
+        is_known = (path, source or factory) in _REPEATABLE
+        if not is_known:
             _check_repeats(path, model, _made(path, factory, input_shape, num_classes, seed))
-            _REPEATABLE.add((path, factory))
+            _REPEATABLE.add((path, source or factory))
         prepare(model)
+        if vocabulary:
+            take_tokens(path, model, math.prod(input_shape), vocabulary)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        logits = _logits(path, model, trial)
-        _check_logits(path, logits, () if isinstance(model, OwnLoss) else (num_classes,))
+        logits, has_loss = _logits(path, model, trial), isinstance(model, OwnLoss)
+        logits = logits if has_loss else take_logits(path, model, logits, num_classes)
+        _check_logits(path, logits, () if has_loss else (num_classes,))
         if before:
             _check_buffers(path, model, before, batch_norm)
+        if before and not (source and is_known):  # large models take seconds
             other = _made(path, factory, input_shape, num_classes, seed + 1)
             prepare(other)
             _check_drawn(path, before, other)
@@ -234,7 +241,7 @@ _CURE: Final = (
     "not from a generator of its own"
 )
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
-"""Pairs (import path, factory) of factories that passed a check: two calls with one seed gave equal models."""
+"""Pairs (import path, factory or source) that passed a check: two calls with one seed gave equal models."""
 
 
 def _factory(path: str) -> Callable[..., Any]:

@@ -36,11 +36,12 @@ def _joined(value: Any) -> Any:
 class Model(Settings):
     """The model: its architecture, the weights from which it starts, and the part that is trained.
 
-    ``name``: the name of a model, or the import path of a function that makes it; left out: a model that suits the
-    data. ``weights``: the file of weights from which the model starts, or a run directory, whose last model it is; left
-    out: random weights. The file is a safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A
-    head (last layer) for another number of classes is replaced by a new one. ``digest``: the SHA-256 of this file. A
-    run stores the digest at its start, to detect a later change of the file.
+    ``name``: the name of a model, an architecture of a library (torchvision:NAME, timm:NAME, hf:FOLDER), or the import
+    path of a function that makes it; left out: a model that suits the data. ``weights``: the file of weights from which
+    the model starts, or a run directory, whose last model it is; left out: the weights in the folder of hf:FOLDER, for
+    all other models random weights, as "none" gives them. The file is a safetensors file or a ``state_dict`` of
+    PyTorch, without other Python objects. A head (last layer) for another number of classes is replaced by a new one.
+    ``digest``: the SHA-256 of this file. A run stores the digest at its start, to detect a later change of the file.
 
     ``trainable``: the parameters that are trained and sent; all others stay as they are at the start. "head" is the
     last linear layer, "last:2" the last two layers with parameters, "bias" and "norm" are the parameters of this kind.
@@ -70,17 +71,22 @@ class Model(Settings):
         """
         from fl_sim.store.weights import digest_of  # noqa: PLC0415 (torch is imported late)
 
-        digest = digest_of(self.weights) if self.weights and not self.digest else self.digest
-        return self.model_copy(update={"name": self.name or name, "digest": digest})
+        name = self.name or name
+        return self.model_copy(update={"name": name, "digest": self.digest or digest_of(name, self.weights)})
 
     @property
     def without_weights(self) -> Self:
         """The same architecture with random weights."""
-        return self.model_copy(update={"weights": "", "digest": ""})
+        return self.model_copy(update={"weights": "none", "digest": ""})
+
+    @property
+    def origin(self) -> str:
+        """The file of the initial weights, or the model whose source has them."""
+        return self.weights or self.name
 
     @model_validator(mode="after")
     def _has_a_file(self) -> Self:
-        if self.digest and not self.weights:
+        if self.digest and (self.weights == "none" or (not self.weights and ":" not in self.name)):
             raise ValueError("model.digest is the digest of a file of weights: set model.weights, or leave it out")
         return self
 

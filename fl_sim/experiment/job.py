@@ -1,5 +1,6 @@
 """The class ``Job``: an experiment with its data set, shards and device. Each process makes one job."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.groups import Auto, Ray, held_out
+from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
@@ -92,12 +94,18 @@ class Job:
 
     def built(self, seed: int) -> nn.Module:
         """Return the experiment's model, on the CPU. ``seed``: decides its random weights."""
+        if seed == self.experiment.seed_of_model and source_of(self.experiment.model.name) is not None:
+            return copy.deepcopy(self._first[0])  # building a model of a library takes seconds
         return self._placed(seed)[0]
 
     @cached_property
     def placed(self) -> Placed:
         """The tensors of the initial model that do not come unchanged from the file of weights."""
-        return self._placed(self.experiment.seed_of_model)[1]
+        return self._first[1]
+
+    @cached_property
+    def _first(self) -> tuple[nn.Module, Placed]:
+        return self._placed(self.experiment.seed_of_model)
 
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         experiment, dataset, chosen = self.experiment, self.dataset, self.experiment.model
@@ -105,7 +113,7 @@ class Job:
 
         def prepare(model: nn.Module) -> None:
             nonlocal placed
-            placed = place(model, self.weights, chosen.weights) if self.weights else placed
+            placed = place(model, self.weights, chosen.origin) if self.weights else placed
             part(model)
 
         model = models.build(
@@ -301,7 +309,7 @@ def _weights(experiment: Experiment) -> Params:
             "promises privacy: its epsilon would not cover what these weights tell of the records; start from weights "
             "of other data, or leave model.weights out"
         )
-    return read_weights(model.weights, model.digest) if model.weights else {}
+    return read_weights(model.name, model.weights, model.digest)
 
 
 def _check_tested(experiment: Experiment) -> None:

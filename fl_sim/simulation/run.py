@@ -17,6 +17,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Budgeted, kind_of
 from fl_sim.seeding import process_kept, seeded_alone
 from fl_sim.simulation.client_runtime import fixed_threads
@@ -173,7 +174,9 @@ def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
     Of these lines, only the warnings are stored in the result.
     """
     experiment, states = job.experiment, out / run_directory.STATE
-    of_model = [job.placed.in_words(experiment.model.weights)] if job.weights else []
+    of_model = [job.placed.in_words(experiment.model.origin)] if job.weights else []
+    if (source := source_of(experiment.model.name)) is not None and (note := source.note(job.dataset.input_shape)):
+        of_model.append(note)
     on_states = [f"client states are private: only you can read {states}, until the run has finished"]
     of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
     of_states = on_states if log.seal and experiment.is_private else []

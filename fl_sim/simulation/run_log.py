@@ -256,10 +256,10 @@ def _weights(job: Job) -> dict[str, Any]:
     """Return the facts about the weights from which the model started: their file, and the tensors that are new."""
     model, placed = job.experiment.model, job.placed
     return {
-        "path": model.weights,
+        "path": model.origin,
         "digest": model.digest,
         "new": list(placed.new),
-        "in_words": placed.in_words(model.weights),
+        "in_words": placed.in_words(model.origin),
     }
 
 
@@ -457,7 +457,7 @@ def _privacy(job: Job, log: RunLog, preprocess: dict[str, Any]) -> list[dict[str
         tested_on = f"the test records of {without_settings(experiment.data)}{said}"
     of_layers = tuple(sentence for kind in layer_kinds(experiment) for sentence in kind.uncovered(experiment))
     if job.weights:
-        of_layers = (*of_layers, Placed.uncovered(experiment.model.weights))
+        of_layers = (*of_layers, Placed.uncovered(experiment.model.origin))
     facts = UncoveredFacts(job.dataset.read_off, tested_on, tuned_on(experiment.data), of_layers)
     return beside(with_whole_run(statements, preprocess), facts)
 

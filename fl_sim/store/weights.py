@@ -1,7 +1,7 @@
 """The weights from which a model starts: their file, its digest, and the place of every tensor in the model.
 
 Files are read without pickled objects, which could run code. A file must have the model's names and shapes. There is
-one exception: a head (last layer) for another number of classes is replaced by the model's own new head.
+one exception: a head (last layer) that is missing, or for another number of classes, is replaced by a new head.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from safetensors.torch import load
 from torch import nn
 
 from fl_sim.errors import UserError
+from fl_sim.foreign_models import source_of
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import in_one_line
 from fl_sim.params import all_norms_in, head_names
@@ -27,6 +28,9 @@ from fl_sim.settings import read_table
 from fl_sim.store.files import explain, read_whole
 from fl_sim.store.run_directory import CONFIG, MODEL
 from fl_sim.types import Params
+
+NONE: Final = "none"
+"""The value of ``model.weights`` for random weights of a model whose source has weights."""
 
 _WRAPPERS: Final = ("state_dict", "model_state_dict", "model")
 """The keys under which training programs store a model's weights beside those of an optimiser."""
@@ -43,7 +47,8 @@ class Placed:
     """The tensors of a model that do not come unchanged from the file of its weights.
 
     ``new``: the names of the head's tensors, which keep their random values. ``classes``: the number of classes of the
-    head in the file. ``summed``: the names of convolutions over one channel, the sums of those over three colours.
+    head in the file, 0 if there is none. ``summed``: the names of convolutions over one channel, the sums of those over
+    three colours.
     """
 
     new: tuple[str, ...] = ()
@@ -54,7 +59,8 @@ class Placed:
         """Return a sentence for users. ``source``: the file of the weights."""
         said = f"the model started from {source}"
         if self.new:
-            said += f", with a new head ({', '.join(self.new)}), because the head there is for {self.classes} classes"
+            why = f"the head there is for {self.classes} classes" if self.classes else "there is none there"
+            said += f", with a new head ({', '.join(self.new)}), because {why}"
         if self.summed:
             said += f"; {', '.join(self.summed)} is the sum over the three colours there, because images here are grey"
         return said
@@ -96,26 +102,39 @@ def file_of(path: str) -> Path:
     return found
 
 
-def digest_of(path: str) -> str:
-    """Return the SHA-256 of the file of weights at ``path``. Raises UserError if it cannot be read."""
-    return hashlib.sha256(_content(file_of(path))).hexdigest()
+def digest_of(model: str, path: str) -> str:
+    """Return the SHA-256 of the files of weights from which a model starts; empty for random weights.
+
+    ``model``: the name of the model, whose source may have weights. ``path``: the setting ``model.weights``. Raises
+    UserError if a file cannot be read.
+    """
+    files = _files_of(model, path)
+    if len(files) == 1:
+        return hashlib.sha256(_content(files[0])).hexdigest()
+    digest = hashlib.sha256(b"".join(hashlib.sha256(_content(file)).digest() for file in files))
+    return digest.hexdigest() if files else ""
 
 
 @lru_cache(maxsize=1)
-def read_weights(path: str, digest: str) -> Params:
-    """Return the tensors in the file of weights at ``path``, by name.
+def read_weights(model: str, path: str, digest: str) -> Params:
+    """Return the tensors from which a model starts, by name; empty for random weights.
 
-    ``digest``: the expected SHA-256 of the file. Raises UserError for a changed file, for a file with other Python
-    objects than tensors, and for tensors with NaN or infinite numbers.
+    ``model``, ``path``: as for ``digest_of``. ``digest``: the expected digest. Raises UserError for changed files, for
+    a file with other Python objects than tensors, and for tensors with NaN or infinite numbers.
     """
-    file = file_of(path)
-    content = _content(file)
-    if hashlib.sha256(content).hexdigest() != digest:
+    if digest_of(model, path) != digest:
         raise UserError(
-            f"model.weights: {file} has changed since the run began (its SHA-256 is not model.digest): restore the "
-            "file, or leave model.digest out and choose another --out"
+            f"model.weights: {path or model} has changed since the run began (its SHA-256 is not model.digest): "
+            "restore the file, or leave model.digest out and choose another --out"
         )
-    tensors = _named(_parsed(content, file), file)
+    if not digest:
+        return {}
+    if not path:
+        source = source_of(model)
+        assert source is not None, "a model with weights of its own has a source"
+        return source.weights()
+    file = file_of(path)
+    tensors = _named(_parsed(_content(file), file), file)
     if wrong := [name for name, value in tensors.items() if not torch.isfinite(value).all()]:
         raise UserError(
             f"model.weights: {file} holds NaN or infinite numbers in {_listed(wrong)}: take weights from a training "
@@ -136,7 +155,8 @@ def place(model: nn.Module, weights: Params, source: str) -> Placed:
     unknown = sorted(weights.keys() - wanted.keys())
     other = [name for name, value in wanted.items() if name in weights and weights[name].shape != value.shape]
     summed = [name for name in other if _is_grey(wanted[name].shape, weights[name].shape)]
-    new = _new_head(model, {name: weights[name] for name in other})
+    new = _new_head(model, missing, {name: weights[name] for name in other})
+    missing = [name for name in missing if name not in new]
     wrong = [name for name in other if name not in new and name not in summed]
     found = [f"{name} is {tuple(weights[name].shape)} there and {tuple(wanted[name].shape)} here" for name in wrong]
     differences = [
@@ -154,8 +174,17 @@ def place(model: nn.Module, weights: Params, source: str) -> Placed:
         for name, value in wanted.items():
             if name in weights and name not in new:
                 value.copy_(weights[name].sum(1, keepdim=True) if name in summed else weights[name])
-    classes = max((len(weights[name]) for name in new), default=0)
+    classes = max((len(weights[name]) for name in new if name in weights), default=0)
     return Placed(tuple(sorted(new)), classes, tuple(summed))
+
+
+def _files_of(model: str, path: str) -> tuple[Path, ...]:
+    if path == NONE:
+        return ()
+    if path:
+        return (file_of(path),)
+    source = source_of(model)
+    return () if source is None else source.files()
 
 
 def _content(file: Path) -> bytes:
@@ -217,16 +246,18 @@ def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Paramete
     return layer not in all_norms_in(model) or buffer == "num_batches_tracked"
 
 
-def _new_head(model: nn.Module, other: Params) -> set[str]:
-    """Return the names of the head's tensors if they alone differ, in their number of classes; else an empty set.
+def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
+    """Return the names of the head's tensors if the file has no head, or one for other classes; else an empty set.
 
-    ``other``: the file's tensors whose shapes differ from the model's.
+    ``missing``: the names that the file lacks. ``other``: the file's tensors whose shapes differ from the model's.
     """
     named: Params = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
     try:
         head = head_names(named)
     except UserError:
         return set()
+    if head <= set(missing):
+        return set(head)
     of_head = {name for name in other if name in head}
     fits = all(other[name].ndim and other[name].shape[1:] == named[name].shape[1:] for name in of_head)
     return set(head) if of_head and fits else set()

@@ -82,7 +82,7 @@ def test_a_name_is_the_kind_of_its_class(field: str) -> None:
 
 
 def test_every_setting_of_several_kinds_but_the_engine_has_its_group() -> None:
-    assert set(FIELDS) == {*choices_in(Experiment), "local.privacy"} - {"engine"}
+    assert set(FIELDS) == {*choices_in(Experiment), "local.privacy", "model"} - {"engine"}
     assert (NAMED[CHECKS].keys() | NAMED[PROTOCOLS].keys()) <= set(FIELDS)
 
 

@@ -173,7 +173,7 @@ def double(shape, classes): return tiny(shape, classes).double()
 def listed(shape, classes): return [1]
 def other_classes(shape, classes): return tiny(shape, 1000)
 def other_shape(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(784, classes))
-pair, table = with_(lambda logits: (logits, None)), with_(lambda logits: {"logits": logits})
+pair, table = with_(lambda logits: (logits, logits)), with_(lambda logits: {"scores": logits[:, :2]})
 to_half, cut = with_(torch.Tensor.half), with_(torch.Tensor.detach)
 batchnorm = in_front(lambda shape: nn.BatchNorm2d(shape[0]))
 def spectral(shape, classes):
@@ -235,8 +235,8 @@ def test_what_can_be_trained_is_built_and_its_weights_depend_on_the_seed_alone(n
         ("half", r"has float16 parameters \(1.weight\): they must be float32"),
         ("double", r"has float64 parameters"),
         ("other_shape", r"cannot take records of shape \(1, 8, 8\): RuntimeError: (addmm: )?mat1 and mat2"),
-        ("pair", "returns tuple for a batch, not a tensor of logits"),
-        ("table", "returns dict for a batch, not a tensor of logits"),
+        ("pair", r"returns tuple for a batch \(0: \(2, 4\), 1: \(2, 4\)\), and several of them can be the logits"),
+        ("table", r"returns dict for a batch \(scores: \(2, 2\)\), and none of them can be the logits"),
         ("other_classes", r"returns float32 of shape \(2, 1000\) for 2 records, not float32 logits of shape \(2, 4\)"),
         ("to_half", r"returns float16 of shape \(2, 4\)"),
         ("cut", "depend on none of its trained parameters"),

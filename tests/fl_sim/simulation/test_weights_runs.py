@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -158,6 +159,42 @@ def test_private_runs_say_what_epsilon_assumes_and_refuse_weights_of_the_same_re
             f"started from {file}: the epsilon holds only if these weights were made without"
             in (statement["does_not_cover"])
         )
+
+
+@pytest.fixture(scope="module")
+def small_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small encoder of transformers, and a data set of tokens."""
+    transformers = pytest.importorskip("transformers")
+    out, coins = tmp_path_factory.mktemp("bert"), np.random.default_rng(1)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(2)
+    transformers.BertModel(transformers.BertConfig(vocab_size=30, **sizes)).save_pretrained(out / "encoder")
+    texts = coins.integers(1, 30, (80, 6))
+    labels = np.arange(80) % 2
+    texts[:, 0], texts[::3, 4:] = 1 + labels, 0
+    np.savez(out / "texts.npz", x_train=texts, y_train=labels, x_test=texts, y_test=labels, vocabulary=30)
+    return out
+
+
+LEARNS = {"optimizer": "adamw", "learning_rate": 0.02, "epochs": 3}
+PRIVATELY = {"learning_rate": 0.1, "privacy": {"kind": "dp-sgd", "noise_multiplier": 1.0}}
+
+
+@pytest.mark.parametrize("local", [LEARNS, PRIVATELY], ids=["plain", "DP-SGD"])
+def test_an_encoder_of_transformers_learns_from_tokens(small_bert: Path, tmp_path: Path, local: Any) -> None:
+    name = f"hf:{small_bert / 'encoder'}"
+    data = {"data": f"npz:{small_bert / 'texts.npz'}", "evaluate": {"test_is_public": True}}
+    result = run(made(model=name, rounds=4, clients=2, local=local, **data), tmp_path / "run")
+    assert result["weights"]["in_words"] == (
+        f"the model started from {name}, with a new head (head.bias, head.weight), because there is none there"
+    )
+    if local is LEARNS:
+        assert result["final_accuracy"] > 0.9
+        texts = np.load(small_bert / "texts.npz")
+        chosen = fl_sim.load_model(tmp_path / "run")(torch.from_numpy(texts["x_test"]).float()).argmax(1)
+        assert (chosen.numpy() == texts["y_test"]).mean() == result["final_accuracy"]
+    else:
+        assert f"started from {name}: the epsilon holds only if" in result["privacy"][0]["does_not_cover"]
 
 
 @pytest.mark.cluster

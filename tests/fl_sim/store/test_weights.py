@@ -32,7 +32,7 @@ def net(classes: int = 3, channels: int = 3, width: int = 4) -> nn.Sequential:
 
 
 def read(path: Path) -> Any:
-    return read_weights(str(path), digest_of(str(path)))
+    return read_weights("mlp", str(path), digest_of("mlp", str(path)))
 
 
 def equal(model: nn.Module, weights: Any, *names: str) -> bool:
@@ -107,18 +107,18 @@ def test_files_of_anything_else_are_refused_in_words(tmp_path: Path, content: An
 def test_missing_files_folders_without_a_model_and_changed_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with pytest.raises(UserError, match=r"weights\.safetensors does not exist: give a safetensors file"):
-        digest_of(str(path))
+        digest_of("mlp", str(path))
     with pytest.raises(UserError, match=r"is a folder, and it has no model\.safetensors"):
-        digest_of(str(tmp_path))
+        digest_of("mlp", str(tmp_path))
     (tmp_path / "config.toml").write_text('data = "mnist"')
     with pytest.raises(UserError, match=r"it holds a run without model\.safetensors"):
-        digest_of(str(tmp_path))
+        digest_of("mlp", str(tmp_path))
     assert (records_of(str(tmp_path)), records_of(str(path))) == ("mnist", "")
     save_file(net().state_dict(), path)
-    digest = digest_of(str(path))
+    digest = digest_of("mlp", str(path))
     save_file(net(classes=4).state_dict(), path)
     with pytest.raises(UserError, match="has changed since the run began"):
-        read_weights(str(path), digest)
+        read_weights("mlp", str(path), digest)
 
 
 def test_all_names_and_shapes_that_differ_are_named_at_once() -> None:
@@ -141,6 +141,15 @@ def test_a_head_for_other_classes_stays_new_and_all_else_comes_from_the_file() -
     assert placed.in_words("x.pt") == (
         "the model started from x.pt, with a new head (2.bias, 2.weight), because the head there is for 100 classes"
     )
+
+
+def test_a_body_without_a_head_gets_a_new_one() -> None:
+    state = net(classes=3).state_dict()
+    placed = place(net(), {name: value for name, value in state.items() if not name.startswith("2.")}, "file")
+    assert placed == Placed(("2.bias", "2.weight"))
+    del state["2.bias"]
+    with pytest.raises(UserError, match=r"2\.bias missing there"):
+        place(net(), state, "file")
 
 
 def test_a_head_of_other_features_is_no_other_number_of_classes() -> None:

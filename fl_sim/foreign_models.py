@@ -1,0 +1,177 @@
+"""Models of other libraries: their sources by name, and the form of their inputs and outputs.
+
+fl-sim calls a model with one tensor of records and takes one tensor of logits. A model of transformers takes ids and a
+mask, and returns a table of tensors. Hooks at the model translate; its code, its names and its weights stay as they
+are.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import shortened
+from fl_sim.one_of import find_entry_point, load_entry_point
+from fl_sim.types import Params
+
+Shape: TypeAlias = tuple[int, ...]
+
+SOURCES: Final = "fl_sim.model"
+"""The entry-point group of the sources of architectures."""
+
+
+class ModelSource(Protocol):
+    """A source of architectures by name, such as torchvision for ``torchvision:resnet18``.
+
+    An entry point in the group SOURCES gives the class its name. The class is called with the name of an architecture.
+    """
+
+    def build(self, input_shape: Shape, num_classes: int, vocabulary: int) -> nn.Module:
+        """Return the model with random weights. Raises UserError for an unknown name and for unfit records.
+
+        ``vocabulary``: the number of different tokens in records of tokens, padding included; 0 for other records.
+        """
+        ...
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files of the model's own weights, whose digest is part of a run; empty for random weights."""
+        ...
+
+    def weights(self) -> Params:
+        """Return the model's own weights under the names of the built model; empty for random weights."""
+        ...
+
+    def note(self, input_shape: Shape) -> str:
+        """Return a remark for the user about this model with records of this shape; empty without one."""
+        ...
+
+
+def source_of(name: str) -> ModelSource | None:
+    """Return the source of the architecture ``name``, such as ``torchvision:resnet18``; None for all other models.
+
+    Raises UserError if two packages define sources of the same name.
+    """
+    kind, colon, place = name.partition(":")
+    point = find_entry_point(SOURCES, kind) if colon else None
+    if point is None:
+        return None
+    source: ModelSource = load_entry_point(point)(place)
+    return source
+
+
+def take_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> None:
+    """Let a model whose forward takes ``input_ids`` receive records of tokens as ids and a mask.
+
+    ``path``: the model's name for messages. ``length``: the number of tokens of a record. ``vocabulary``: the number of
+    different tokens, padding included. Raises UserError as ``check_tokens`` does.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
+        return
+    check_tokens(path, model, length, vocabulary)
+    model.register_forward_pre_hook(_Ids(_padding(model), "attention_mask" in parameters), with_kwargs=True)
+
+
+def take_logits(path: str, model: nn.Module, output: Any, num_classes: int) -> Any:
+    """Return the logits in ``output``, and let the model return them alone from now on.
+
+    ``path``: the model's name for messages. ``output``: what the model returned for two records. Raises UserError,
+    with the names of what it returned, if the logits are not known among them.
+    """
+    parts = _parts(output)
+    if not parts:
+        return output
+    fits = [name for name, value in parts.items() if _are_logits(value, num_classes)]
+    chosen: str | int | None = "logits" if "logits" in fits else fits[0] if len(fits) == 1 else None
+    if chosen is None:
+        said = ", ".join(f"{name}: {_shape(value)}" for name, value in parts.items())
+        raise UserError(
+            f"model {path!r} returns {type(output).__name__} for a batch ({shortened(said)}), and "
+            f"{'several of them' if fits else 'none of them'} can be the logits of shape (2, {num_classes}): return "
+            "only logits, or name them logits"
+        )
+    hook = _Logits(chosen)
+    model.register_forward_hook(hook)
+    return hook(model, (), output)
+
+
+def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> None:
+    """Raise UserError if the records have more tokens, or other tokens, than a model of transformers knows.
+
+    ``path``, ``length``, ``vocabulary``: as for ``take_tokens``.
+    """
+    config = getattr(model, "config", None)
+    known, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    count = vocabulary - (0 if _padding(model) == 0 else 1)
+    if isinstance(known, int) and count > known:
+        raise UserError(
+            f"model {path!r} knows {known:,} tokens, and the data have {count:,}: the tokenizer does not fit; take the "
+            "model's own by data.tokenizer=PATH"
+        )
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            most = table.num_embeddings - table.padding_idx - 1  # RoBERTa counts positions from here
+    if isinstance(most, int) and length > most:
+        raise UserError(
+            f"model {path!r} has {most:,} positions, and the records have {length:,} tokens: set data.max_length={most}"
+        )
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """A hook that turns records of tokens into ids and a mask, which is 1 for tokens and 0 for padding.
+
+    ``padding``: the id of padding in the model; None if it has none. In records, 0 is padding. Where the model's own
+    token 0 is no padding, its tokens are one higher in records (fl_sim.data.tokens).
+    """
+
+    padding: int | None
+    has_mask: bool
+
+    def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        del model
+        if not given:  # the model's own code calls it with names
+            return given, named
+        tokens = given[0].long()
+        ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
+        mask = {"attention_mask": (tokens != 0).long()} if self.has_mask else {}
+        return given[1:], {**named, "input_ids": ids, **mask}
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """A hook that takes the logits from the output of a model. ``name``: their name or place there."""
+
+    name: str | int
+
+    def __call__(self, model: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
+        del model, given
+        return _parts(output)[self.name] if not isinstance(output, torch.Tensor) else output
+
+
+def _parts(output: Any) -> dict[str | int, Any]:
+    """Return the parts of a table, a list or a named tuple by name or place; empty for anything else."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, tuple) and hasattr(output, "_asdict"):
+        return dict(output._asdict())
+    return dict(enumerate(output)) if isinstance(output, tuple | list) else {}
+
+
+def _are_logits(value: Any, num_classes: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and tuple(value.shape) == (2, num_classes)
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _padding(model: nn.Module) -> int | None:
+    """Return the id of padding in the vocabulary of ``model``; 0 for a model without a configuration."""
+    config = getattr(model, "config", None)
+    return 0 if config is None else getattr(config, "pad_token_id", None)
