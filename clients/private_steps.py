@@ -18,6 +18,7 @@ from clients.paid_rounds import (
     round_without_records,
     ticket_of,
 )
+from fl_sim.clipping import FLAT, Clipping
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.privacy.mechanisms import Noise
@@ -68,13 +69,15 @@ RECORDS: Final = cast("Records", Withheld("a client's records"))
 class ClientPrivateSteps(ClientLayer):
     """Makes the local steps of every job private, after their cost is in the client's privacy ledger.
 
-    ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run.
+    ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run. ``clipping``: the rule that
+    bounds the gradients of records.
     """
 
     protects: ClassVar[bool] = True
     protection: ClientProtection
     run_digest: str
     rounds: int
+    clipping: Clipping = FLAT
 
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task without facts about the client's records: all clients with records have the same weight."""
@@ -83,7 +86,8 @@ class ClientPrivateSteps(ClientLayer):
     def typical(self, plan: LocalPlan) -> LocalPlan:
         """Return the plan with private steps, whose noise has a typical size and comes from a seed."""
         noise = self.protection.noise_multiplier or 1.0
-        return replace(plan, private=PrivateSteps(self.protection.clipping_norm, noise, Noise.seeded(0), "typical"))
+        norm = self.protection.clipping_norm
+        return replace(plan, private=PrivateSteps(norm, noise, Noise.seeded(0), "typical", self.clipping))
 
     def shown(self, records: Records) -> Records:
         """Return a stand-in for the records, which the algorithm's own code may not read."""
@@ -112,7 +116,8 @@ class ClientPrivateSteps(ClientLayer):
         return PaidRound(private, ticket_of(noise))
 
     def _private(self, job: LocalJob, cost: RoundCost, noise: Noise, name: str) -> LocalJob:
-        steps = PrivateSteps(self.protection.clipping_norm, cost.noise_multiplier, noise, name or "model")
+        norm = self.protection.clipping_norm
+        steps = PrivateSteps(norm, cost.noise_multiplier, noise, name or "model", self.clipping)
         return replace(job, plan=replace(job.plan, private=steps))
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from fl_sim.clipping import FLAT, Clipping
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
 from fl_sim.params import body_names
@@ -201,12 +202,14 @@ class PrivateSteps:
     ``noise_multiplier``: the standard deviation of the noise on the sum of the clipped gradients, divided by
     ``clipping_norm``. ``noise``: the client's source of batches and noise; its cost is in the client's privacy ledger.
     ``stream``: a name for the random numbers of this training; two trainings with one ``noise`` have different names.
+    ``clipping``: the rule that bounds the norm.
     """
 
     clipping_norm: float
     noise_multiplier: float
     noise: NoiseSource
     stream: str
+    clipping: Clipping = FLAT
 
 
 @dataclass(frozen=True)

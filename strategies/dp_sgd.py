@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fl_sim.clipping import Clipping
+from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, Promising, Supplying, hides_clients, is_none, kind_of, path_in
 from fl_sim.local_plan import Sharing
 from fl_sim.privacy.terms import Accountant
@@ -97,6 +102,12 @@ class DPSGD(ClientPrivacy):
     is ``noise_multiplier`` times ``clipping_norm``. The noisy sum is divided by q n. Terms of the algorithm, such as
     FedProx's, are added afterwards.
 
+    ``clipping``: the rule that bounds a gradient g by C = ``clipping_norm``. "flat" scales a longer g down to the norm
+    C. "per-layer" clips the gradient of each of L layers to the norm C / sqrt(L), or to the norms in ``layer_norms``,
+    one for each layer with trained parameters, in the model's order; then C is the root of the sum of their squares.
+    "automatic" turns every g into C g / (|g| + ``stability``) (AUTO-S, Bu et al. 2023), so that C only scales the
+    learning rate. The noise and the cost are the same for all three.
+
     Privacy unit: one record of one client. Adjacency: one record is replaced by nothing, while the client's number of
     records stays public. A client's cost is the cost of all steps of all rounds in which it takes part. The sampling of
     clients does not reduce it.
@@ -115,6 +126,64 @@ class DPSGD(ClientPrivacy):
     layer: ClassVar[str] = "strategies.private_steps:PrivateTraining"
     stage: ClassVar[str] = "fl_sim.stages.private_steps:PrivateStepsBill"
     covers_own_models: ClassVar[bool] = True
+    clipping: Literal["flat", "per-layer", "automatic"] = "flat"
+    layer_norms: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    stability: float = Field(0.01, gt=0)
+
+    @model_validator(mode="after")
+    def _has_no_dead_clipping(self) -> Self:
+        fields = type(self).model_fields
+        if self.layer_norms and self.clipping != "per-layer":
+            raise ValueError(
+                "local.privacy.layer_norms needs local.privacy.clipping=per-layer: set it, or leave it out"
+            )
+        if self.layer_norms and self.clipping_norm != fields["clipping_norm"].default:
+            raise ValueError(
+                "local.privacy.clipping_norm follows from local.privacy.layer_norms, as the root of the sum of their "
+                "squares: leave one of the two out"
+            )
+        if self.stability != fields["stability"].default and self.clipping != "automatic":
+            raise ValueError(
+                "local.privacy.stability needs local.privacy.clipping=automatic: set it, or leave stability out"
+            )
+        return self
+
+    @classmethod
+    def captions(cls, chosen: Sequence[DPSGD], values: Callable[[Iterable[Any]], str]) -> list[str]:
+        """Return a table caption that says how gradients are clipped."""
+        rules = values(one.clipping_in_words for one in chosen)
+        return [f"DP-SGD: the gradient of each record is clipped ({rules}) before noise is added."]
+
+    @property
+    def clipping_in_words(self) -> str:
+        """Return the rule of clipping as words, such as "flat, norm 1"."""
+        norms = f"norms {', '.join(f'{norm:g}' for norm in self.layer_norms)}"
+        words = norms if self.layer_norms else f"norm {self.clipping_norm:g}"
+        return f"{self.clipping}, {words}" + (f", stability {self.stability:g}" * (self.clipping == "automatic"))
+
+    @property
+    def protection(self) -> ClientProtection:
+        """Return the privacy parameters for clients."""
+        whole = math.hypot(*self.layer_norms) if self.layer_norms else self.clipping_norm
+        return replace(super().protection, clipping_norm=whole)
+
+    def rule(self, names: Sequence[str]) -> Clipping:
+        """Return the rule of clipping for a model whose trained parameters are ``names``, in the model's order.
+
+        Raises UserError if ``layer_norms`` has another number of norms than the model has layers.
+        """
+        if self.clipping == "automatic":
+            return Clipping(stability=self.stability)
+        by_layer = Clipping(by_layer=self.clipping == "per-layer")
+        if not self.layer_norms:
+            return by_layer
+        layers = by_layer.parts(names)
+        if len(layers) != len(self.layer_norms):
+            raise UserError(
+                f"local.privacy.layer_norms has {len(self.layer_norms)} norms, and the model has {len(layers)} layers "
+                f"with trained parameters ({', '.join(layers)}): give one norm for each, in this order"
+            )
+        return replace(by_layer, layer_norms=dict(zip(layers, self.layer_norms, strict=True)))
 
     def allows(self, stage: object) -> bool:
         """Return True if ``stage`` releases synthetic records whose cost it states itself."""

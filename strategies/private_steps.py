@@ -17,6 +17,7 @@ from clients.private_steps import CLASS_COUNTS, RECORDS, ClientPrivateSteps, ref
 from fl_sim.errors import Malformed, UserError
 from fl_sim.kinds import is_none, kind_of
 from fl_sim.local_plan import FurtherModels
+from fl_sim.params import trainable
 from fl_sim.training.private_steps import unsupported
 from fl_sim.types import LocalTask, Params, Payloads, Reply, ServerState, Trained
 from strategies.algorithm import ONE_STEP, Algorithm
@@ -44,8 +45,10 @@ class PrivateTraining(Layer):
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
         """Return the layer's code on clients, which pays for private steps and makes them."""
-        del algorithm, model
-        return ClientPrivateSteps(experiment.local.privacy.protection, digest_of(experiment), experiment.rounds)
+        del algorithm
+        privacy = experiment.local.privacy
+        clipping = privacy.rule(list(trainable(model())) if privacy.layer_norms else ())
+        return ClientPrivateSteps(privacy.protection, digest_of(experiment), experiment.rounds, clipping)
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:

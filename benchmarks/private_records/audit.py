@@ -40,6 +40,7 @@ from torch import nn
 from torch.nn import functional
 
 from clients.private_steps import ClientPrivateSteps
+from fl_sim.clipping import Clipping
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import LocalPlan
 from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts
@@ -244,8 +245,8 @@ def noise_once() -> AbstractContextManager[object]:
 def clipped_mean() -> AbstractContextManager[object]:
     """Let the mean gradient of a batch be clipped instead of the gradient of each record."""
 
-    def of_mean(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
-        inner = clipped_sum_of(model, trained, smoothing)
+    def of_mean(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping) -> ClippedSum:
+        inner = clipped_sum_of(model, trained, smoothing, clipping)
 
         def clipped(inputs: torch.Tensor, labels: torch.Tensor, limit: float) -> Scores:
             total = inner(inputs, labels, math.inf)

@@ -231,7 +231,7 @@ int train_privately(const Request& request, const PrivateSteps& steps) {
         draw_batch(steps, step, request.num_examples, chosen);
         if (request.adam) optimizer.moments.begin(step + 1);
         Release release(steps, step, optimizer);
-        network->pass(request.inputs, request.labels, chosen.data(), long(chosen.size()), request.params, steps.limit,
+        network->pass(request.inputs, request.labels, chosen.data(), long(chosen.size()), request.params, steps.bounds,
                       [&](long at, long count, double* sums) { release(at, count, sums); });
         if (release.failed) return 5;
     }
@@ -340,7 +340,7 @@ int OF_WIDTH(fl_sim_train_privately)(const Request* request, const PrivateSteps*
 }
 
 // Writes the sum of all records' clipped gradients at the weights ``anchor``, [parameter].
-int OF_WIDTH(fl_sim_private_sum)(const Request* request, double limit, double* totals) {
+int OF_WIDTH(fl_sim_private_sum)(const Request* request, const Bounds* bounds, double* totals) {
     return guarded([&] {
         if (request->num_layers < 1) return 1;
         if (!are_below(request->labels, request->num_examples, num_classes(*request))) return 3;
@@ -348,7 +348,7 @@ int OF_WIDTH(fl_sim_private_sum)(const Request* request, double limit, double* t
         if (!network) return 1;
         std::vector<int64_t> chosen(request->num_examples);
         std::iota(chosen.begin(), chosen.end(), 0);
-        network->pass(request->inputs, request->labels, chosen.data(), request->num_examples, request->anchor, limit,
+        network->pass(request->inputs, request->labels, chosen.data(), request->num_examples, request->anchor, *bounds,
                       [&](long at, long count, const double* sums) { std::copy(sums, sums + count, totals + at); });
         return 0;
     });

@@ -14,12 +14,19 @@
 
 namespace {
 
-// The arguments for one client's private steps, beside its Request. private_steps.py has the same structure, field by field.
+// The bounds on the norm of a record's gradient, see fl_sim/clipping.py. private_steps.py has these structures, field by field.
+struct Bounds {
+    double limit;             // the largest norm
+    double stability;         // of automatic clipping, 0 for none
+    const double* of_layers;  // null, or each layer with parameters is clipped by itself: its largest norm
+};
+
+// The arguments for one client's private steps, beside its Request.
 struct PrivateSteps {
     const uint8_t *batch_keys, *noise_keys;  // 32 bytes for each step; noise_keys: null: no noise
     uint64_t below;           // a record joins a step if its random word is below this number
     int64_t everybody;        // not 0: all records join
-    double limit;             // the largest norm of a record's gradient
+    Bounds bounds;
     double ratio, spacing;    // the noise's standard deviation in grid steps; the grid step
     double divisor;           // of the sum with noise
     double (*exactly)(int64_t step, int64_t place);  // returns an undecided number of the noise, in grid steps; NaN: it failed
@@ -45,15 +52,15 @@ class ClippedSums {
         wide_slopes_.resize(groups * LANES * widest);
         wide_rows_.resize(groups * LANES * (widest + COLUMNS_AT_ONCE));
         sums_.resize(std::max(num_spatial(), TILES_AT_ONCE * ROWS_AT_ONCE * widest));
-        factors_.resize(groups);
+        factors_.resize(groups * graph_.layers.size());
         flat_.resize(graph_.nodes[0].image.features());
     }
 
     // Calls ``sink(at, count, sums)`` for parts of the sum of the clipped gradients of ``count`` chosen records: each part once, as
     // soon as it is known. The sink may change the parameters from ``at`` on.
     template <class Sink>
-    void pass(const float* inputs, const int64_t* labels, const int64_t* chosen, long count, const float* params, double limit,
-              const Sink& sink) {
+    void pass(const float* inputs, const int64_t* labels, const int64_t* chosen, long count, const float* params,
+              const Bounds& bounds, const Sink& sink) {
         spatial_.start(params);
         const long at_once = most_ * LANES;
         totals_.assign(count > 0 && count <= at_once ? 0 : graph_.num_params, 0.0);
@@ -64,7 +71,7 @@ class ClippedSums {
             forward(params);
             for (int group = 0; group < groups_; group++) turn(labels, chosen + first + group * LANES, group);
             backward(params);
-            clip(limit);
+            clip(bounds);
             const auto add = [&](long at, long numbers, double* sums) {
                 for (long i = 0; !totals_.empty() && i < numbers; i++) sums[i] = totals_[at + i] += sums[i];
                 if (first + at_once >= count) sink(at, numbers, sums);
@@ -130,22 +137,41 @@ class ClippedSums {
                                         by_record_.data() + group * num_spatial());
     }
 
-    // Computes each record's factor: 1 up to the norm ``limit``, less above it, and 0 if its gradient is not finite.
-    void clip(double limit) {
+    ByRecord& factor(int index, int group) { return factors_[index * most_ + group]; }
+
+    // Computes each record's factor for each layer: 1 up to the largest norm, less above it, or as ``stability`` tells. All are 0 if
+    // the gradient is not finite.
+    void clip(const Bounds& bounds) {
+        const double* limit = bounds.of_layers ? bounds.of_layers : &bounds.limit;
         for (int group = 0; group < groups_; group++) {
-            ByRecord squares;
-            for (long at = 0; at < num_spatial(); at++) squares.add_square(by_record_[group * num_spatial() + at]);
-            for (int index = graph_.first_linear; index < num_layers(); index++) {
-                const Layer& layer = graph_.layers[index];
-                const ByRecord of_slopes = sum_of_squares(slopes_[index].data(), layer.out.channels, group);
-                squares.add_product(of_slopes, sum_of_squares(graph_.nodes[index].at(0), layer.in.features(), group));
-                if (layer.has_bias) squares.add(of_slopes);
+            ByRecord squares, total;
+            for (int first = 0, index = 0, parts = 0; index < num_layers(); index++) {
+                add_squares(index, group, squares);
+                const bool is_last = bounds.of_layers ? graph_.layers[index].num_weights() > 0 : index + 1 == num_layers();
+                if (!is_last) continue;
+                for (int lane = 0; lane < LANES; lane++) {
+                    const double norm = std::sqrt(squares.at(lane)), most = limit[parts];
+                    factor(index, group).set(lane, bounds.stability > 0 ? most / (norm + bounds.stability) : norm <= most ? 1.0 : most / norm);
+                }
+                for (; first < index; first++) factor(first, group) = factor(index, group);
+                first = index + 1, parts++, total.add(squares), squares = {};
             }
-            for (int lane = 0; lane < LANES; lane++) {
-                const double norm = std::sqrt(squares.at(lane));
-                factors_[group].set(lane, !std::isfinite(norm) ? 0.0 : norm <= limit ? 1.0 : limit / norm);
-            }
+            for (int lane = 0; lane < LANES; lane++)
+                for (int index = 0; !std::isfinite(total.at(lane)) && index < num_layers(); index++) factor(index, group).set(lane, 0.0);
         }
+    }
+
+    // Adds the squares of the records' gradients by the parameters of a layer.
+    void add_squares(int index, int group, ByRecord& squares) {
+        const Layer& layer = graph_.layers[index];
+        if (index < graph_.first_linear) {
+            const long first = group * num_spatial() + layer.weight;
+            for (long at = 0; at < layer.num_weights() + layer.num_biases(); at++) squares.add_square(by_record_[first + at]);
+            return;
+        }
+        const ByRecord of_slopes = sum_of_squares(slopes_[index].data(), layer.out.channels, group);
+        squares.add_product(of_slopes, sum_of_squares(graph_.nodes[index].at(0), layer.in.features(), group));
+        if (layer.has_bias) squares.add(of_slopes);
     }
 
     // Returns the sum of squares over the features of a group, of values [group][feature].
@@ -160,11 +186,14 @@ class ClippedSums {
 
     template <class Add>
     void add_spatial(const Add& add) {
-        for (long at = 0; at < num_spatial(); at++) {
-            ByRecord total;
-            for (int group = 0; group < groups_; group++)
-                total.add(ByRecord::of(by_record_[group * num_spatial() + at]).times(factors_[group]));
-            sums_.data()[at] = total.total();
+        for (int index = 0; index < graph_.first_linear; index++) {
+            const Layer& layer = graph_.layers[index];
+            for (long at = layer.weight; at < layer.bias + layer.num_biases(); at++) {
+                ByRecord total;
+                for (int group = 0; group < groups_; group++)
+                    total.add(ByRecord::of(by_record_[group * num_spatial() + at]).times(factor(index, group)));
+                sums_.data()[at] = total.total();
+            }
         }
         add(0, num_spatial(), sums_.data());
     }
@@ -173,8 +202,8 @@ class ClippedSums {
     void add_linear(int index, const Add& add) {
         const Layer& layer = graph_.layers[index];
         const long inputs = layer.in.features(), outputs = layer.out.channels, apart = groups_ * LANES;
-        widen_slopes(slopes_[index].data(), outputs);
-        widen_rows(graph_.nodes[index].at(0), inputs);
+        widen_slopes(index, outputs);
+        widen_rows(index, inputs);
         const long most = TILES_AT_ONCE * ROWS_AT_ONCE;
         for (long top = 0; top < outputs; top += most) {
             const long end = std::min(outputs, top + most);
@@ -200,10 +229,11 @@ class ClippedSums {
     }
 
     // Writes the slopes times the factors of the records, [output][record].
-    void widen_slopes(const vec* slopes, long outputs) {
+    void widen_slopes(int index, long outputs) {
+        const vec* slopes = slopes_[index].data();
         for (int group = 0; group < groups_; group++)
             for (long output = 0; output < outputs; output++) {
-                const ByRecord scaled = ByRecord::of(slopes[group * outputs + output]).times(factors_[group]);
+                const ByRecord scaled = ByRecord::of(slopes[group * outputs + output]).times(factor(index, group));
                 double* to = wide_slopes_.data() + (output * groups_ + group) * LANES;
                 UNROLL for (int part = 0; part < 2; part++) store_wide(to + part * WIDE_LANES, scaled.parts[part]);
             }
@@ -211,13 +241,13 @@ class ClippedSums {
 
     // Writes the inputs, [input / COLUMNS_AT_ONCE][record][COLUMNS_AT_ONCE]; zeros for a record whose factor is 0, and behind the
     // last input.
-    void widen_rows(const vec* values, long inputs) {
-        to_rows<Factors>(values, inputs, inputs, groups_, rows_.data());
+    void widen_rows(int index, long inputs) {
+        to_rows<Factors>(graph_.nodes[index].at(0), inputs, inputs, groups_, rows_.data());
         double* to = wide_rows_.data();
         for (long first = 0; first < inputs; first += COLUMNS_AT_ONCE)
             for (int record = 0; record < records_; record++)
                 for (long half = first; half < first + COLUMNS_AT_ONCE; half += LANES, to += LANES) {
-                    const bool is_kept = half < inputs && factors_[record / LANES].at(record % LANES) > 0.0;
+                    const bool is_kept = half < inputs && factor(index, record / LANES).at(record % LANES) > 0.0;
                     const float* from = reinterpret_cast<const float*>(rows_.data() + half / LANES * groups_ * LANES + record);
                     UNROLL for (int part = 0; part < 2; part++)
                         store_wide(to + part * WIDE_LANES, is_kept ? widened_at(from + part * WIDE_LANES) : dvec{});
@@ -260,7 +290,7 @@ class ClippedSums {
     Doubles wide_slopes_, wide_rows_;          // the operands of a layer's product, see widen_slopes and widen_rows
     Doubles sums_;                             // a part of the sum
     std::vector<double> totals_;               // the sum over records so far, unless all fit in one pass
-    std::vector<ByRecord> factors_;            // [group]
+    std::vector<ByRecord> factors_;            // [layer][group]
     int records_ = 0, groups_ = 0;
 };
 

@@ -3,31 +3,66 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl_sim.clipping import Clipping
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Kernel, failure, trained_of
 from fl_sim.native.layers import KINDS, Stack, rows_of
 from fl_sim.native.request import Draws, KernelJob, RequestBuffers, padded
-from fl_sim.params import num_in
+from fl_sim.params import Layout, num_in
 from fl_sim.types import LocalTask, Trained
 
 _POINTER, _DOUBLE = ctypes.c_void_p, ctypes.c_double
 _EXACTLY = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64, ctypes.c_int64)
 
 
+class _Bounds(ctypes.Structure):
+    """The C structure ``Bounds`` of private.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("limit", _DOUBLE), ("stability", _DOUBLE), ("of_layers", _POINTER)]
+
+
 class _PrivateSteps(ctypes.Structure):
     """The C structure ``PrivateSteps`` of private.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("batch_keys", _POINTER), ("noise_keys", _POINTER), ("below", ctypes.c_uint64),
-        ("everybody", ctypes.c_int64), *((name, _DOUBLE) for name in ("limit", "ratio", "spacing", "divisor")),
-        ("exactly", _EXACTLY),
+        ("batch_keys", _POINTER), ("noise_keys", _POINTER), ("below", ctypes.c_uint64), ("everybody", ctypes.c_int64),
+        ("bounds", _Bounds), *((name, _DOUBLE) for name in ("ratio", "spacing", "divisor")), ("exactly", _EXACTLY),
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds on the norm of a record's gradient, as ``Clipping`` describes them.
+
+    ``limit``: the largest norm. ``stability``: the number of automatic clipping, 0 for none. ``of_layers``: the largest
+    norm of each layer with parameters, (layers,), if each layer is clipped by itself, else None.
+    """
+
+    limit: float
+    stability: float = 0.0
+    of_layers: NDArray[np.float64] | None = None
+
+    @classmethod
+    def of(cls, clipping: Clipping, limit: float, layout: Layout) -> Self:
+        """Return the bounds for the parameters of ``layout``. ``limit``: the largest norm."""
+        shares = clipping.shares([name for name, _ in layout])
+        return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
+
+    def described(self, stack: Stack) -> _Bounds:
+        """Return the C structure, which is valid as long as these bounds exist.
+
+        Raises ValueError if the number of layers is not that of ``stack``.
+        """
+        layers = sum(KINDS[row["kind"]] in {"conv", "linear"} for row in rows_of(stack))
+        if self.of_layers is not None and self.of_layers.shape != (layers,):
+            raise ValueError(f"{layers} layers need one bound each, not {self.of_layers.shape}")
+        return _Bounds(self.limit, self.stability, _address(self.of_layers))
 
 
 @dataclass(frozen=True)
@@ -35,8 +70,8 @@ class PrivateDraws:
     """The random numbers of private steps, and the numbers that turn a sum of clipped gradients into a gradient.
 
     ``batch_keys``, ``noise_keys``: uint8, (steps, 32), the ChaCha20 keys of each step; ``noise_keys`` is None without
-    noise. ``below``: a record joins a step if its random word of 64 bits is below this number, 0 to 2^64. ``limit``:
-    the largest norm of a record's gradient. ``ratio``: the noise's standard deviation in grid steps. ``spacing``: the
+    noise. ``below``: a record joins a step if its random word of 64 bits is below this number, 0 to 2^64. ``bounds``:
+    the bounds on a record's gradient. ``ratio``: the noise's standard deviation in grid steps. ``spacing``: the
     grid step. ``divisor``: the divisor of the noisy sum. ``exactly(step, place)``: the function that returns a number
     of the noise whose rounding the compiled code cannot decide, in grid steps.
     """
@@ -44,7 +79,7 @@ class PrivateDraws:
     batch_keys: NDArray[np.uint8]
     noise_keys: NDArray[np.uint8] | None
     below: int
-    limit: float
+    bounds: Bounds
     ratio: float
     spacing: float
     divisor: float
@@ -78,8 +113,8 @@ def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> 
             return float("nan")
 
     described = _PrivateSteps(
-        _address(draws.batch_keys), _address(draws.noise_keys), draws.below % 2**64,
-        draws.below == 2**64, draws.limit, draws.ratio, draws.spacing, draws.divisor, _EXACTLY(exactly),
+        _address(draws.batch_keys), _address(draws.noise_keys), draws.below % 2**64, draws.below == 2**64,
+        draws.bounds.described(stack), draws.ratio, draws.spacing, draws.divisor, _EXACTLY(exactly),
     )  # fmt: skip
     failed = kernel.function("train_privately")(ctypes.byref(request), ctypes.byref(described))
     if errors:
@@ -95,19 +130,20 @@ def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, la
     return KernelJob(task, replace(plan, private=None), inputs, labels, Draws(order, np.empty(0, np.int64)))
 
 
-def clipped_sum(kernel: Kernel, stack: Stack, job: KernelJob, limit: float) -> NDArray[np.float64]:
+def clipped_sum(kernel: Kernel, stack: Stack, job: KernelJob, bounds: Bounds) -> NDArray[np.float64]:
     """Return the sum of the clipped gradients of all records at the received weights, (parameters,), in float64.
 
-    ``limit``: the largest norm of a record's gradient. A gradient that is not finite counts as zeros. Raises ValueError
-    and IndexError as ``Kernel.train`` does.
+    ``bounds``: the bounds on a record's gradient. A gradient that is not finite counts as zeros. Raises ValueError and
+    IndexError as ``Kernel.train`` does.
     """
     held, total = RequestBuffers(stack), np.empty(num_in(stack.layout))
     request = held.request(job, *torch.empty(2, padded(len(total))))
     pointer = ctypes.c_void_p(total.ctypes.data)
-    if failed := kernel.function("private_sum")(ctypes.byref(request), _DOUBLE(limit), pointer):
+    described = bounds.described(stack)
+    if failed := kernel.function("private_sum")(ctypes.byref(request), ctypes.byref(described), pointer):
         raise failure(failed, stack, "clipped sums")
     return total
 
 
-def _address(keys: NDArray[np.uint8] | None) -> int | None:
-    return None if keys is None else int(keys.ctypes.data)
+def _address(numbers: NDArray[Any] | None) -> int | None:
+    return None if numbers is None else int(numbers.ctypes.data)

@@ -84,7 +84,9 @@ class PaidRoundsBill(Stage):
         """
         self._layer, self._run = found_in(run.strategy.layer, PrivateTraining), run.order.run
         for group in self.groups:
-            clipping_norm_on_grid(self.settings.clipping_norm, group.std, group.size, summands=group.summands)
+            clipping_norm_on_grid(
+                self.settings.protection.clipping_norm, group.std, group.size, summands=group.summands
+            )
             if group.cost.most_rounds == 0:
                 spent = epsilon_of_counts({group.cost.charge: 1}, self.settings.delta)
                 whose = f" with {group.num_records:,} records" if group.num_records else ""

@@ -17,6 +17,7 @@ from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
 from fl_sim.simulation.client_runtime import local_settings
 from fl_sim.stages.paid_rounds import PaidRoundsBill, PayingClients, range_in_words
 from fl_sim.training.private_steps import num_private_steps
+from strategies.dp_sgd import DPSGD
 from strategies.private_steps import models_of
 
 
@@ -35,6 +36,12 @@ class PrivateStepsBill(PaidRoundsBill):
     )
 
     @property
+    def settings(self) -> DPSGD:
+        """Return the settings of DP-SGD."""
+        assert isinstance(self.job.experiment.local.privacy, DPSGD)
+        return self.job.experiment.local.privacy
+
+    @property
     def terms(self) -> Terms:
         """Return unit, adjacency and delta of the statement."""
         return Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.settings.delta)
@@ -46,9 +53,9 @@ class PrivateStepsBill(PaidRoundsBill):
         noises, rates = zip(*((group.cost.noise_multiplier, group.cost.rate) for group in self.groups), strict=True)
         said = (
             f"local.privacy=dp-sgd: {range_in_words(noises)} times the clipping norm is the noise on a sum of "
-            f"gradients, and {range_in_words(rates)} the probability with which a record joins a batch; "
-            f"{self.rounds_of(worst):,} rounds of {worst.cost.num_steps:,} steps cost each record at most epsilon "
-            f"{rounded_up(self.spent_by(worst))} at delta {self.settings.delta:g}"
+            f"gradients (clipping {self.settings.clipping_in_words}), and {range_in_words(rates)} the probability with "
+            f"which a record joins a batch; {self.rounds_of(worst):,} rounds of {worst.cost.num_steps:,} steps cost "
+            f"each record at most epsilon {rounded_up(self.spent_by(worst))} at delta {self.settings.delta:g}"
         )
         advice = delta_advice(self.settings.delta, min(group.num_records for group in self.groups))
         return [said, *([advice] if advice else [])]
@@ -64,7 +71,13 @@ class PrivateStepsBill(PaidRoundsBill):
             }
             for group in groups
         ]  # fmt: skip
-        return {"local_privacy": {"kind": self.settings.kind, "by_records": listed}}
+        return {
+            "local_privacy": {
+                "kind": self.settings.kind,
+                "clipping": self.settings.clipping_in_words,
+                "by_records": listed,
+            }
+        }
 
     @cached_property
     def groups(self) -> list[PayingClients]:

@@ -199,6 +199,7 @@ def caption(
         f"Seeds: {seeds_in_words(experiments)}.",
         *([" ".join(remarks)] if remarks else []),
         *_captions([e.preprocess for e in experiments]),
+        *_captions([e.local.privacy for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *_captions([e.calibrate for e in experiments]),
         *([bound] if has_bound else []),

@@ -8,7 +8,7 @@ computes the gradient of every record from that record alone, so no layer can mi
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeAlias
 
@@ -20,14 +20,16 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from fl_sim import models
+from fl_sim.clipping import FLAT, Clipping
 from fl_sim.own_loss import OwnLoss, losses_of
 from fl_sim.types import Params
 
 ClippedSum: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], NDArray[np.float64]]
 """A function (inputs (b, *input shape), labels (b,), limit) -> the sum of the records' gradients, shape (size,).
 
-Each gradient is first scaled down to the L2 norm ``limit``, over all trained parameters together. A gradient that is
-not finite counts as zeros. ``size`` is the number of all trained parameters. The sum is computed in float64.
+The L2 norm of each gradient is first bounded by ``limit``, over all trained parameters together, as ``Clipping``
+describes. A gradient that is not finite counts as zeros. ``size`` is the number of all trained parameters. The sum is
+computed in float64.
 """
 
 _MOST_NUMBERS: Final = 2**24
@@ -41,12 +43,13 @@ _PLAIN: Final = {
 """Classes of modules that compute each record's outputs from this record alone."""
 
 
-def clipped_sum_of(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
+def clipped_sum_of(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
     """Return the function that computes sums of clipped gradients of ``model`` at its current weights.
 
-    ``trained``: the trained parameters of the model. ``smoothing``: the label smoothing of the loss.
+    ``trained``: the trained parameters of the model. ``smoothing``: the label smoothing of the loss. ``clipping``: the
+    rule that bounds the gradients.
     """
-    return (by_layers if _has_rules(model) else by_records)(model, trained, smoothing)
+    return (by_layers if _has_rules(model) else by_records)(model, trained, smoothing, clipping)
 
 
 def _has_rules(model: nn.Module) -> bool:
@@ -63,10 +66,11 @@ def _has_rule(module: nn.Module) -> bool:
     return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def by_layers(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
+def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
     """Return the function for models of linear layers, convolutions and group norms, one call of each in a pass."""
     owners = {name.rpartition(".")[0] for name in trained}  # other layers are frozen: nothing is differentiated there
     layers = {name: part for name, part in model.named_modules() if name in owners}
+    names_of, shares = clipping.parts(trained), clipping.shares(trained)
 
     def clipped_sum(inputs: torch.Tensor, labels: torch.Tensor, limit: float) -> NDArray[np.float64]:
         if not len(labels):
@@ -89,10 +93,10 @@ def by_layers(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum
         parts: dict[str, _Part] = {}
         for (name, (given, _)), back in zip(seen.items(), backwards, strict=True):
             parts |= _parts_of(name, layers[name], given, back)
-        chosen = [parts[name] for name in trained]
-        norms = torch.stack([part.squares() for part in chosen]).sum(dim=0).sqrt()
-        factors = _factors(norms, limit)
-        return torch.cat([part.summed(factors).flatten() for part in chosen]).cpu().numpy()
+        squares = [torch.stack([parts[name].squares() for name in names]).sum(dim=0) for names in names_of.values()]
+        factors = zip(names_of.values(), _factors(squares, shares, clipping.stability, limit), strict=True)
+        sums = {name: parts[name].summed(each).flatten() for names, each in factors for name in names}
+        return torch.cat([sums[name] for name in trained]).cpu().numpy()
 
     return clipped_sum
 
@@ -141,7 +145,7 @@ def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tens
     }
 
 
-def by_records(model: nn.Module, trained: Params, smoothing: float) -> ClippedSum:
+def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
     """Return the function for any model, which computes the gradient of each record from that record alone.
 
     All records are computed together (``vmap``). A model with a layer that does not allow this, such as a GRU, is
@@ -150,6 +154,10 @@ def by_records(model: nn.Module, trained: Params, smoothing: float) -> ClippedSu
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
+    names_of, shares = clipping.parts(trained), clipping.shares(trained)
+    assert [name for names in names_of.values() for name in names] == list(trained), (
+        "a layer's parameters stand together"
+    )
     twin = copy.deepcopy(model)  # functional_call does not restore a module that stands at two places of a model
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
@@ -188,14 +196,31 @@ def by_records(model: nn.Module, trained: Params, smoothing: float) -> ClippedSu
             if not len(chunk):
                 continue
             each = gradients(trained, inputs[chunk], labels[chunk])
-            part = _Part(torch.cat([each[name].detach().flatten(1) for name in trained], dim=1))
-            total += part.summed(_factors(part.squares().sqrt(), limit))
+            rows = [torch.cat([each[name].detach().flatten(1) for name in names], dim=1) for names in names_of.values()]
+            parts = list(map(_Part, rows))
+            factors = _factors([part.squares() for part in parts], shares, clipping.stability, limit)
+            total += torch.cat([part.summed(each) for part, each in zip(parts, factors, strict=True)])
         return total.cpu().numpy()
 
     return clipped_sum
 
 
-def _factors(norms: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the factor of each record: 1 up to the norm ``limit``, less above it, and 0 if not finite, shape (b,)."""
-    norms = torch.where(torch.isfinite(norms), norms, torch.inf)
-    return torch.where(norms <= limit, 1.0, limit / norms)
+def _factors(
+    squares: Sequence[torch.Tensor], shares: Sequence[float], stability: float, limit: float
+) -> list[torch.Tensor]:
+    """Return the factor of each record for each part of the gradient, shape (b,).
+
+    ``squares``: the squared norms of the parts, (b,) each. ``shares``: the part's largest norm, divided by ``limit``.
+    A factor is 1 up to the largest norm and less above it, or as ``Clipping.stability`` tells. All factors of a record
+    are 0 if one of its parts is not finite.
+    """
+    norms = [square.sqrt() for square in squares]
+    is_finite = torch.stack(norms).isfinite().all(dim=0)
+
+    def factor(norm: torch.Tensor, most: float) -> torch.Tensor:
+        if stability:
+            return most / (norm + stability)
+        return torch.where(norm <= most, 1.0, most / norm)
+
+    found = [factor(norm, limit * share) for norm, share in zip(norms, shares, strict=True)]
+    return [torch.where(is_finite, one, 0.0) for one in found]

@@ -21,9 +21,9 @@ from fl_sim.local_plan import LocalPlan, PrivateSteps, check_optimizer, fields_i
 from fl_sim.native import private_steps
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import Stack
-from fl_sim.native.private_steps import PrivateDraws
+from fl_sim.native.private_steps import Bounds, PrivateDraws
 from fl_sim.own_loss import check_own_loss
-from fl_sim.params import copy_into, detached, num_in, placed_in
+from fl_sim.params import Layout, copy_into, detached, layout_of, num_in, placed_in
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid, grid_spacing, words_below
 from fl_sim.training.loop import Descent, trained_weights
 from fl_sim.training.per_record import clipped_sum_of
@@ -65,8 +65,8 @@ class StepPlan:
     """The numbers of a client's private steps that do not depend on its records, only on their public number.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
-    number of trained parameters. ``std``: the noise's standard deviation. ``limit``: the norm to which gradients are
-    clipped. ``divisor``: the divisor of the noisy sum.
+    number of trained parameters. ``std``: the noise's standard deviation. ``limit``: the norm by which gradients are
+    bounded. ``divisor``: the divisor of the noisy sum.
     """
 
     rate: float
@@ -77,10 +77,14 @@ class StepPlan:
     divisor: float
 
     @classmethod
-    def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, size: int) -> Self:
-        """Return the numbers for ``count`` records. Raises UserError for noise that is too coarse for the model."""
-        std, rate = private.noise_multiplier * private.clipping_norm, sampling_rate(settings, count)
-        limit = clipping_norm_on_grid(private.clipping_norm, std, size, summands=max(1, count))
+    def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, layout: Layout) -> Self:
+        """Return the numbers for ``count`` records. Raises UserError for noise that is too coarse for the model.
+
+        ``layout``: the names and shapes of the trained parameters.
+        """
+        norm, size = private.clipping.norm(private.clipping_norm, (name for name, _ in layout)), num_in(layout)
+        std, rate = private.noise_multiplier * norm, sampling_rate(settings, count)
+        limit = clipping_norm_on_grid(norm, std, size, summands=max(1, count))
         return cls(rate, settings.num_steps(count), size, std, limit, rate * count)
 
 
@@ -101,7 +105,7 @@ def train_compiled(
     private, count = plan.private, len(records[1])
     assert private is not None
     assert isinstance(private.noise, Noise)
-    steps, noise = StepPlan.of(private, task.settings, count, num_in(stack.layout)), private.noise
+    steps, noise = StepPlan.of(private, task.settings, count, stack.layout), private.noise
     turn, stream, each = task.server_round, private.stream, range(steps.num_steps)
 
     def exactly(step: int, place: int) -> float:
@@ -114,8 +118,8 @@ def train_compiled(
     spacing = grid_spacing(steps.std) if steps.std else 1.0
     draws = PrivateDraws(
         batch_keys=_rows(batches), noise_keys=_rows(noises) if steps.std else None,
-        below=words_below(steps.rate), limit=steps.limit, ratio=steps.std / spacing, spacing=spacing,
-        divisor=steps.divisor, exactly=exactly,
+        below=words_below(steps.rate), bounds=Bounds.of(private.clipping, steps.limit, stack.layout),
+        ratio=steps.std / spacing, spacing=spacing, divisor=steps.divisor, exactly=exactly,
     )  # fmt: skip
     return private_steps.train(kernel, stack, private_steps.job_without_order(task, plan, *records), draws)
 
@@ -146,9 +150,9 @@ def train_privately(
     with torch.no_grad():
         copy_into(weights, task.params)
     model.train()
-    clipped_sum = clipped_sum_of(model, trained, settings.label_smoothing)
+    clipped_sum = clipped_sum_of(model, trained, settings.label_smoothing, private.clipping)
     descent = Descent.of(trained, task, plan, inputs.device)
-    steps = StepPlan.of(private, settings, count, sum(weight.numel() for weight in trained.values()))
+    steps = StepPlan.of(private, settings, count, layout_of(trained))
     for step in range(steps.num_steps):
         joins = private.noise.taking_part(
             count, steps.rate, purpose=f"batch {step} of {private.stream}", server_round=task.server_round

@@ -136,6 +136,48 @@ def test_a_forecast_without_time_takes_the_noise_of_the_rdp_accountant(tmp_path:
     assert payment.epsilon <= 4.0
 
 
+@pytest.mark.parametrize(
+    ("privacy", "words"),
+    [
+        ({"clipping": "per-layer"}, "per-layer, norm 1"),
+        ({"clipping": "per-layer", "layer_norms": "0.6,0.6,0.5"}, "per-layer, norms 0.6, 0.6, 0.5"),
+        ({"clipping": "automatic", "stability": 0.5}, "automatic, norm 1, stability 0.5"),
+    ],
+)
+def test_the_clipping_changes_the_model_and_is_stated_and_the_cost_stays(
+    privacy: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    one_step = {"model": "2nn", "rounds": 1, "clients": 2, "local": {"epochs": 0, "steps": 1}}
+    flat, other = (ran(tmp_path / name, given, **one_step) for name, given in (("flat", {}), ("other", privacy)))
+    assert flat["local_privacy"]["clipping"] == "flat, norm 1"
+    assert other["local_privacy"]["clipping"] == words
+    assert other["local_privacy"]["by_records"] == flat["local_privacy"]["by_records"]
+    for said in ("epsilon", "delta", "steps", "adjacency", "unit", "events"):
+        assert other["privacy"][0].get(said) == flat["privacy"][0].get(said)
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("flat", "other")]
+    assert not all(models[0][name].equal(models[1][name]) for name in models[0])
+    caption = DPSGD.captions([DPSGD(noise_multiplier=1, **privacy), DPSGD(epsilon=1)], "; ".join)
+    assert caption == [f"DP-SGD: the gradient of each record is clipped ({words}; flat, norm 1) before noise is added."]
+
+
+@pytest.mark.parametrize(
+    ("privacy", "match"),
+    [
+        ({"layer_norms": [1.0]}, r"layer_norms needs local\.privacy\.clipping=per-layer"),
+        ({"clipping": "per-layer", "layer_norms": [1.0], "clipping_norm": 2.0}, "clipping_norm follows"),
+        ({"clipping": "per-layer", "layer_norms": [1.0, -1.0]}, "greater than 0"),
+        ({"clipping": "per-layer", "layer_norms": [1.0, 1.0]}, r"2 norms, and the model has 1 layers .*\(1\)"),
+        ({"stability": 0.1}, r"stability needs local\.privacy\.clipping=automatic"),
+        ({"clipping": "automatic", "stability": 0.0}, "greater than 0"),
+        ({"clipping": "adaptive"}, "flat"),
+    ],
+)
+def test_clipping_that_does_not_fit_is_refused(privacy: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=match):
+        ran(tmp_path / "run", privacy)
+    assert not _charges(0)
+
+
 def test_charged_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> object:
         raise RunError("no step is made")

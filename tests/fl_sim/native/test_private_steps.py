@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
+from fl_sim.clipping import FLAT, Clipping
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.kernel import CompiledNormals, Kernel
 from fl_sim.native.layers import describe
-from fl_sim.native.private_steps import PrivateDraws, clipped_sum, is_supported, job_without_order, train
+from fl_sim.native.private_steps import Bounds, PrivateDraws, clipped_sum, is_supported, job_without_order, train
 from fl_sim.params import detached, num_in, trainable
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.training import private_steps
@@ -71,11 +72,15 @@ def _task(model: nn.Module, local: LocalSettings = LOCAL) -> LocalTask:
 
 
 def _sum(
-    kernel: Kernel, model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], limit: float
+    kernel: Kernel, model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], limit: float, clipping: Clipping = FLAT
 ) -> NDArray[np.float64]:
     stack = describe(model, tuple(data[0].shape[1:]))
     assert stack is not None
-    return clipped_sum(kernel, stack, job_without_order(_task(model), LocalPlan(), *data), limit)
+    bounds = Bounds.of(clipping, limit, stack.layout)
+    return clipped_sum(kernel, stack, job_without_order(_task(model), LocalPlan(), *data), bounds)
+
+
+RULES = {"flat": FLAT, "per-layer": Clipping(by_layer=True), "automatic": Clipping(stability=0.3)}
 
 
 @pytest.mark.parametrize("count", [1, 37, 150])
@@ -85,6 +90,28 @@ def test_the_clipped_sum_is_that_of_gradients_computed_from_one_record_alone(
     here: Kernel, model: nn.Module, count: int
 ) -> None:
     _agree(here, model, count, (2, 13, 15))
+
+
+@pytest.mark.parametrize("rule", ["per-layer", "automatic"])
+@pytest.mark.parametrize("model", [STRIDED, RESIDUAL, nn.Sequential(nn.Flatten(), nn.Linear(390, 10))],
+                         ids=["strided", "residual", "linear"])  # fmt: skip
+def test_clipping_by_layers_and_automatic_clipping_are_those_of_pytorch(
+    here: Kernel, model: nn.Module, rule: str
+) -> None:
+    _agree(here, model, 37, (2, 13, 15), RULES[rule])
+    names = list(trainable(model))
+    norms = {layer: 1.0 + place for place, layer in enumerate(Clipping(by_layer=True).parts(names))}
+    _agree(here, model, 9, (2, 13, 15), Clipping(by_layer=True, layer_norms=norms))
+
+
+def test_with_one_layer_clipping_by_layers_has_the_bits_of_flat_clipping(here: Kernel) -> None:
+    model, data = nn.Sequential(nn.Flatten(), nn.Linear(390, 10)), _records(3, 70, (2, 13, 15))
+    assert np.array_equal(_sum(here, model, data, 0.5, RULES["per-layer"]), _sum(here, model, data, 0.5))
+    stack = describe(STRIDED, (2, 13, 15))
+    assert stack is not None
+    job = job_without_order(_task(STRIDED), LocalPlan(), *data)
+    with pytest.raises(ValueError, match="4 layers need one bound each"):
+        clipped_sum(here, stack, job, Bounds(1.0, of_layers=np.ones(3)))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +124,15 @@ def test_the_clipped_sum_of_our_models_is_that_of_pytorch(here: Kernel, name: st
     _agree(here, MODELS[name](shape, 10), 40, shape)
 
 
-def _agree(kernel: Kernel, model: nn.Module, count: int, shape: tuple[int, ...]) -> None:
+def _agree(kernel: Kernel, model: nn.Module, count: int, shape: tuple[int, ...], rule: Clipping = FLAT) -> None:
     errors = []
     for seed in range(3):
         data = _records(seed, count, shape)
         norms = [np.linalg.norm(_sum(kernel, model, (data[0][one : one + 1], data[1][one : one + 1]), math.inf))
                  for one in range(min(count, 9))]  # fmt: skip
         limit = float(np.median(norms))  # some gradients are clipped, others are not
-        expected = by_records(model, trainable(model), 0.0)(*data, limit)
-        errors.append(np.linalg.norm(_sum(kernel, model, data, limit) - expected) / np.linalg.norm(expected))
+        expected = by_records(model, trainable(model), 0.0, rule)(*data, limit)
+        errors.append(np.linalg.norm(_sum(kernel, model, data, limit, rule) - expected) / np.linalg.norm(expected))
         if errors[-1] <= ROUNDING:
             break
     assert max(errors) <= ONE_BIT
@@ -115,10 +142,10 @@ def _agree(kernel: Kernel, model: nn.Module, count: int, shape: tuple[int, ...])
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 40), st.lists(st.floats(width=32), min_size=6, max_size=6),
-    st.floats(1e-3, 10), st.sampled_from([(6,), (1, 2, 3)]),
+    st.floats(1e-3, 10), st.sampled_from([(6,), (1, 2, 3)]), st.sampled_from(sorted(RULES)),
 )  # fmt: skip
 def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(
-    kernel: Kernel, seed: int, count: int, row: list[float], limit: float, shape: tuple[int, ...]
+    kernel: Kernel, seed: int, count: int, row: list[float], limit: float, shape: tuple[int, ...], rule: str
 ) -> None:
     if not isinstance(kernel.library, ctypes.CDLL):
         pytest.skip("a kernel in an emulator cannot call Python")
@@ -130,7 +157,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(
     inputs[place] = torch.tensor(row).view(shape)
     nothing = inputs.clone()
     nothing[place] = math.nan  # its gradient is not finite, and so counts as zeros
-    whole, without = (_sum(kernel, model, (some, labels), limit) for some in (inputs, nothing))
+    whole, without = (_sum(kernel, model, (some, labels), limit, RULES[rule]) for some in (inputs, nothing))
     assert np.linalg.norm(whole - without) <= limit * (1 + 1e-12)
 
 
@@ -145,7 +172,8 @@ def test_the_bits_of_a_records_gradient_do_not_depend_on_the_others_and_a_broken
     assert np.array_equal(_sum(here, model, (broken, labels), 0.5), alone)
     assert np.linalg.norm(alone) == pytest.approx(0.5)
     broken[77, 0, 0, 0] = math.inf
-    assert not _sum(here, model, (broken, labels), 0.5).any()
+    for rule in RULES.values():
+        assert not _sum(here, model, (broken, labels), 0.5, rule).any()
 
 
 def test_a_short_gradient_is_kept(here: Kernel) -> None:
@@ -193,6 +221,15 @@ def test_batches_noise_and_steps_are_those_of_pytorch(here: Kernel, local: Local
     _assert_close(found, expected, 2e-3 if local.optimizer != "sgd" else 2e-5)  # Adam divides by numbers near zero
 
 
+@pytest.mark.parametrize("rule", ["per-layer", "automatic"])
+def test_steps_with_other_clipping_are_those_of_pytorch(here: Kernel, rule: str) -> None:
+    torch.manual_seed(2)
+    model = MODELS["2nn"]((13,), 10)
+    plan = LocalPlan(private=PrivateSteps(0.7, 1.3, NOISE, "model", RULES[rule]))
+    expected, found = _both(here, model, LOCAL, plan, _records(6, 140, (13,)))
+    _assert_close(found, expected)
+
+
 def test_what_a_plan_adds_acts_on_the_noisy_gradient_as_in_pytorch(here: Kernel) -> None:
     torch.manual_seed(2)
     like = {name: 0.1 * torch.randn_like(value) for name, value in trainable(PADDED).items()}
@@ -227,7 +264,7 @@ def test_every_number_of_the_noise_is_the_very_number_of_the_definition(here: Ke
 
 def _draws(**changes: object) -> PrivateDraws:
     keys = np.zeros((1, 32), np.uint8)
-    draws = PrivateDraws(keys, keys, 0, 1.0, 2.0**20, 2.0**-20, 1.0, lambda step, place: 1 / 0)
+    draws = PrivateDraws(keys, keys, 0, Bounds(1.0), 2.0**20, 2.0**-20, 1.0, lambda step, place: 1 / 0)
     return replace(draws, **changes)  # type: ignore[arg-type]
 
 
@@ -246,7 +283,7 @@ def test_an_error_in_an_undecided_number_of_the_noise_is_raised_and_wrong_keys_a
     with pytest.raises(IndexError, match="a label is outside"):
         train(here, stack, job._replace(labels=torch.full((2,), 300)), _draws())
     with pytest.raises(IndexError, match="a label is outside"):
-        clipped_sum(here, stack, job._replace(labels=torch.full((2,), -1)), 1.0)
+        clipped_sum(here, stack, job._replace(labels=torch.full((2,), -1)), Bounds(1.0))
 
 
 class _Other(Noise):

@@ -16,6 +16,7 @@ from scipy.stats import chi2
 from torch import nn
 
 from fl_sim import models
+from fl_sim.clipping import FLAT, Clipping
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.params import detached, trainable
@@ -24,7 +25,11 @@ from fl_sim.training.per_record import ClippedSum, by_layers, by_records, clippe
 from fl_sim.training.private_steps import sampling_rate, train_privately
 from fl_sim.types import LocalSettings, LocalTask, Params
 
-WAYS: dict[str, Callable[[nn.Module, Params, float], ClippedSum]] = {"layers": by_layers, "records": by_records}
+WAYS: dict[str, Callable[..., ClippedSum]] = {"layers": by_layers, "records": by_records}
+RULES = {
+    "flat": FLAT, "per-layer": Clipping(by_layer=True), "automatic": Clipping(stability=0.01),
+    "layer norms": Clipping(by_layer=True, layer_norms={"0": 3.0, "2": 4.0}),
+}  # fmt: skip
 ONE_STEP = LocalSettings(learning_rate=0.1, momentum=0.0, weight_decay=0.0, batch_size=8, epochs=0, steps=1)
 
 
@@ -77,15 +82,16 @@ def _moved(before: Params, after: Params, scale: float) -> NDArray[np.float64]:
     st.lists(st.floats(width=32), min_size=6, max_size=6),
     st.floats(1e-3, 10),
     st.sampled_from(sorted(WAYS)),
+    st.sampled_from(sorted(RULES)),
 )
 def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(
-    seed: int, count: int, row: list[float], limit: float, way: str
+    seed: int, count: int, row: list[float], limit: float, way: str, rule: str
 ) -> None:
     model = _net(seed)
     inputs, labels = _records(seed, count)
     place = seed % count
     inputs[place] = torch.tensor(row)
-    clipped_sum = WAYS[way](model, trainable(model), 0.0)
+    clipped_sum = WAYS[way](model, trainable(model), 0.0, RULES[rule])
     whole = clipped_sum(inputs, labels, limit)
     nothing = inputs.clone()
     nothing[place] = math.nan  # its gradient is not finite, and so counts as zeros: a record that is not there
@@ -94,6 +100,81 @@ def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(
     others = torch.arange(count) != place
     again = clipped_sum(inputs[others], labels[others], limit)
     assert np.allclose(without, again, rtol=1e-5, atol=1e-6 * limit)
+
+
+def _true_sum(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, clip: Callable[[list[torch.Tensor]], float]
+) -> NDArray[np.float64]:
+    """Return the sum of gradients that are computed record by record; ``clip``: {gradients of a part} -> its factor."""
+    total = dict[str, torch.Tensor]()
+    for record, label in zip(inputs, labels, strict=True):
+        loss = nn.functional.cross_entropy(model(record[None]), label[None])
+        names = dict(model.named_parameters())
+        each = dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+        for name in names:
+            layer = [value.double() for other, value in each.items() if other[0] == name[0]]
+            total[name] = total.get(name, 0) + each[name].double() * clip(layer)
+    return torch.cat([value.flatten() for value in total.values()]).numpy()
+
+
+def _norm(parts: list[torch.Tensor]) -> float:
+    return math.hypot(*(float(part.norm()) for part in parts))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_layer_is_clipped_to_its_own_norm(way: str) -> None:
+    model, data = _net(), _records(2, 7)
+    found = WAYS[way](model, trainable(model), 0.0, Clipping(by_layer=True))(*data, 0.6)
+    true = _true_sum(model, *data, lambda layer: min(1.0, 0.6 / math.sqrt(2) / _norm(layer)))
+    assert np.allclose(found, true, rtol=1e-4, atol=1e-6)
+    whole = WAYS[way](model, trainable(model), 0.0, Clipping(by_layer=True))(*data, math.inf)
+    assert np.allclose(whole, _true_sum(model, *data, lambda layer: 1.0), rtol=1e-4, atol=1e-6)
+    [first, second] = [
+        WAYS[way](model, trainable(model), 0.0, RULES["layer norms"])(data[0][:1], data[1][:1], 1e-3)[part]
+        for part in (slice(35), slice(35, None))
+    ]
+    assert np.linalg.norm(first) == pytest.approx(1e-3 * 3 / 5)
+    assert np.linalg.norm(second) == pytest.approx(1e-3 * 4 / 5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_one_layer_clipping_by_layers_has_the_bits_of_flat_clipping(way: str) -> None:
+    torch.manual_seed(3)
+    model, data = nn.Sequential(nn.Linear(6, 3)), _records(3, 9)
+    flat = WAYS[way](model, trainable(model), 0.0)(*data, 0.5)
+    for rule in (Clipping(by_layer=True), Clipping(by_layer=True, layer_norms={"0": 0.3})):
+        assert np.array_equal(WAYS[way](model, trainable(model), 0.0, rule)(*data, 0.5), flat)
+    steps = PrivateSteps(0.3, 1.1, Noise(bytes(32), simulation_only=True), "model")
+    by_layer = replace(steps, clipping_norm=9.0, clipping=Clipping(by_layer=True, layer_norms={"0": 0.3}))
+    one, other = _trained(model, data, steps), _trained(model, data, by_layer)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_automatic_clipping_normalises_gradients_as_the_stability_falls(way: str) -> None:
+    model, (inputs, labels) = _net(), _records(4, 1)
+    true = WAYS[way](model, trainable(model), 0.0)(inputs, labels, math.inf)
+    length = float(np.linalg.norm(true))
+    for stability in (1e-12, 0.01, 10.0):
+        found = WAYS[way](model, trainable(model), 0.0, Clipping(stability=stability))(inputs, labels, 2.0)
+        assert np.allclose(found, 2 * true / (length + stability), rtol=1e-9)
+        assert np.linalg.norm(found) < 2.0
+    assert np.linalg.norm(WAYS[way](model, trainable(model), 0.0, Clipping(stability=1e-12))(inputs, labels, 2.0)) == (
+        pytest.approx(2.0)
+    )
+    nothing = torch.full_like(inputs, math.nan)
+    assert not WAYS[way](model, trainable(model), 0.0, Clipping(stability=0.01))(nothing, labels, 2.0).any()
+
+
+def test_a_record_with_one_broken_layer_counts_as_zeros_in_all_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 3))
+    inputs, labels = torch.full((1, 6), math.inf), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        trainable(model)["0.weight"].fill_(1.0)  # sigmoid(infinity) is 1: the second layer has a finite gradient
+    for way in WAYS.values():
+        for rule in RULES.values():
+            assert np.array_equal(way(model, trainable(model), 0.0, rule)(inputs, labels, 1.0), np.zeros(53))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -199,12 +280,14 @@ def test_without_noise_and_clipping_a_step_is_that_of_sgd_on_the_drawn_records()
     assert (ours.num_steps, ours.loss) == (3, None)
 
 
-def test_the_noise_of_a_step_has_the_stated_deviation_and_differs_between_steps_streams_and_keys() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_the_noise_of_a_step_has_the_stated_deviation_and_differs_between_steps_streams_and_keys(rule: str) -> None:
     model = _net()
     data = _records(4, 16)
     full, noises = replace(ONE_STEP, batch_size=16), []
+    clipping = Clipping(by_layer=True, layer_norms={"0": 1.2, "2": 1.6}) if rule == "layer norms" else RULES[rule]
     for key, stream in ((b"a", "model"), (b"b", "model"), (b"a", "own")):
-        steps = PrivateSteps(2.0, 1.5, Noise(key * 32, simulation_only=True), stream)
+        steps = PrivateSteps(2.0, 1.5, Noise(key * 32, simulation_only=True), stream, clipping)
         silent = replace(steps, noise=_Silent(key * 32, simulation_only=True))
         without, with_noise = _trained(model, data, silent, full), _trained(model, data, steps, full)
         noises.append(_moved(without, with_noise, 0.1 / 16))  # the learning rate over the size of the batch
@@ -249,6 +332,16 @@ def test_a_layer_without_a_rule_for_many_records_is_computed_record_by_record() 
     loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
     true = torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
     assert np.allclose(found, true.double().numpy(), rtol=1e-3, atol=1e-5)
+
+
+def test_the_noise_is_that_of_the_layers_that_a_phase_trains() -> None:
+    rule = RULES["layer norms"]
+    assert rule.norm(7.0, ["0.weight", "0.bias", "2.weight"]) == 5.0
+    assert rule.norm(7.0, ["2.weight"]) == 4.0
+    assert [rule.shares(["2.weight"]), FLAT.shares(["a", "b"])] == [[1.0], [1.0]]
+    assert Clipping(by_layer=True).shares(["0.weight", "0.bias", "2.weight", "4.bias"]) == [1 / math.sqrt(3)] * 3
+    for clipping in RULES.values():
+        assert math.hypot(*clipping.shares(["0.weight", "0.bias", "2.weight"])) == pytest.approx(1.0)
 
 
 def test_frozen_parameters_are_neither_moved_nor_counted() -> None:
