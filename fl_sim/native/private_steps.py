@@ -37,7 +37,7 @@ class _PrivateSteps(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ClippingBounds:
     """The bounds on the norm of a record's gradient, as ``Clipping`` describes them.
 
     ``limit``: the largest norm. ``stability``: the number of automatic clipping, 0 for none. ``of_layers``: the largest
@@ -79,7 +79,7 @@ class PrivateDraws:
     batch_keys: NDArray[np.uint8]
     noise_keys: NDArray[np.uint8] | None
     below: int
-    bounds: Bounds
+    bounds: ClippingBounds
     ratio: float
     spacing: float
     divisor: float
@@ -130,7 +130,7 @@ def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, la
     return KernelJob(task, replace(plan, private=None), inputs, labels, Draws(order, np.empty(0, np.int64)))
 
 
-def clipped_sum(kernel: Kernel, stack: Stack, job: KernelJob, bounds: Bounds) -> NDArray[np.float64]:
+def clipped_sum(kernel: Kernel, stack: Stack, job: KernelJob, bounds: ClippingBounds) -> NDArray[np.float64]:
     """Return the sum of the clipped gradients of all records at the received weights, (parameters,), in float64.
 
     ``bounds``: the bounds on a record's gradient. A gradient that is not finite counts as zeros. Raises ValueError and

@@ -21,7 +21,7 @@ from fl_sim.local_plan import LocalPlan, PrivateSteps, check_optimizer, fields_i
 from fl_sim.native import private_steps
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.layers import Stack
-from fl_sim.native.private_steps import Bounds, PrivateDraws
+from fl_sim.native.private_steps import ClippingBounds, PrivateDraws
 from fl_sim.own_loss import check_own_loss
 from fl_sim.params import Layout, copy_into, detached, layout_of, num_in, placed_in
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid, grid_spacing, words_below
@@ -118,7 +118,7 @@ def train_compiled(
     spacing = grid_spacing(steps.std) if steps.std else 1.0
     draws = PrivateDraws(
         batch_keys=_rows(batches), noise_keys=_rows(noises) if steps.std else None,
-        below=words_below(steps.rate), bounds=Bounds.of(private.clipping, steps.limit, stack.layout),
+        below=words_below(steps.rate), bounds=ClippingBounds.of(private.clipping, steps.limit, stack.layout),
         ratio=steps.std / spacing, spacing=spacing, divisor=steps.divisor, exactly=exactly,
     )  # fmt: skip
     return private_steps.train(kernel, stack, private_steps.job_without_order(task, plan, *records), draws)

@@ -18,7 +18,14 @@ from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.kernel import CompiledNormals, Kernel
 from fl_sim.native.layers import describe
-from fl_sim.native.private_steps import Bounds, PrivateDraws, clipped_sum, is_supported, job_without_order, train
+from fl_sim.native.private_steps import (
+    ClippingBounds,
+    PrivateDraws,
+    clipped_sum,
+    is_supported,
+    job_without_order,
+    train,
+)
 from fl_sim.params import detached, num_in, trainable
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.training import private_steps
@@ -76,7 +83,7 @@ def _sum(
 ) -> NDArray[np.float64]:
     stack = describe(model, tuple(data[0].shape[1:]))
     assert stack is not None
-    bounds = Bounds.of(clipping, limit, stack.layout)
+    bounds = ClippingBounds.of(clipping, limit, stack.layout)
     return clipped_sum(kernel, stack, job_without_order(_task(model), LocalPlan(), *data), bounds)
 
 
@@ -111,7 +118,7 @@ def test_with_one_layer_clipping_by_layers_has_the_bits_of_flat_clipping(here: K
     assert stack is not None
     job = job_without_order(_task(STRIDED), LocalPlan(), *data)
     with pytest.raises(ValueError, match="4 layers need one bound each"):
-        clipped_sum(here, stack, job, Bounds(1.0, of_layers=np.ones(3)))
+        clipped_sum(here, stack, job, ClippingBounds(1.0, of_layers=np.ones(3)))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +271,7 @@ def test_every_number_of_the_noise_is_the_very_number_of_the_definition(here: Ke
 
 def _draws(**changes: object) -> PrivateDraws:
     keys = np.zeros((1, 32), np.uint8)
-    draws = PrivateDraws(keys, keys, 0, Bounds(1.0), 2.0**20, 2.0**-20, 1.0, lambda step, place: 1 / 0)
+    draws = PrivateDraws(keys, keys, 0, ClippingBounds(1.0), 2.0**20, 2.0**-20, 1.0, lambda step, place: 1 / 0)
     return replace(draws, **changes)  # type: ignore[arg-type]
 
 
@@ -283,7 +290,7 @@ def test_an_error_in_an_undecided_number_of_the_noise_is_raised_and_wrong_keys_a
     with pytest.raises(IndexError, match="a label is outside"):
         train(here, stack, job._replace(labels=torch.full((2,), 300)), _draws())
     with pytest.raises(IndexError, match="a label is outside"):
-        clipped_sum(here, stack, job._replace(labels=torch.full((2,), -1)), Bounds(1.0))
+        clipped_sum(here, stack, job._replace(labels=torch.full((2,), -1)), ClippingBounds(1.0))
 
 
 class _Other(Noise):

@@ -32,6 +32,7 @@ from clients.paid_rounds import ClientProtection
 from clients.private_moments import Protection, private_moments
 from clients.private_updates import ClientPrivateUpdates, noise_std, update_cost
 from fl_sim import models
+from fl_sim.clipping import FLAT, Clipping
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.params import detached, trainable
@@ -310,7 +311,8 @@ class _Everybody(Noise):
 
 @pytest.mark.parametrize("name", ["2nn", "niid-cnn", "gru"])
 @pytest.mark.parametrize("clipping_norm", [0.01, 1e3])
-def test_private_steps(worlds: Both, name: str, clipping_norm: float) -> None:
+@pytest.mark.parametrize("clipping", [FLAT, Clipping(by_layer=True), Clipping(stability=1e-5)])
+def test_private_steps(worlds: Both, name: str, clipping_norm: float, clipping: Clipping) -> None:
     """Where a record joins every step, it moves them together by at most the cost of as many Gaussian releases."""
     local = LocalSettings(0.1, 0.9, 1e-3, batch_size=5, epochs=3)  # one step an epoch
     draw = torch.Generator().manual_seed(3)
@@ -319,13 +321,13 @@ def test_private_steps(worlds: Both, name: str, clipping_norm: float) -> None:
     inputs = inputs if name == "gru" else torch.randn(5, 1, 28, 28, generator=draw)
     labels = torch.tensor([0, 1, 2, 3, 0])
     start = detached(trainable(model).items())
-    steps = PrivateSteps(clipping_norm, 1.3, _Everybody(bytes(32), simulation_only=True), "model")
+    steps = PrivateSteps(clipping_norm, 1.3, _Everybody(bytes(32), simulation_only=True), "model", clipping)
 
     def release(*, there: bool) -> None:
         # Nothing in the place of the first record: a gradient that is not finite counts as zeros.
         patch = pytest.MonkeyPatch()
         if not there:
-            patch.setattr(per_record, "_factors", lambda norms, limit: _without_first(factors(norms, limit)))
+            patch.setattr(per_record, "_factors", lambda *given: list(map(_without_first, factors(*given))))
         train_privately(model, LocalTask(1, 0, 1, 5, local, start), LocalPlan(private=steps), inputs, labels)
         patch.undo()
 
