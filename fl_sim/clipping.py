@@ -39,11 +39,14 @@ class Clipping:
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the parameters of each part that is clipped by itself, {part: names}, both in the order of names.
 
-        Without ``by_layer`` there is one part, with the name "".
+        Without ``by_layer`` there is one part, with the name "". Raises ValueError if the parameters of a layer do not
+        stand together.
         """
-        found: dict[str, list[str]] = {}
-        for name in names:
+        order, found = list(names), dict[str, list[str]]()
+        for name in order:
             found.setdefault(layer_of(name) if self.by_layer else "", []).append(name)
+        if [name for part in found.values() for name in part] != order:
+            raise ValueError(f"the parameters of a layer do not stand together: {', '.join(order)}")
         return found
 
 

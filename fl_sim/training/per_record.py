@@ -155,9 +155,6 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    assert [name for names in names_of.values() for name in names] == list(trained), (
-        "a layer's parameters stand together"
-    )
     twin = copy.deepcopy(model)  # functional_call does not restore a module that stands at two places of a model
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
@@ -196,8 +193,10 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
             if not len(chunk):
                 continue
             each = gradients(trained, inputs[chunk], labels[chunk])
-            rows = [torch.cat([each[name].detach().flatten(1) for name in names], dim=1) for names in names_of.values()]
-            parts = list(map(_Part, rows))
+            parts = [
+                _Part(torch.cat([each[name].detach().flatten(1) for name in names], dim=1))
+                for names in names_of.values()
+            ]
             factors = _factors([part.squares() for part in parts], shares, clipping.stability, limit)
             total += torch.cat([part.summed(each) for part, each in zip(parts, factors, strict=True)])
         return total.cpu().numpy()

@@ -14,6 +14,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.params import trainable
+from fl_sim.token_models import GatedRecurrent
 from fl_sim.training.per_record import ClippedSum, by_layers, by_records, clipped_sum_of
 
 IMAGE, TEXT = (1, 28, 28), (12,)
@@ -56,7 +57,7 @@ def _model(name: str) -> nn.Module:
 def _for_opacus(model: nn.Module) -> nn.Module:
     """Return a copy of ``model``, in which Opacus' own GRU replaces PyTorch's."""
     twin = copy.deepcopy(model)
-    if isinstance(twin, models.GatedRecurrent):
+    if isinstance(twin, GatedRecurrent):
         own = DPGRU(8, 128, batch_first=True)
         own.load_state_dict(twin.recurrent.state_dict())
         twin.recurrent = own
