@@ -1,12 +1,13 @@
 """Low-rank adapters (LoRA, Hu et al. 2022): W + (alpha / r) B A in place of a layer's weights W, which stay frozen.
 
-An adapted layer keeps the names of its parameters, and gets ``lora_A`` (r, inputs) and ``lora_B`` (outputs, r). Its
-attribute ``weight`` is the sum, also for code that reads the weights past ``forward``, as fast paths of PyTorch do.
+An adapted layer keeps the names of its parameters, and gets ``lora_A`` (r, inputs) and ``lora_B`` (outputs, r), for
+embeddings ``lora_embedding_A`` and ``lora_embedding_B``. Its attribute ``weight`` is the sum, also for code that reads
+the weights past ``forward``, as fast paths of PyTorch do.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -19,29 +20,39 @@ from fl_sim.types import Params
 LORA: Final = "lora"
 """The word for adapters in ``model.trainable``; ``lora_`` is a part of the names of their parameters, as in PEFT."""
 
-A, B = "lora_A", "lora_B"
-"""The names of an adapter's factors in its layer."""
+SCALE: Final = "lora_scale"
+"""The name of the frozen parameter alpha / r in an adapted layer."""
 
 
 class Adapted(nn.Module):
-    """The additions to a layer with an adapter. ``lora_scale``: alpha / r. ``lora_dropout``: that of its inputs."""
+    """The additions to a layer with an adapter.
 
-    lora_scale: float
+    ``factors``: the names of A and B. ``lora_scale``: alpha / r, a frozen parameter. ``lora_dropout``: that of inputs.
+    """
+
+    factors: ClassVar[tuple[str, str]] = ("lora_A", "lora_B")
+    lora_scale: nn.Parameter
     lora_dropout: float
-    lora_A: nn.Parameter  # noqa: N815 (PEFT's name)
-    lora_B: nn.Parameter  # noqa: N815 (PEFT's name)
 
     @property
     def base(self) -> torch.Tensor:
         """Return the layer's own weights W."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return weight
+        return self._own("weight")
 
     @property
     def weight(self) -> torch.Tensor:
         """Return W + (alpha / r) B A, in the shape of W."""
-        return self.base + self.lora_scale * product(self.lora_B, self.lora_A, self.base, turned=self.is_turned)
+        return self.base + self.lora_scale * product(self.b, self.a, self.base, turned=self.is_turned)
+
+    @property
+    def a(self) -> torch.Tensor:
+        """Return A, shape (r, inputs)."""
+        return self._own(self.factors[0])
+
+    @property
+    def b(self) -> torch.Tensor:
+        """Return B, shape (outputs, r)."""
+        return self._own(self.factors[1])
 
     @property
     def is_turned(self) -> bool:
@@ -52,6 +63,11 @@ class Adapted(nn.Module):
         """Return the inputs of the adapter, after its dropout."""
         return functional.dropout(inputs, self.lora_dropout, self.training) if self.lora_dropout else inputs
 
+    def _own(self, name: str) -> torch.Tensor:
+        weight = self._parameters[name]
+        assert weight is not None
+        return weight
+
 
 class LoraLinear(Adapted, nn.Linear):  # type: ignore[override]  # its weight is a property
     """A linear layer with an adapter."""
@@ -60,8 +76,8 @@ class LoraLinear(Adapted, nn.Linear):  # type: ignore[override]  # its weight is
         """Map (..., inputs) to (..., outputs); outside of training by the merged weights."""
         if not self.training:
             return functional.linear(inputs, self.weight, self.bias)
-        inner = functional.linear(self.dropped(inputs), self.lora_A)
-        return functional.linear(inputs, self.base, self.bias) + self.lora_scale * functional.linear(inner, self.lora_B)
+        inner = functional.linear(self.dropped(inputs), self.a)
+        return functional.linear(inputs, self.base, self.bias) + self.lora_scale * functional.linear(inner, self.b)
 
 
 class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is a property
@@ -76,20 +92,22 @@ class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is
         if self.groups > 1:
             added: torch.Tensor = self._conv_forward(self.dropped(inputs), self.weight - self.base, None)
             return kept + added
-        inner = self._conv_forward(self.dropped(inputs), self.lora_A.view(-1, *self.base.shape[1:]), None)
-        return kept + self.lora_scale * functional.conv2d(inner, self.lora_B[:, :, None, None])
+        inner = self._conv_forward(self.dropped(inputs), self.a.view(-1, *self.base.shape[1:]), None)
+        return kept + self.lora_scale * functional.conv2d(inner, self.b[:, :, None, None])
 
 
 class LoraEmbedding(Adapted, nn.Embedding):  # type: ignore[override]  # its weight is a property
     """An embedding with an adapter: A has a column for each token. The padding token keeps its own vector."""
+
+    factors: ClassVar[tuple[str, str]] = ("lora_embedding_A", "lora_embedding_B")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (n, length) tokens to (n, length, width); outside of training by the merged weights."""
         if not self.training:
             return functional.embedding(inputs, self.weight, self.padding_idx)
         kept = functional.embedding(inputs, self.base, self.padding_idx)
-        inner = self.dropped(functional.embedding(inputs, self.lora_A.T, self.padding_idx))
-        return kept + self.lora_scale * functional.linear(inner, self.lora_B)
+        inner = self.dropped(functional.embedding(inputs, self.a.T, self.padding_idx))
+        return kept + self.lora_scale * functional.linear(inner, self.b)
 
 
 _ADAPTED: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
@@ -128,11 +146,13 @@ def adapt(
         first = torch.from_numpy(drawn).to(weight)
         if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             first[:, layer.padding_idx] = 0
-        layer.register_parameter(A, nn.Parameter(first))
-        layer.register_parameter(B, nn.Parameter(torch.zeros(matrix.shape[0], own).to(weight)))
         adapted: Any = layer
-        adapted.lora_scale, adapted.lora_dropout = alpha / rank, dropout
         adapted.__class__ = _ADAPTED[type(layer)]
+        layer.register_parameter(adapted.factors[0], nn.Parameter(first))
+        layer.register_parameter(adapted.factors[1], nn.Parameter(torch.zeros(matrix.shape[0], own).to(weight)))
+        scale = torch.tensor(alpha / rank).to(weight)
+        layer.register_parameter(SCALE, nn.Parameter(scale, requires_grad=False))
+        adapted.lora_dropout = dropout
 
 
 def product(
@@ -156,12 +176,13 @@ def merged(model: nn.Module, params: Params) -> Params:
     """
     if not (layers := adapted_in(model)):
         return params
-    kept = {name: value for name, value in params.items() if name.rpartition(".")[2] not in (A, B)}
+    kept = {name: value for name, value in params.items() if not name.rpartition(".")[2].startswith(f"{LORA}_")}
     for name, layer in layers.items():
         prefix = f"{name}." if name else ""
         base = params.get(f"{prefix}weight", layer.base.detach().cpu())
-        added = product(params[f"{prefix}{B}"], params[f"{prefix}{A}"], base, turned=layer.is_turned)
-        kept[f"{prefix}weight"] = base + layer.lora_scale * added
+        a, b = (params[f"{prefix}{factor}"] for factor in layer.factors)
+        scale = params.get(f"{prefix}{SCALE}", layer.lora_scale.detach().cpu())
+        kept[f"{prefix}weight"] = base + scale * product(b, a, base, turned=layer.is_turned)
     return kept
 
 
@@ -170,10 +191,9 @@ def without_adapters(model: nn.Module) -> nn.Module:
     for layer in adapted_in(model).values():
         with torch.no_grad():
             layer.base.copy_(layer.weight)
-        plain = next(kind for kind, adapted in _ADAPTED.items() if type(layer) is adapted)
-        layer.__class__ = plain
-        for name in (A, B):
+        for name in (*layer.factors, SCALE):
             delattr(layer, name)
+        layer.__class__ = next(kind for kind, adapted in _ADAPTED.items() if type(layer) is adapted)
     return model
 
 

@@ -45,6 +45,10 @@ class LocalChoices(Protocol):
         """The number of local steps; 0 if training is counted in epochs."""
 
     @property
+    def privacy(self) -> object:
+        """The protection by each client itself."""
+
+    @property
     def personal(self) -> str:
         """The parameters that stay with each client: "none", "head", "body" or names."""
 
@@ -147,6 +151,10 @@ class Choices(Protocol):
     @property
     def devices(self) -> object:
         """The devices of the virtual clock."""
+
+    @property
+    def server(self) -> object:
+        """The server: whether it waits for the clients of a round."""
 
     @property
     def engine(self) -> object:

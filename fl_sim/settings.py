@@ -127,6 +127,12 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     return inner, own if isinstance(own, type) and issubclass(own, BaseModel) else None
 
 
+def spelt_out(settings: type[BaseModel], name: str, value: Any) -> Any:
+    """Return the value of the field ``name`` of ``settings`` as a table, if it is the text of a group's short form."""
+    short = next((mark for mark in settings.model_fields[name].metadata if isinstance(mark, Short)), None)
+    return {short.field: value} if isinstance(value, str) and short is not None else value
+
+
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
     """Return the settings class that ``table`` chooses for the field ``name`` of ``settings``, such as FedProx.
 

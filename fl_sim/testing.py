@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from clients.client_task import ClientRuntime, CustomStart, OnClient
 from clients.train import further_job
 from fl_sim import models
+from fl_sim.adapters import without_adapters
 from fl_sim.data import load
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -29,19 +30,29 @@ from fl_sim.kinds import title_of
 from fl_sim.local_plan import FurtherModel, FurtherModels, Sending
 from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Coins, Compressor, Packing
-from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, scale
+from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, scale, trainable
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.trained_part import TrainedPart, train_alone
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from partitions import Iid
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Algorithm, Sharing, first_state, groups_of, payload_template, weighting_of
+from strategies.algorithm import (
+    Algorithm,
+    PartialTraining,
+    Sharing,
+    Unfolding,
+    first_state,
+    groups_of,
+    payload_template,
+    weighting_of,
+)
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
@@ -92,7 +103,8 @@ def _sends_the_same_shapes(algorithm: Algorithm) -> None:
         again = _update(algorithm, server, records, update.state)
         _expect_payloads(algorithm, again.payloads, wanted, f"a client with {records} records in its second round")
     updates = [_update(algorithm, server, records) for records in (3, 5)]
-    replies = tuple(Reply(client, one.payloads, one.num_examples, None) for client, one in enumerate(updates))
+    unfolded = algorithm.unfolded if isinstance(algorithm, Unfolding) else lambda payloads: payloads
+    replies = tuple(Reply(client, unfolded(one.payloads), one.num_examples, None) for client, one in enumerate(updates))
     aggregate = WeightedMean().mean(Cohort(1, replies, 2, 2.0), weighting_of(algorithm))
     assert aggregate is not None
     write_guard = WriteGuard.of(groups_of(server))
@@ -113,7 +125,8 @@ def _engines_agree(algorithm: Algorithm) -> None:
     with tempfile.TemporaryDirectory() as folder:
         alone = _trained(algorithm, Path(folder) / "alone", InProcess(stack=1))
         stacked = _trained(algorithm, Path(folder) / "stacked", InProcess(stack=4))
-    _expect_close(algorithm, "a stack of clients", stacked, alone, _initial(algorithm))
+    start = detached(without_adapters(_model(algorithm)).named_parameters())
+    _expect_close(algorithm, "a stack of clients", stacked, alone, start)
     kernel, _ = load_kernel()
     if kernel is None:
         return
@@ -173,11 +186,17 @@ def _architecture(algorithm: Algorithm) -> str:
 
 def _model(algorithm: Algorithm) -> torch.nn.Module:
     dataset = load("digits")
-    return models.build(_architecture(algorithm), dataset.input_shape, dataset.num_classes, seed=0)
+
+    def prepare(model: torch.nn.Module) -> None:
+        TrainedPart(**getattr(algorithm, "starts_with", {}).get("model", {}))(model)
+        if isinstance(algorithm, PartialTraining):
+            train_alone(model, algorithm.trains)
+
+    return models.build(_architecture(algorithm), dataset.input_shape, dataset.num_classes, seed=0, prepare=prepare)
 
 
 def _initial(algorithm: Algorithm) -> Params:
-    return detached(_model(algorithm).named_parameters())
+    return detached(trainable(_model(algorithm)).items())
 
 
 def _started(algorithm: Algorithm) -> tuple[ServerState, Payloads]:

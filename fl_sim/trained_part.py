@@ -5,7 +5,7 @@ is never sent, aggregated, clipped or noised (``fl_sim.params.trainable``).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,12 +55,28 @@ class TrainedPart:
                 f"model.trainable={self.trainable} leaves nothing to train in this model: {_has(trainable(model))}; "
                 f"take another of {', '.join(TRAINABLE)}, or names"
             )
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(name in chosen)
+        _freeze_all_but(chosen, model)
         for layer in all_norms_in(model).values():
             if not trainable(layer):
                 layer.eval()
                 layer.train = _stays  # type: ignore[method-assign,assignment]
+
+
+def train_alone(model: nn.Module, names_of: Callable[[list[str], list[str]], Collection[str]]) -> None:
+    """Freeze all parameters of ``model`` but those that ``names_of`` returns, in place.
+
+    ``names_of``: the algorithm's function of the names that are trained so far, and of all others. Raises UserError for
+    its ValueError, for unknown names and for none.
+    """
+    named, trained = dict(model.named_parameters()), trainable(model)
+    try:
+        chosen = {*names_of(list(trained), [name for name in named if name not in trained])}
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if not chosen or chosen - named.keys():
+        wrong = f"{', '.join(sorted(chosen - named.keys())) or 'no name'}"
+        raise UserError(f"the algorithm trains {wrong}, and the model has {', '.join(named)}: name some of these")
+    _freeze_all_but(chosen, model)
 
 
 def head_of(model: nn.Module) -> nn.Module:
@@ -106,6 +122,11 @@ def _named_by(word: str, model: nn.Module) -> set[str]:
         f"model.trainable names {shortened(word)!r}{guess(word, [*TRAINABLE, *named])}, and this model has no such "
         f"trained parameter or module: {_has(named)}; words are {', '.join(TRAINABLE)}"
     )
+
+
+def _freeze_all_but(chosen: Collection[str], model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name in chosen)
 
 
 def _inside(named: Mapping[str, torch.Tensor], module: nn.Module) -> set[str]:

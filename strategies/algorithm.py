@@ -6,7 +6,7 @@ methods ``init`` and ``merge``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
@@ -193,6 +193,35 @@ class OfHead(Protocol):
 
 
 @runtime_checkable
+class PartialTraining(Protocol):
+    """An algorithm that changes which parameters of the model are trained and sent, after ``model.trainable``."""
+
+    def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
+        """Return the names of the parameters that are trained or sent; all others are frozen.
+
+        ``trained``, ``frozen``: the names of all parameters, as the model and the settings have them. Raises ValueError
+        for a model that does not fit.
+        """
+        ...
+
+
+@runtime_checkable
+class Unfolding(Protocol):
+    """An algorithm whose server averages a function of each client's update, such as the product of its factors."""
+
+    def unfolded(self, payloads: Payloads) -> Payloads:
+        """Return the payloads that are averaged, from the payloads that one client sent."""
+        ...
+
+
+@runtime_checkable
+class Alternating(Protocol):
+    """An algorithm whose updates have other names and shapes from round to round, which repeat after ``turns``."""
+
+    turns: ClassVar[int]
+
+
+@runtime_checkable
 class Steered(Protocol):
     """An algorithm with settings that decide if training diverges."""
 
@@ -258,12 +287,17 @@ def first_state(algorithm: Algorithm, params: Params, personal: str = "none") ->
     return server
 
 
-def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
+def payload_template(algorithm: Algorithm, server: ServerState, server_round: int = 1) -> Payloads:
     """Return the payload template: names and shapes of the tensors in an update.
 
-    The names and shapes are those of a client without records.
+    The names and shapes are those of a client without records in round ``server_round``.
     """
-    return _blank_update(algorithm, server, num_examples=0).payloads
+    return _blank_update(algorithm, server, num_examples=0, server_round=server_round).payloads
+
+
+def turns_of(algorithm: object) -> int:
+    """Return the number of rounds after which names and shapes of updates repeat: 1 if they never change."""
+    return algorithm.turns if isinstance(algorithm, Alternating) else 1
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
@@ -300,9 +334,9 @@ def plan_template(
     return plan
 
 
-def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
+def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, server_round: int = 1) -> ClientUpdate:
     """Return the update of a client that took one step per record and whose model did not change."""
-    task = LocalTask(1, 0, 1, num_examples, ONE_STEP, server.params, server.broadcast, initial=server.params)
+    task = LocalTask(server_round, 0, 1, num_examples, ONE_STEP, server.params, server.broadcast, initial=server.params)
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, ONE_STEP.num_steps(num_examples), loss)
     if isinstance(algorithm, FurtherModels):

@@ -1,5 +1,7 @@
 """The Flower Strategy that runs every algorithm of this project, and the execution of one round."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections import Counter
@@ -24,7 +26,7 @@ from fl_sim.seeding import rng, seed_process
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Reply, ServerState, Size, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, groups_of, payload_template, weighting_of
+from strategies.algorithm import Algorithm, Unfolding, groups_of, payload_template, turns_of, weighting_of
 from strategies.answers import (
     Population,
     by_client,
@@ -67,6 +69,7 @@ class FederatedStrategy(Strategy):
     without_effect: Counter[str] = field(default_factory=Counter)
     layer: Layer = field(init=False)
     layers: list[Layer] = field(default_factory=list)
+    _by_turn: dict[int, _Expected] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layer = _Innermost(self)
@@ -144,18 +147,14 @@ class FederatedStrategy(Strategy):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes to and from one client in a round, which are the same for all clients."""
-        return self.traffic_with(self.content(self.order, self.server))
+        """Return the bytes to and from one client in a round, the same for all clients; a mean if rounds differ."""
+        content, turns = self.content(self.order, self.server), turns_of(self.algorithm)
+        each = [self.traffic_with(content, server_round) for server_round in range(1, turns + 1)]
+        return Traffic(each[0].down, round(sum(one.up for one in each) / turns))
 
-    def traffic_with(self, content: RecordDict) -> Traffic:
+    def traffic_with(self, content: RecordDict, server_round: int) -> Traffic:
         """Return the bytes to and from one client in a round whose message to clients is ``content``."""
-        return Traffic(arrays.num_bytes(content), self._bytes_up)
-
-    @cached_property
-    def _bytes_up(self) -> int:
-        whole = {name: params for name, params in self._template.items() if name not in self._packed}
-        packed = {name: Packed.blank(size) for name, size in self._packed.items()}
-        return arrays.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
+        return Traffic(arrays.num_bytes(content), self._expected(server_round).num_bytes)
 
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
         """Return the content of a round's message to clients: task settings, global model and broadcast tensors."""
@@ -182,9 +181,12 @@ class FederatedStrategy(Strategy):
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
         """Return the update in a client's reply. Raises Malformed for an invalid reply, no reply or several replies."""
-        reply = wire.read_update(client, content_of(replies), self._template, self.most_examples, self._packed)
+        expected = self._expected(server_round)
+        reply = wire.read_update(client, content_of(replies), expected.template, self.most_examples, expected.packed)
         for half in reversed(self.on_clients):
-            reply = half.unpacked(reply, self._template, server_round)
+            reply = half.unpacked(reply, expected.template, server_round)
+        if isinstance(self.algorithm, Unfolding):
+            reply = replace(reply, payloads=self.algorithm.unfolded(reply.payloads))
         return reply
 
     @property
@@ -204,18 +206,17 @@ class FederatedStrategy(Strategy):
             self.holders[reply.client] |= reply.num_examples > 0
         return int(self.holders.sum() if self.members is None else self.holders[self.members].sum())
 
-    @cached_property
-    def _template(self) -> Payloads:
-        template = {**payload_template(self.algorithm, self.server)}
-        for half in self.on_clients:
-            template = _both(template, half.adds(self.server))
-        return {name: flattened(params) for name, params in template.items()}
-
-    @cached_property
-    def _packed(self) -> dict[str, Size]:
-        """Return {payload name: compressed size} of the payloads that clients send in compressed form."""
-        sizes = (half.packs(self._template, self.server.params) for half in self.on_clients)
-        return {name: size for one in sizes for name, size in one.items()}
+    def _expected(self, server_round: int) -> _Expected:
+        """Return what a client sends in round ``server_round``."""
+        turn = (server_round - 1) % turns_of(self.algorithm) + 1
+        if turn not in self._by_turn:
+            template = {**payload_template(self.algorithm, self.server, turn)}
+            for half in self.on_clients:
+                template = _both(template, half.adds(self.server))
+            template = {name: flattened(params) for name, params in template.items()}
+            sizes = [half.packs(template, self.server.params) for half in self.on_clients]
+            self._by_turn[turn] = _Expected(template, {name: size for one in sizes for name, size in one.items()})
+        return self._by_turn[turn]
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         """Return the valid updates of the cohort. Under Global DP, missing or malformed updates are left out."""
@@ -229,6 +230,25 @@ class FederatedStrategy(Strategy):
                 failed[client] = reason
         self.layer.lost(server_round, failed, answered=bool(updates))
         return tuple(updates)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a client sends in a round.
+
+    ``template``: names and shapes of the payloads. ``packed``: {payload name: compressed size} of those that clients
+    send in compressed form.
+    """
+
+    template: Payloads
+    packed: Mapping[str, Size]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Return the bytes of the arrays in an update."""
+        whole = {name: params for name, params in self.template.items() if name not in self.packed}
+        packed = {name: Packed.blank(size) for name, size in self.packed.items()}
+        return arrays.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
 
 
 @dataclass
@@ -385,7 +405,7 @@ def run_round(
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
     size, metrics_of_layers = None if strategy.layer.hides_clients else len(messages), strategy.layer.metrics()
-    each = strategy.traffic_with(messages[0].content) if messages else strategy.traffic
+    each = strategy.traffic_with(messages[0].content, server_round) if messages else strategy.traffic
     traffic = None if size is None else each * size
     done = Round(server_round, size, loss, traffic, time.perf_counter() - start)
     if traffic is not None:

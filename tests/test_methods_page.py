@@ -6,7 +6,8 @@ from pathlib import Path
 from fl_sim.kinds import field_defaults
 from fl_sim.settings import kinds_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "methods.md").read_text() + (DOCS / "partial-training.md").read_text().partition("## Adapters")[2]
 ROWS = {
     kind: dict(re.findall(r"`(\w+)` ([\w.-]+)", cells))
     for kind, cells in re.findall(r"^\| `([\w-]+)` \|([^|]*)\|", PAGE, re.MULTILINE)

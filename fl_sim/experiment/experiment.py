@@ -38,6 +38,7 @@ from fl_sim.settings import (
     chosen_class,
     default_of,
     group_in,
+    spelt_out,
 )
 from partitions import Scheme
 from strategies.aggregators import Aggregator
@@ -116,7 +117,7 @@ class Experiment(Settings):
         for part in ("algorithm", "aggregator"):
             starts_with: Mapping[str, Any] = getattr(chosen_class(cls, table, part), "starts_with", {})
             for key, value in starts_with.items():
-                given = filled.get(key, {})
+                given = spelt_out(cls, key, filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
                     given = {name: getattr(given, name) for name in given.model_fields_set}  # what the user set
                 both = isinstance(value, dict) and isinstance(given, dict)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim import models
-from fl_sim.adapters import LORA, merged
+from fl_sim.adapters import SCALE, merged
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
@@ -24,17 +24,17 @@ from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
-from fl_sim.params import num_parameters, trainable
+from fl_sim.params import fixed_in, num_parameters, trainable
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
-from fl_sim.trained_part import TrainedPart
+from fl_sim.trained_part import TrainedPart, train_alone
 from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
 from partitions import ByGroup, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources
-from strategies.algorithm import Bounded, Dealing, Pooling
+from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling
 
 
 @runtime_checkable
@@ -115,6 +115,8 @@ class Job:
             nonlocal placed
             placed = place(model, self.weights, chosen.origin) if self.weights else placed
             part(model)
+            if isinstance(experiment.algorithm, PartialTraining):
+                train_alone(model, experiment.algorithm.trains)
 
         model = models.build(
             chosen.name, dataset.input_shape, dataset.num_classes, seed, prepare=prepare,
@@ -125,9 +127,13 @@ class Job:
     def whole(self, params: Params) -> Params:
         """Return all parameters of the model under the names that it has without adapters, which are merged.
 
-        ``params``: all parameters of the model, with those of its adapters.
+        ``params``: the trained parameters, those of adapters among them. All others have their initial values, unless
+        ``params`` has them, too.
         """
-        return merged(self.model(), params) if LORA in self.experiment.model.trainable.split(",") else params
+        if self.experiment.model.trainable == "all":
+            return params
+        model = self.model()
+        return merged(model, {**fixed_in(model), **params})
 
     @cached_property
     def frozen_in_words(self) -> str:
@@ -135,7 +141,8 @@ class Job:
         if (chosen := self.experiment.model.trainable) == "all":
             return ""
         model = self.model()
-        sizes = [num_parameters(part) for part in (trainable(model), dict(model.named_parameters()))]
+        named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
+        sizes = [num_parameters(part) for part in (trainable(model), named)]
         return (
             f"model.trainable={chosen} trains {sizes[0]:,} of {sizes[1]:,} parameters: the others are never sent, "
             "clipped or noised"

@@ -332,5 +332,5 @@ def _rows(stacked: Params, count: int) -> list[Params]:
     if not stacked:
         return [{}] * count
     layout = layout_of({name: value[0] for name, value in stacked.items()})
-    flat = torch.cat([value[:count].flatten(1) for value in stacked.values()], 1).to("cpu")
+    flat = torch.cat([value[:count].reshape(count, -1) for value in stacked.values()], 1).to("cpu")
     return [FlatParams(row, layout) for row in flat]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fl_sim import models, token_models
+from fl_sim.adapters import Adapted
 from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
@@ -441,6 +442,8 @@ def _draws_nothing(module: nn.Module) -> bool:
     kind = type(module)
     if isinstance(module, nn.RNNBase):
         return kind in {nn.GRU, nn.LSTM} and not module.dropout
+    if isinstance(module, Adapted):
+        return not module.lora_dropout
     return kind in _PLAIN or kind.__module__ in {models.__name__, token_models.__name__}
 
 

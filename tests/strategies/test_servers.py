@@ -15,7 +15,7 @@ from strategies.servers import Arrival, FedAsync, FedBuff
 
 TAKEN = {
     "fedavg", "fedprox", "fedmix", "naivemix", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlc", "fedrs",
-    "balanced-softmax", "fedntd", "fedvls", "fedsam", "knn-per", "per-fedavg",
+    "balanced-softmax", "fedntd", "fedvls", "fedsam", "knn-per", "per-fedavg", "fedit", "ffa-lora",
 }  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+"""FLoRA: the server adds all clients' adapters, stacked, to the weights W; clients start anew (Wang et al. 2024)."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal
+
+from fl_sim.kinds import Choices, hides_clients, is_none
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import subtract
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
+from strategies.algorithm import Averaging
+from strategies.low_rank import STARTS_WITH, check_adapters, factors_in, is_factor, products
+
+
+class FLoRA(Averaging):
+    """W <- W + (alpha / r) sum of p_i B_i A_i; each round, clients train new adapters of the new W.
+
+    The product of the stacked factors [p_1 B_1 ... p_m B_m] [A_1; ...; A_m] is this sum, so the mean is exact. A and B
+    begin each round at their first values. Clients send their factors. The paper's server sends the stacked factors of
+    the round, which clients add to their own W; here it sends W, so that clients may miss rounds. The released code
+    compares with a FedIT that starts anew in each round, too; ``fedit`` here keeps its factors.
+    """
+
+    kind: Literal["flora"] = "flora"
+    title: ClassVar[str] = "FLoRA"
+    starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if no adapters are trained, and for settings that do not fit products of factors."""
+        check_adapters(self, experiment)
+        check_products(self.kind, experiment)
+
+    def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
+        """Return ``trained``, and the weights W and the scale of each adapter, which the server reads."""
+        pairs = factors_in(trained)
+        wanted = [f"{one.layer}{name}" for one in pairs for name in ("weight", "lora_scale")]
+        if not pairs or (missing := [name for name in wanted if name not in frozen]):
+            lacks = f"has no parameter {missing[0]}" if pairs else "has no adapters"
+            raise ValueError(
+                f"algorithm flora adds adapters to weights W, and this model {lacks}: let fl-sim add the adapters "
+                "(model.trainable=lora), or take flexlora"
+            )
+        return [*trained, *wanted]
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the plan of FedAvg for adapters and parameters beside them; W and the scales do not move."""
+        still = {f"{one.layer}{name}" for one in factors_in(task.params) for name in ("weight", "lora_scale")}
+        return LocalPlan(trained=frozenset(task.params.keys() - still))
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the factors after training, and the update y_i - x of trained parameters beside adapters."""
+        moved = self.plan(task).trained or frozenset()
+        return factored(task, trained, [name for name in task.params if name in moved])
+
+    def unfolded(self, payloads: Payloads) -> Payloads:
+        """Return the update with the products B_i A_i in place of the factors."""
+        return unfolded(payloads)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: W plus the mean product, and all else plus its mean update."""
+        found, params = aggregate.payloads["products"], dict(server.params)
+        for one in factors_in(params):
+            weight, added = params[f"{one.layer}weight"], found[one.a]
+            shaped = (added.T if one.is_embedding else added).reshape(weight.shape)
+            params[f"{one.layer}weight"] = weight + params[f"{one.layer}lora_scale"] * shaped
+        return ServerState(with_delta(params, aggregate.payloads), server.broadcast, server.memory)
+
+
+def check_products(kind: str, experiment: Choices) -> None:
+    """Raise ValueError for settings that would change products of factors, or factors, in a way of their own."""
+    if hides_clients(experiment.aggregator):
+        raise ValueError(
+            f"algorithm {kind} adds products of two factors, whose noise would be on all entries of W: take ffa-lora "
+            "with aggregator global-dp"
+        )
+    if not is_none(experiment.compress):
+        raise ValueError(f"algorithm {kind} multiplies the factors that clients send: leave compress out")
+
+
+def factored(task: LocalTask, trained: Trained, names: Collection[str]) -> ClientUpdate:
+    """Return the update of a client: its factors, and the changes y_i - x of the other parameters in ``names``."""
+    factors = {name: trained.params[name] for name in names if is_factor(name)}
+    rest = [name for name in names if name not in factors]
+    before, after = ({name: params[name] for name in rest} for params in (task.params, trained.params))
+    beside: Payloads = {"delta": subtract(after, before)} if rest else {}
+    return ClientUpdate({"factors": factors, **beside}, task.num_examples, trained.loss)
+
+
+def unfolded(payloads: Payloads) -> Payloads:
+    """Return ``payloads`` with the products B_i A_i, by the name of A, in place of the factors."""
+    return {**{name: group for name, group in payloads.items() if name != "factors"},
+            "products": products(payloads["factors"])}  # fmt: skip
+
+
+def with_delta(params: Params, payloads: Payloads) -> Params:
+    """Return ``params`` with the mean update of parameters beside adapters added, if there is one."""
+    delta = payloads.get("delta", {})
+    return {name: value + delta[name] if name in delta else value for name, value in params.items()}

@@ -1,0 +1,58 @@
+"""What methods for adapters (LoRA) share: factors by name, their products, and which settings they need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Final, NamedTuple
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, kind_of
+from fl_sim.types import Params
+
+STARTS_WITH: Final[Mapping[str, object]] = {"model": {"trainable": "lora"}}
+"""The default of ``model.trainable`` for methods that need adapters."""
+
+_FACTOR: Final = re.compile(r"^(?P<layer>(?:.*\.)?)lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<rest>\..*)?$")
+"""The names of factors: here ``1.lora_A``, in PEFT ``q.lora_A.default.weight``; of embeddings ``lora_embedding_A``."""
+
+
+class Factors(NamedTuple):
+    """The names of the factors A and B of one adapter. ``layer``: the prefix of the layer's names, such as ``1.``."""
+
+    a: str
+    b: str
+    layer: str
+    is_embedding: bool
+
+
+def factors_in(names: Collection[str]) -> list[Factors]:
+    """Return the pairs of factors among ``names``, in order. A factor without its partner is left out."""
+    found = []
+    for name in names:
+        if (match := _FACTOR.match(name)) and match["side"] == "A":
+            start, rest = name[: match.start("side")], match["rest"] or ""
+            if f"{start}B{rest}" in names:
+                found.append(Factors(name, f"{start}B{rest}", match["layer"], match["embedding"] is not None))
+    return found
+
+
+def is_factor(name: str, sides: str = "AB") -> bool:
+    """Return True if ``name`` is that of a factor. ``sides``: the letters of the factors that count."""
+    match = _FACTOR.match(name)
+    return match is not None and match["side"] in sides
+
+
+def products(params: Params) -> dict[str, torch.Tensor]:
+    """Return B A of each adapter as a matrix (outputs, inputs), under the name of A, from the factors in ``params``."""
+    return {one.a: params[one.b].flatten(1) @ params[one.a].flatten(1) for one in factors_in(params)}
+
+
+def check_adapters(algorithm: object, experiment: Choices) -> None:
+    """Raise ValueError if the settings add no adapters to the model, and it may have none of its own."""
+    words = experiment.model.trainable.split(",")
+    if "lora" not in words and words != ["all"]:
+        raise ValueError(
+            f"algorithm {kind_of(algorithm)} is for adapters, and model.trainable={experiment.model.trainable} trains "
+            "none: leave model.trainable out, or set model.trainable=lora"
+        )

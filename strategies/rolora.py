@@ -1,0 +1,59 @@
+"""RoLoRA: odd rounds train and send the factors B of adapters, even rounds A (Chen et al. 2024, algorithm 1)."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from fl_sim.kinds import Choices, hides_clients, is_none, kind_of
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import subtract
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
+from strategies.algorithm import Averaging
+from strategies.low_rank import STARTS_WITH, check_adapters, is_factor
+
+
+class RoLoRA(Averaging):
+    """FedAvg on one factor of adapters at a time, so that each round's mean is exact.
+
+    In each round clients send the factors that they train, and parameters beside adapters. They receive both factors,
+    as a client may have missed the last round.
+    """
+
+    kind: Literal["rolora"] = "rolora"
+    title: ClassVar[str] = "RoLoRA"
+    starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
+    turns: ClassVar[int] = 2
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that need the same update in each round, and if no adapters are trained."""
+        check_adapters(self, experiment)
+        refused = {
+            "aggregator": hides_clients(experiment.aggregator),
+            "local.privacy": kind_of(experiment.local.privacy) == "local-dp",
+            "compress": not is_none(experiment.compress),
+            "server": kind_of(experiment.server) != "synchronous",
+        }
+        for name in (name for name, is_refused in refused.items() if is_refused):
+            raise ValueError(
+                f"algorithm rolora sends other parameters in odd rounds than in even ones, and this {name} needs the "
+                f"same in each round: leave {name} out, or take ffa-lora"
+            )
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the plan of FedAvg for the round's factors and all parameters beside adapters."""
+        return LocalPlan(trained=frozenset(_moving(task.params, task.server_round)))
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update y_i - x of the parameters that the round trains."""
+        before, after = (_moving(params, task.server_round) for params in (task.params, trained.params))
+        return ClientUpdate({"delta": subtract(after, before)}, task.num_examples, trained.loss)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: the mean update is added to the parameters that the round trained."""
+        delta = aggregate.payloads["delta"]
+        params = {name: value + delta[name] if name in delta else value for name, value in server.params.items()}
+        return ServerState(params, server.broadcast, server.memory)
+
+
+def _moving(params: Params, server_round: int) -> Params:
+    frozen = "A" if server_round % 2 else "B"
+    return {name: value for name, value in params.items() if not is_factor(name, frozen)}
