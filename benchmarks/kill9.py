@@ -39,6 +39,7 @@ ORPHAN_SECONDS = 10.0
 
 FEDERATED = ("model=logistic", "clients=6", "partition=iid")
 PRIVATE = (*FEDERATED, "rounds=12", "aggregator=global-dp", "sampler=poisson:0.5")
+DISTRIBUTED = (*FEDERATED, "rounds=12", "aggregator=distributed-dp", "aggregator.noise_multiplier=1")
 POOLED = (
     *FEDERATED,
     "rounds=6",
@@ -74,6 +75,8 @@ CASES = (
     Case("fedadam", (*FEDERATED, "rounds=60", "engine=inprocess", "algorithm=fedadam")),
     Case("global-dp seeded", (*PRIVATE, "engine=inprocess", "aggregator.noise=seeded")),
     Case("global-dp secret", (*PRIVATE, "engine=inprocess"), exact=False),
+    Case("distributed-dp seeded", (*DISTRIBUTED, "engine=inprocess", "aggregator.noise=seeded")),
+    Case("distributed-dp secret", (*DISTRIBUTED, "engine=inprocess"), exact=False),
     Case("scaffold global-dp seeded", (*PRIVATE, "engine=inprocess", "algorithm=scaffold", "aggregator.noise=seeded")),
     Case("da-fl seeded", (*POOLED, "engine=inprocess", "preprocess.noise=seeded")),
     Case("da-fl secret", (*POOLED, "engine=inprocess"), exact=False),

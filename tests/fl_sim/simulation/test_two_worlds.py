@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.privacy import modular_sums
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.modular_sums import SumGrid
 from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Payloads, Trained
 from strategies.algorithm import Averaging
 from strategies.correlated_noise import coefficients
+from strategies.distributed_sums import ClientShares
 from strategies.global_dp import GlobalDP
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -173,6 +177,52 @@ def test_under_correlated_noise_a_client_moves_what_is_hidden_by_one_norm_for_ea
     assert np.count_nonzero(np.linalg.norm(difference, axis=1)) == rounds // bands
     whole = float(np.linalg.norm(c @ difference)) / first.norms[0]
     assert 0.1 < whole <= math.sqrt(rounds / bands) + 1e-9
+
+
+def played_in_whole_numbers(
+    world: World, out: Path, monkeypatch: pytest.MonkeyPatch, told: list[NDArray[np.float64]], changes: Any
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float64]], SumGrid]:
+    """Run a world without noise, and return its sums, what was released, and the grid. ``told``: see ``played``."""
+    sums, released, grids = list[NDArray[np.int64]](), list[NDArray[np.float64]](), list[SumGrid]()
+
+    def spy(total: NDArray[np.int64], present: int, grid: SumGrid, **more: int) -> NDArray[np.float64]:
+        sums.append(modular_sums.centred(total, grid))
+        grids.append(grid)
+        released.append(told[len(sums) - 1] if told else mean_of_sum(total, present, grid, **more))
+        return released[-1]
+
+    def none(mechanism: str, variance: float, noise: Noise, count: int, **more: object) -> NDArray[np.int64]:
+        return np.zeros(count, np.int64)
+
+    def coins(self: ClientShares, client: int, server_round: int) -> Noise:
+        return Noise.seeded(100 * client + server_round)  # the same rounding of the other clients in both worlds
+
+    mean_of_sum = modular_sums.mean_of_sum
+    with monkeypatch.context() as spied:
+        spied.setattr("strategies.distributed_sums.mean_of_sum", spy)
+        spied.setattr(modular_sums, "drawn", none)
+        spied.setattr(ClientShares, "_noise", coins)
+        run(experiment(world, **changes), out)
+    return sums, released, grids[0]
+
+
+@pytest.mark.parametrize("clipping_norm", [1e-3, 0.3, 100.0])
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_client_moves_a_sum_of_whole_numbers_by_no_more_than_is_charged(
+    algorithm: str, clipping_norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "algorithm": algorithm, "rounds": 3, "local": {"momentum": 0.0, "learning_rate": 0.3},
+        "aggregator": {"kind": "distributed-dp", "noise_multiplier": 2.0, "clipping_norm": clipping_norm},
+    }  # fmt: skip
+    first, released, grid = played_in_whole_numbers("there", tmp_path / "there", monkeypatch, [], changes)
+    second, _, _ = played_in_whole_numbers("nothing", tmp_path / "other", monkeypatch, released, changes)
+    for one, other in zip(first, second, strict=True):
+        assert np.linalg.norm(one - other) <= grid.l2
+        assert np.abs(one - other).sum() <= grid.l1
+    if clipping_norm == 1e-3:
+        assert np.linalg.norm(first[0] - second[0]) > 0.99 * grid.l2
+    assert len(first) == 3
 
 
 def refused(**changes: Any) -> str:
