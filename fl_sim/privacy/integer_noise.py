@@ -14,7 +14,7 @@ far above it.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -48,7 +48,7 @@ def drawn(
     table = table_of(mechanism, variance)
     words = noise.words(count, purpose=purpose, server_round=server_round)
     digits = words >> np.uint64(1)
-    found = np.searchsorted(table.high, digits, side="right")
+    found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
         # The first 63 digits equal those of a threshold, so the following 64 digits decide.
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
@@ -67,6 +67,20 @@ class NoiseTable:
 
     high: NDArray[np.uint64]
     low: NDArray[np.uint64]
+
+    def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return for each of ``digits``, numbers of 63 bits, the number of entries of ``high`` up to it.
+
+        The first 16 bits of most numbers decide it alone, by an array of 2^16 answers.
+        """
+        found: NDArray[np.int64] = self._by_first_bits[digits >> np.uint64(47)]
+        rest = np.flatnonzero(self.high[found] <= digits)
+        found[rest] = np.searchsorted(self.high, digits[rest], side="right")
+        return found
+
+    @cached_property
+    def _by_first_bits(self) -> NDArray[np.int64]:
+        return np.searchsorted(self.high, np.arange(2**16, dtype=np.uint64) << np.uint64(47), side="right")
 
 
 @lru_cache(maxsize=4)

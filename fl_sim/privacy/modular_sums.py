@@ -249,11 +249,11 @@ def hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
 
     The matrix is symmetric, so it is its own inverse.
     """
-    found, width = vector, 1
-    while width < len(vector):
-        pairs = found.reshape(-1, 2, width)
-        found = np.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), axis=1).ravel()
-        width *= 2
+    half, found, other = len(vector) // 2, vector.astype(np.float64), np.empty(len(vector))
+    for _ in range(len(vector).bit_length() - 1):  # each step adds and subtracts neighbours, and sorts them apart
+        np.add(found[0::2], found[1::2], out=other[:half])
+        np.subtract(found[0::2], found[1::2], out=other[half:])
+        found, other = other, found
     return found / math.sqrt(len(vector))
 
 

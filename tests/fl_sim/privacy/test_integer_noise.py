@@ -44,6 +44,9 @@ def test_the_table_is_the_distribution_function(mechanism: Mechanism, variance: 
     assert np.abs(wanted - inside[: len(wanted)]).max() < 1e-13
     assert (np.diff(table.high.astype(np.float64)) >= 0).all()
     assert table.high[-1] == 2**63 - 1
+    words = NOISE.words(5000, purpose="any", server_round=1) >> np.uint64(1)
+    edges = np.concatenate([table.high[:-1], table.high[:-1] - np.uint64(1), words, words >> np.uint64(30)])
+    assert (table.num_below(edges) == np.searchsorted(table.high, edges, side="right")).all()
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
