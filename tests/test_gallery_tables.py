@@ -40,6 +40,7 @@ def test_every_cell_of_niid_bench_is_trained_as_published(name: str, num_cells: 
 
 def test_every_other_table_file_holds_experiments_that_go_together() -> None:
     files = [*BENCHMARKS.glob("*.toml"), *(BENCHMARKS / "dafl").glob("*.toml"), *(BENCHMARKS / "pate").glob("*.toml")]
+    files += (BENCHMARKS / "fine_tune").glob("*.toml")
     assert len(files) >= 16
     for file in files:
         assert experiments(read_settings(file, [])), file

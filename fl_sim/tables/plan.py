@@ -376,7 +376,7 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
     shares: dict[str, float] = {}
     for one in placed:
         notes[one.experiment.data] = one.data_note
-        if one.experiment.evaluate.test != "never":
+        if one.experiment.evaluate.test != "never" and one.largest_class is not None:
             shares[one.experiment.data] = one.largest_class
     lines = caption(
         [cell.experiment for cell in shown],
@@ -399,14 +399,15 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 class _Placed(NamedTuple):
     """The checked experiment of a point, without its job.
 
-    A job contains a loaded partition. Thousands of partitions would fill the memory.
+    A job contains a loaded partition. Thousands of partitions would fill the memory. ``largest_class``: the share of
+    the largest class in the test records; None for a model that predicts tokens.
     """
 
     column: str
     experiment: Experiment
     name: str
     data_note: str
-    largest_class: float
+    largest_class: float | None
 
 
 def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _Placed:
@@ -415,7 +416,8 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     if is_bound(point):
         job = job_at(settings.base, as_run(point), data_root)
     labels, note = job.dataset.test.labels, job.dataset.note
-    largest_class = float(np.bincount(labels).max() / len(labels))
+    predicts = not job.dataset.vocabulary or job.predicts_classes  # models of other records are not built here
+    largest_class = float(np.bincount(labels).max() / len(labels)) if predicts else None
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
 
 

@@ -203,3 +203,18 @@ def test_images_are_turned_as_their_exif_orientation_says(tmp_path):
     found = load(saved(tmp_path, train=part(1, upright), test=part(6, np.rot90(upright))))
     np.testing.assert_array_equal(found.test.inputs, found.train.inputs)
     assert "rotated or mirrored as their EXIF orientation says: 4 of 8 images" in found.inferred
+
+
+def test_a_column_of_texts_becomes_tokens_and_classes_keep_their_names(tmp_path):
+    texts = ["a good film", "a bad and dull film"] * 4
+    features = datasets.Features(review=datasets.Value("string"), label=datasets.ClassLabel(names=["bad", "good"]))
+    train, test = (
+        datasets.Dataset.from_dict({"review": some, "label": [1, 0] * (len(some) // 2)}, features=features)
+        for some in (texts, texts[:2])
+    )
+    found = load(f"{saved(tmp_path, train=train, test=test)}:text=review")
+    assert (found.vocabulary, found.classes) == (257, ("bad", "good"))
+    assert {found.text_of(row) for row in found.train.inputs[found.train.labels == 1]} == {texts[0]}
+    assert (len(found.train), len(found.test)) == (8, 2)
+    with pytest.raises(UserError, match=r"data\.tokenizer is for tables, but column 'image' contains images"):
+        load(f"{saved(tmp_path / 'i', train=images(4), test=images(2))}:tokenizer=bytes")

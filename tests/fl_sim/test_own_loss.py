@@ -16,6 +16,8 @@ from fl_sim.local_plan import Distillation, LocalPlan
 from fl_sim.own_loss import Outcome
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
+from fl_sim.tables.filling import TableState, fill
+from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.training.evaluation import OwnTests, evaluate
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
@@ -136,3 +138,14 @@ def test_a_model_of_ones_own_brings_its_loss(tmp_path):
     run(experiment_from(settings), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert lines[-1]["test_loss"] < lines[0]["test_loss"]
+
+
+def test_a_table_of_language_models_has_perplexity_and_no_baseline_of_classes(tmp_path):
+    base = {"data": play(tmp_path / "play", length=6), "model": "decoder", "partition": "natural", "clients": 3,
+            "rounds": 1, "engine": "inprocess"}  # fmt: skip
+    grid = {"algorithm": ["fedavg"], "seed": [0]}
+    settings = TableSettings.model_validate({"base": base, "grid": grid, "centralized": False})
+    fill(TableState(settings, plan_table(settings)), tmp_path / "out", 1, None, progress=False)
+    text = (tmp_path / "out/table.md").read_text()
+    assert "Perplexity of the next token after the last round:" in text
+    assert "Baseline" not in text
