@@ -288,10 +288,10 @@ class ClippedRound:
         template = {"model": {"weight": torch.zeros(1)}}
         reply = Reply(1, {"model": {"weight": torch.ones(1)}}, 0, None)
         cohort = Cohort(1, (reply,) * world, 2, 1.0)
-        noisy = GlobalDP._count_noise  # noqa: SLF001 (the planted fault replaces it)
+        noisy = GlobalDP.count_noise
         with (
             mock.patch.object(global_dp, "update_noise_multiplier", return_value=update_noise),
-            mock.patch.object(GlobalDP, "_count_noise", noisy if self.count_noised else lambda *_: 1e-3),
+            mock.patch.object(GlobalDP, "count_noise", noisy if self.count_noised else lambda *_: 1e-3),
         ):
             aggregate, norm = settings.release(cohort, noise=Noise.seeded(run), template=template, clipping_norm=1.0)
         update = float(aggregate.payloads["model"]["weight"])

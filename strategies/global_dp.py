@@ -208,9 +208,10 @@ class GlobalDP(Settings):
                 "clients trained in one batch, so a client's rounding depends on the others, and noise does not hide "
                 "that; leave engine.stack out, and clients train one by one"
             )
-        self._check_bands(sampler)
+        self.check_bands(sampler)
 
-    def _check_bands(self, sampler: object) -> None:
+    def check_bands(self, sampler: object) -> None:
+        """Raise UserError if correlated noise has more bands than there are rounds between two turns of a client."""
         if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
             raise UserError(
                 f"aggregator.noise_bands={self.noise_bands} is private only if a client takes part at most once in any "
@@ -288,7 +289,7 @@ class GlobalDP(Settings):
         assert correlated.bands == self.noise_bands
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
-        count_noise, std = self._count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
+        count_noise, std = self.count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
         # SENSITIVE until noised: total and centred never leave this method as they are.
         total, centred = self.sums(cohort, template, clipping_norm)
         if std:
@@ -340,11 +341,12 @@ class GlobalDP(Settings):
         """Return the standard deviation of the noise on each number of the sum of the updates."""
         noise_multiplier = self.noise_multiplier
         if self.adaptive_clipping is not None:
-            count_noise = self._count_noise(cohort.expected_size)
+            count_noise = self.count_noise(cohort.expected_size)
             noise_multiplier = update_noise_multiplier(self.noise_multiplier, count_noise)
         return noise_multiplier * clipping_norm
 
-    def _count_noise(self, expected_size: float) -> float:
+    def count_noise(self, expected_size: float) -> float:
+        """Return the noise on the count of updates that are not clipped, for the expected cohort size; 0 for none."""
         if self.adaptive_clipping is None:
             return 0.0
         chosen = self.adaptive_clipping.count_noise

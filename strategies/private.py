@@ -6,8 +6,9 @@ Nothing else about the clients is published.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,11 +277,20 @@ def fitted(experiment: Any) -> float:
             "aggregator.epsilon, or a number as aggregator.noise_multiplier"
         )
 
+    return noise_within(aggregator, aggregator.epsilon, partial(_charges_of, experiment))
+
+
+def noise_within(aggregator: GlobalDP, epsilon: float, charges: Callable[[GlobalDP], Mapping[DpEvent, int]]) -> float:
+    """Return the least noise multiplier with which all releases cost at most ``epsilon``, rounded up to 6 digits.
+
+    ``charges``: a function that returns the releases {event: number} of an aggregator with the tried noise multiplier.
+    """
+
     def spent(noise_multiplier: float, accountant: Accountant) -> float:
         tried = aggregator.model_copy(update={"noise_multiplier": noise_multiplier})
-        return epsilon_of_counts(_charges_of(experiment, tried), aggregator.delta, accountant=accountant)
+        return epsilon_of_counts(charges(tried), aggregator.delta, accountant=accountant)
 
-    found = least_noise(spent, aggregator.epsilon, aggregator.accountant)
+    found = least_noise(spent, epsilon, aggregator.accountant)
     return math.ceil(found * 1e6) / 1e6
 
 

@@ -241,12 +241,26 @@ def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:
     """Return the largest number of releases of ``event`` that together cost at most ``target_epsilon``; 0 for none."""
+    return most_that_fit(lambda steps: {event: steps}, target_epsilon, delta, accountant=accountant)
+
+
+def most_that_fit(
+    charges: Callable[[int], Mapping[dp_event.DpEvent, int]],
+    target_epsilon: float,
+    delta: float,
+    *,
+    accountant: Accountant = "rdp",
+) -> int:
+    """Return the largest n for which the releases ``charges(n)``, {event: number}, cost at most ``target_epsilon``.
+
+    ``charges(0)`` must cost at most ``target_epsilon``.
+    """
     _check_target(target_epsilon)
-    fits = _most(lambda steps: epsilon_of_counts({event: steps}, delta), target_epsilon, start=0)
+    fits = _most(lambda number: epsilon_of_counts(charges(number), delta), target_epsilon, start=0)
     if accountant == "pld":
-        # The PLD epsilon is never above the RDP epsilon, so steps that fit by RDP fit by PLD.
+        # The PLD epsilon is never above the RDP epsilon, so what fits by RDP fits by PLD.
         fits = _most(
-            lambda steps: epsilon_of_counts({event: steps}, delta, accountant="pld"), target_epsilon, start=fits
+            lambda number: epsilon_of_counts(charges(number), delta, accountant="pld"), target_epsilon, start=fits
         )
     return fits
 

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from fl_sim.cli.privacy import distributed as sums_code
     from fl_sim.cli.privacy import pate as pate_code
     from fl_sim.cli.privacy import plan as plan_code
+    from fl_sim.cli.privacy import rounds as rounds_code
     from fl_sim.cli.privacy.plan import Sampling
+    from fl_sim.cli.privacy.rounds import GlobalRounds
 else:
+    rounds_code = LazyModule("fl_sim.cli.privacy.rounds")
     pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
     sums_code = LazyModule("fl_sim.cli.privacy.distributed")
 
@@ -65,6 +68,15 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
     accountant: _Accountant = "rdp",
+    groups: Annotated[int | None, typer.Option(help="Cyclic turns: groups of clients, one in each round.")] = None,
+    noise_bands: Annotated[int, typer.Option(help="Rounds over which noise is correlated; with --groups.", min=1)] = 1,
+    adaptive: Annotated[bool, typer.Option("--adaptive-clipping", help="With a count for the clipping norm.")] = False,
+    count_noise: Annotated[
+        float | None, typer.Option(help="Noise on this count; set by default.", min=1e-3, max=1e6)
+    ] = None,
+    start_noise: Annotated[
+        float | None, typer.Option(help="With a private start: the noise multiplier of its sums.", min=1e-3)
+    ] = None,
     plot: _Plot = None,
     json_output: _Json = False,
 ) -> None:
@@ -77,8 +89,15 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
       fl-sim privacy global-dp --sampling-rate 0.1 --rounds 100 --epsilon 8
 
       fl-sim privacy global-dp --clients 1000 --cohort 100 --noise-multiplier 2.0 --epsilon 8 --json
+
+      fl-sim privacy global-dp --clients 1000 --groups 10 --noise-bands 10 --rounds 100 --epsilon 8
     """
-    sampling = _sampling("client", sampling_rate, cohort, clients)
+    if groups is None or sampling_rate is not None or cohort is not None:
+        _sampling("client", sampling_rate, cohort, clients)  # raises an error for options that do not fit
+    sampling = rounds_code.global_rounds(
+        sampling_rate, cohort, clients, groups=groups, noise_bands=noise_bands, adaptive=adaptive,
+        count_noise=count_noise, start_noise=start_noise,
+    )  # fmt: skip
     _plan(sampling, noise_multiplier, rounds, delta, epsilon, accountant, plot=plot, json_output=json_output)
 
 
@@ -339,7 +358,7 @@ def _sampling(unit: str, rate: float | None, cohort: int | None, population: int
 
 
 def _plan(
-    sampling: "Sampling",
+    sampling: "Sampling | GlobalRounds",
     noise: float | None,
     steps: int | None,
     delta: float,

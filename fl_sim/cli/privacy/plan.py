@@ -1,10 +1,11 @@
 """The code of ``fl-sim privacy global-dp``, ``dp-sgd`` and ``local-dp``: compute epsilon, noise or number of steps."""
 
 import math
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dp_accounting import dp_event
 from matplotlib.figure import Figure
@@ -12,9 +13,12 @@ from matplotlib.figure import Figure
 from fl_sim.errors import UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import bounds, delta_profile, epsilon_of_counts, noise_multiplier, steps_that_fit
-from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson
+from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson, single_steps
 from fl_sim.privacy.terms import Accountant, Adjacency, delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
+
+if TYPE_CHECKING:
+    from fl_sim.cli.privacy.rounds import GlobalRounds
 
 _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
@@ -48,16 +52,34 @@ class Sampling:
         assert self.population is not None
         return amplify_fixed_size(event, self.cohort, self.population)
 
+    def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
+        """Return the releases of ``steps`` steps, {event: number}. ``noise``: the noise multiplier."""
+        return {self.amplify(dp_event.GaussianDpEvent(noise)): steps}
+
+    def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
+        """Return the least noise multiplier with which ``steps`` steps cost at most epsilon ``target``."""
+        return noise_multiplier(self.amplify, steps, target, delta, accountant=accountant)
+
+    def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
+        """Return the largest number of steps that cost at most epsilon ``target``."""
+        return steps_that_fit(self.amplify(dp_event.GaussianDpEvent(noise)), target, delta, accountant=accountant)
+
+    def further(self, noise: float) -> Mapping[str, str]:
+        """Return further facts for people, {label: sentence}: none."""
+        del noise
+        return {}
+
 
 @dataclass(frozen=True)
 class BudgetRequest:
     """The quantities of a privacy plan.
 
-    ``noise``: the noise multiplier. ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be
-    None. The plan computes this missing quantity from the other two.
+    ``sampling``: the releases, whose units are sampled. ``noise``: the noise multiplier. ``target``: the epsilon. At
+    most one of ``noise``, ``steps`` and ``target`` may be None. The plan computes this missing quantity from the other
+    two.
     """
 
-    sampling: Sampling
+    sampling: "Sampling | GlobalRounds"
     noise: float | None
     steps: int | None
     target: float | None
@@ -75,29 +97,30 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
         assert steps is not None
         assert request.target is not None
         asked = "noise_multiplier"
-        noise = noise_multiplier(sampling.amplify, steps, request.target, delta, accountant=accountant)
+        noise = sampling.least_noise(steps, request.target, delta, accountant)
     event = sampling.amplify(dp_event.GaussianDpEvent(noise))
     fits = None
     if request.target is not None and asked == "epsilon":
-        fits = steps_that_fit(event, request.target, delta, accountant=accountant)
+        fits = sampling.most_steps(noise, request.target, delta, accountant)
     if steps is None:
         assert fits is not None
         asked, steps = "steps", fits
-    counts = Counter({event: steps}) if steps else Counter()
+    counts = single_steps(sampling.charges(noise, steps))
     found = bounds(counts, delta)
     epsilons: dict[Accountant, float] = {"rdp": found.rdp, "pld": found.least}
     advice = delta_advice(delta, sampling.population) if sampling.population else None
     at_target = None
     if request.noise and request.steps and request.target and found.pld is not None:
-        [at_target] = delta_profile([dp_event.SelfComposedDpEvent(event, steps)], [request.target])
+        repeated = [dp_event.SelfComposedDpEvent(one, number) for one, number in counts.items()]
+        [at_target] = delta_profile(repeated, [request.target])
     return {
         "unit": sampling.unit, "asked": asked, "epsilon": _json(epsilons[accountant]), "delta": delta,
-        "noise_multiplier": noise, "sampling_rate": events.sampling_rate(event), "steps": steps,
+        "noise_multiplier": noise, "sampling_rate": events.sampling_rate(event), "steps": counts.total(),
         "accountant": accountant, "epsilon_rdp": _json(epsilons["rdp"]),
         "epsilon_pld": None if found.pld is None else _json(found.pld), "no_pld": found.reason,
         "epsilon_least": _json(found.least), "accountant_least": found.accountant,
         "target_epsilon": request.target, "steps_that_fit": fits, "delta_at_target": at_target,
-        "mu": _mu(event, noise, steps),
+        "mu": _mu(counts), "further": dict(sampling.further(noise)),
         "adjacency": str(events.adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
         "in_runs": IN_RUNS if sampling.unit == "record" else "",
@@ -123,6 +146,7 @@ def in_words(plan: dict[str, Any]) -> str:
         lines.append(f"where that runs   {IN_RUNS}")
     if plan["delta_at_target"] is not None:
         lines.append(f"delta at {plan['target_epsilon']:<9g}{plan['delta_at_target']:.4g}  (of the same steps, by PLD)")
+    lines += [f"{label:18}{sentence}" for label, sentence in plan["further"].items()]
     if plan["mu"] is not None:
         lines.append(f"Gaussian DP       mu {rounded_up(plan['mu'])}, exactly: steps without sampling")
     if plan["steps_that_fit"] is not None:
@@ -137,13 +161,14 @@ def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
     """
     if not plan["steps"]:
         raise UserError("nothing to plot: not one step fits the budget; raise --epsilon or --noise-multiplier")
-    event = request.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
+    charges = partial(request.sampling.charges, plan["noise_multiplier"])
+    most = plan["steps_that_fit"] if request.steps is None else request.steps
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     title = f"{plan['unit']}, {plan['adjacency']}: q = {plan['sampling_rate']:.4g}, z = {plan['noise_multiplier']:.4g}"
     for accountant, num_points, style in _CURVES:
-        at = sorted({max(1, round(plan["steps"] * point / num_points)) for point in range(1, num_points + 1)})
-        values = [epsilon_of_counts({event: steps}, request.delta, accountant=accountant) for steps in at]
+        at = sorted({max(1, round(most * point / num_points)) for point in range(1, num_points + 1)})
+        values = [epsilon_of_counts(charges(steps), request.delta, accountant=accountant) for steps in at]
         axes.plot(at, values, style, label=accountant.upper())
     if request.target is not None:
         axes.axhline(request.target, color="black", linestyle=":", label="budget")
@@ -170,12 +195,15 @@ def _check(request: BudgetRequest) -> None:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
 
 
-def _mu(event: dp_event.DpEvent, noise: float, steps: int) -> float | None:
-    """Return the mu of Gaussian DP of ``steps`` steps without sampling; None for sampled steps."""
-    if events.sampling_rate(event) != 1:
+def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
+    """Return the mu of Gaussian DP of all releases together; None if one of them is sampled."""
+    if any(events.sampling_rate(event) != 1 for event in counts):
         return None
-    moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2  # clipping norms, where a unit is replaced
-    return moved * math.sqrt(steps) / noise
+    total = 0.0
+    for event, number in counts.items():
+        moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2  # clipping norms, where a unit is replaced
+        total += number * (moved / event.noise_multiplier) ** 2
+    return math.sqrt(total)
 
 
 def _json(epsilon: float) -> float | None:

@@ -1,0 +1,139 @@
+"""The rounds of Global DP in a plan: sampling, turns, noise bands, adaptive clipping and a private start.
+
+The releases and their noise come from the functions that charge a run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from dp_accounting import dp_event
+
+from fl_sim.errors import UserError
+from fl_sim.privacy.accounting import epsilon_of_counts, most_that_fit
+from fl_sim.privacy.mechanisms import update_noise_multiplier
+from fl_sim.privacy.terms import Accountant, rounded_up
+from strategies.global_dp import AdaptiveClipping, GlobalDP
+from strategies.private import noise_within, planned_charges
+from strategies.private_start import PrivateStart
+from strategies.samplers import AnySampler, Cyclic, FixedSize, Poisson
+
+
+@dataclass(frozen=True)
+class GlobalRounds:
+    """The rounds of ``aggregator`` with cohorts of ``sampler``, and the sums of a private start before them, if any.
+
+    ``population``: the number of clients, None if it is unknown. The noise multiplier of ``aggregator`` is not read.
+    """
+
+    unit: ClassVar[str] = "client"
+    aggregator: GlobalDP
+    sampler: AnySampler
+    population: int | None
+    start: PrivateStart | None = None
+
+    def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
+        """Return the privacy event ``event`` of a sampled cohort, with the amplification by sampling."""
+        return self.sampler.amplify(event, self.population or 0)
+
+    def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
+        """Return the releases of ``steps`` rounds and of a private start, {event: number}."""
+        return self._charges_of(self.aggregator.model_copy(update={"noise_multiplier": noise}), steps)
+
+    def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
+        """Return the least noise multiplier with which all releases cost at most epsilon ``target``.
+
+        It is that of ``aggregator.noise_multiplier=from-epsilon``.
+        """
+        self._check_start(target, delta, accountant)
+        aggregator = self.aggregator.model_copy(update={"delta": delta, "accountant": accountant})
+        return noise_within(aggregator, target, partial(self._charges_of, rounds=steps))
+
+    def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
+        """Return the largest number of rounds that, with a private start, cost at most epsilon ``target``."""
+        self._check_start(target, delta, accountant)
+        apart = self.sampler.rounds_apart
+        return apart * most_that_fit(
+            lambda turns: self.charges(noise, turns * apart), target, delta, accountant=accountant
+        )
+
+    def further(self, noise: float) -> Mapping[str, str]:
+        """Return facts on turns, correlated noise, adaptive clipping and the private start, {label: sentence}."""
+        found = {}
+        if isinstance(self.sampler, Cyclic):
+            found["turns"] = (
+                f"one of {self.sampler.groups} groups in each round: a client pays once in {self.sampler.groups} rounds"
+            )
+        if self.aggregator.noise_bands > 1:
+            found["noise bands"] = (
+                f"{self.aggregator.noise_bands}: correlated noise costs as much as independent noise, because a client "
+                "has at most one turn in the rounds of a band"
+            )
+        if self.aggregator.adaptive_clipping is not None:
+            aggregator = self.aggregator.model_copy(update={"noise_multiplier": noise})
+            counts = aggregator.count_noise(self.sampler.expected_size(self.population or 0))
+            found["adaptive clipping"] = (
+                f"{100 * (noise / (2 * counts)) ** 2:.3g} % of the bill, in 1 / noise^2, is for counts with noise "
+                f"{counts:.6g}; updates have the noise multiplier {update_noise_multiplier(noise, counts):.6g}"
+            )
+        if self.start is not None:
+            found["private start"] = (
+                f"{len(self.start.releases(self.aggregator))} noisy sums before the first round, with the noise "
+                f"multiplier {self.start.noise_multiplier:g} together"
+            )
+        return found
+
+    def _charges_of(self, aggregator: GlobalDP, rounds: int) -> Mapping[dp_event.DpEvent, int]:
+        return planned_charges(aggregator, self.sampler, self.population or 0, rounds, self._beforehand(aggregator))
+
+    def _beforehand(self, aggregator: GlobalDP) -> Sequence[GlobalDP]:
+        return () if self.start is None else self.start.releases(aggregator)
+
+    def _check_start(self, target: float, delta: float, accountant: Accountant) -> None:
+        """Raise UserError if a private start alone costs more than epsilon ``target``."""
+        spent = epsilon_of_counts(self.charges(1.0, 0), delta, accountant=accountant)
+        if spent > target:
+            raise UserError(
+                f"the private start alone costs epsilon {rounded_up(spent)}, more than {target:g}: give a larger "
+                "--start-noise or a larger --epsilon"
+            )
+
+
+def global_rounds(
+    rate: float | None,
+    cohort: int | None,
+    clients: int | None,
+    *,
+    groups: int | None,
+    noise_bands: int,
+    adaptive: bool,
+    count_noise: float | None,
+    start_noise: float | None,
+) -> GlobalRounds:
+    """Return the rounds of Global DP that the options of ``fl-sim privacy global-dp`` describe.
+
+    ``rate`` or ``cohort`` is given, or neither beside ``groups``. Raises UserError for options that do not fit.
+    """
+    if groups is not None and (groups < 1 or cohort is not None or (clients is not None and groups > clients)):
+        raise UserError(
+            f"--groups {groups} means cyclic turns of 1 to --clients groups, without --cohort: choose another number, "
+            "or leave --cohort out"
+        )
+    if groups is not None and start_noise is not None:
+        raise UserError("a private start samples cohorts as rounds do, and --groups takes turns: leave one of them out")
+    if (adaptive or count_noise is not None) and clients is None and (count_noise is None or cohort is not None):
+        raise UserError("adaptive clipping has noise for the expected number of clients in a round: give --clients")
+    sampler: AnySampler
+    if groups is not None:
+        sampler = Cyclic(groups=groups, sampling_rate=1.0 if rate is None else rate)
+    elif rate is not None:
+        sampler = Poisson(sampling_rate=rate)
+    else:
+        assert cohort is not None
+        sampler = FixedSize(cohort_size=cohort)
+    clipping = AdaptiveClipping(count_noise=count_noise) if adaptive or count_noise is not None else None
+    aggregator = GlobalDP(noise_bands=noise_bands)
+    aggregator.check_bands(sampler)
+    start = None if start_noise is None else PrivateStart(noise_multiplier=start_noise)
+    return GlobalRounds(aggregator.model_copy(update={"adaptive_clipping": clipping}), sampler, clients, start)
