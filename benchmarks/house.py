@@ -22,7 +22,9 @@ TOPS = ("fl_sim", "strategies", "clients", "partitions")
 
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "DA-FL": ("clients.dafl", "fl_sim.stages.dafl", "fl_sim.simulation.dafl"),
-    "Global DP": ("strategies.global_dp", "strategies.private", "strategies.correlated_noise"),
+    "Global DP": (
+        "strategies.global_dp", "strategies.private", "strategies.private_plan", "strategies.correlated_noise",
+    ),
     "compression": ("strategies.compression", "fl_sim.packed"),
     "CCVR": (
         "strategies.ccvr", "strategies.class_gaussians", "clients.private_moments",

@@ -14,16 +14,14 @@ import typer
 from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.importing import LazyModule, importing
+from fl_sim.own_code import load_object
 
 if TYPE_CHECKING:
     from fl_sim.cli.privacy import distributed as sums_code
     from fl_sim.cli.privacy import pate as pate_code
     from fl_sim.cli.privacy import plan as plan_code
-    from fl_sim.cli.privacy import rounds as rounds_code
-    from fl_sim.cli.privacy.plan import Sampling
-    from fl_sim.cli.privacy.rounds import GlobalRounds
+    from fl_sim.cli.privacy.plan import PlannedReleases, Sampling
 else:
-    rounds_code = LazyModule("fl_sim.cli.privacy.rounds")
     pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
     sums_code = LazyModule("fl_sim.cli.privacy.distributed")
 
@@ -94,7 +92,8 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
     """
     if groups is None or sampling_rate is not None or cohort is not None:
         _sampling("client", sampling_rate, cohort, clients)  # raises an error for options that do not fit
-    sampling = rounds_code.global_rounds(
+    rounds_of = load_object("strategies.private_plan:global_rounds", "planner")
+    sampling = rounds_of(
         sampling_rate, cohort, clients, groups=groups, noise_bands=noise_bands, adaptive=adaptive,
         count_noise=count_noise, start_noise=start_noise,
     )  # fmt: skip
@@ -358,7 +357,7 @@ def _sampling(unit: str, rate: float | None, cohort: int | None, population: int
 
 
 def _plan(
-    sampling: "Sampling | GlobalRounds",
+    sampling: "PlannedReleases",
     noise: float | None,
     steps: int | None,
     delta: float,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from dp_accounting import dp_event
 from matplotlib.figure import Figure
@@ -16,9 +16,6 @@ from fl_sim.privacy.accounting import bounds, delta_profile, epsilon_of_counts, 
 from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson, single_steps
 from fl_sim.privacy.terms import Accountant, Adjacency, delta_advice, rounded_up, valid_delta
 from fl_sim.report.picture import save_plot
-
-if TYPE_CHECKING:
-    from fl_sim.cli.privacy.rounds import GlobalRounds
 
 _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
@@ -70,6 +67,33 @@ class Sampling:
         return {}
 
 
+class PlannedReleases(Protocol):
+    """The releases that a plan is for: the steps of DP-SGD, or the rounds of Global DP."""
+
+    @property
+    def unit(self) -> str:
+        """The privacy unit."""
+
+    @property
+    def population(self) -> int | None:
+        """The number of all units, None if it is unknown."""
+
+    def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
+        """Return the privacy event ``event`` of a sampled cohort."""
+
+    def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
+        """Return all releases of ``steps`` steps, {event: number}."""
+
+    def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
+        """Return the least noise multiplier with which all releases cost at most epsilon ``target``."""
+
+    def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
+        """Return the largest number of steps that cost at most epsilon ``target``."""
+
+    def further(self, noise: float) -> Mapping[str, str]:
+        """Return further facts for people, {label: sentence}."""
+
+
 @dataclass(frozen=True)
 class BudgetRequest:
     """The quantities of a privacy plan.
@@ -79,7 +103,7 @@ class BudgetRequest:
     two.
     """
 
-    sampling: "Sampling | GlobalRounds"
+    sampling: PlannedReleases
     noise: float | None
     steps: int | None
     target: float | None

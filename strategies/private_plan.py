@@ -3,7 +3,7 @@
 The releases and their noise come from the functions that charge a run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,12 +11,12 @@ from typing import ClassVar
 from dp_accounting import dp_event
 
 from fl_sim.errors import UserError
+from fl_sim.own_code import load_object
 from fl_sim.privacy.accounting import epsilon_of_counts, most_that_fit
 from fl_sim.privacy.mechanisms import update_noise_multiplier
 from fl_sim.privacy.terms import Accountant, rounded_up
-from strategies.global_dp import AdaptiveClipping, GlobalDP
+from strategies.global_dp import AdaptiveClipping, GlobalDP, Releasing, releases_beforehand
 from strategies.private import noise_within, planned_charges
-from strategies.private_start import PrivateStart
 from strategies.samplers import AnySampler, Cyclic, FixedSize, Poisson
 
 
@@ -31,7 +31,7 @@ class GlobalRounds:
     aggregator: GlobalDP
     sampler: AnySampler
     population: int | None
-    start: PrivateStart | None = None
+    start: Releasing | None = None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
         """Return the privacy event ``event`` of a sampled cohort, with the amplification by sampling."""
@@ -78,17 +78,13 @@ class GlobalRounds:
                 f"{counts:.6g}; updates have the noise multiplier {update_noise_multiplier(noise, counts):.6g}"
             )
         if self.start is not None:
-            found["private start"] = (
-                f"{len(self.start.releases(self.aggregator))} noisy sums before the first round, with the noise "
-                f"multiplier {self.start.noise_multiplier:g} together"
-            )
+            number = len(self.start.releases(self.aggregator))
+            found["private start"] = f"{number} noisy sums before the first round"
         return found
 
     def _charges_of(self, aggregator: GlobalDP, rounds: int) -> Mapping[dp_event.DpEvent, int]:
-        return planned_charges(aggregator, self.sampler, self.population or 0, rounds, self._beforehand(aggregator))
-
-    def _beforehand(self, aggregator: GlobalDP) -> Sequence[GlobalDP]:
-        return () if self.start is None else self.start.releases(aggregator)
+        beforehand = releases_beforehand(self.start, aggregator)
+        return planned_charges(aggregator, self.sampler, self.population or 0, rounds, beforehand)
 
     def _check_start(self, target: float, delta: float, accountant: Accountant) -> None:
         """Raise UserError if a private start alone costs more than epsilon ``target``."""
@@ -135,5 +131,7 @@ def global_rounds(
     clipping = AdaptiveClipping(count_noise=count_noise) if adaptive or count_noise is not None else None
     aggregator = GlobalDP(noise_bands=noise_bands)
     aggregator.check_bands(sampler)
-    start = None if start_noise is None else PrivateStart(noise_multiplier=start_noise)
+    start = None
+    if start_noise is not None:
+        start = load_object("strategies.private_start:PrivateStart", "preprocess")(noise_multiplier=start_noise)
     return GlobalRounds(aggregator.model_copy(update={"adaptive_clipping": clipping}), sampler, clients, start)
