@@ -276,7 +276,6 @@ def fitted(experiment: Any) -> float:
             "aggregator.noise_multiplier=from-epsilon finds the noise for aggregator.epsilon, which is not set: set "
             "aggregator.epsilon, or a number as aggregator.noise_multiplier"
         )
-
     return noise_within(aggregator, aggregator.epsilon, partial(_charges_of, experiment))
 
 
