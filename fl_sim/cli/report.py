@@ -31,7 +31,7 @@ from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.measures import as_percent, mean_and_deviation
 from fl_sim.report.page import page
 from fl_sim.report.page_sections import groups_of, runs_of, summary, target_rows, title_of
-from fl_sim.report.picture import for_papers
+from fl_sim.report.picture import Picture, for_papers
 from fl_sim.report.progress import LinePart, ProgressLine, clock
 from fl_sim.report.runs import Found, SavedRun, find, read_all
 from fl_sim.report.watching import STATES, Watched, Watcher, view
@@ -68,17 +68,13 @@ def write_report(
     samples, damaged = sample_pictures(groups, find_images if pictures else None)
     votes, unreadable = pate_pictures(groups)
     found.problems += [*damaged, *unreadable]
-    bills: list[dict[str, Any]] = []
-    if found.has_statements:
-        from fl_sim.report.payments import bills_of  # noqa: PLC0415 (the accountants load slowly)
-
-        bills, unknown = bills_of(found)
-        found.problems += unknown
+    bills, deltas = _privacy_of(found)
     costs = [str(bill["in_words"]) for bill in bills]
     figures = [
         *draw_all(shown, full_axis=full_axis),
         *draw_clients(client_figures(found)),
         *draw_sweeps(sweeps(groups), full_axis=full_axis),
+        *deltas,
         *samples,
         *votes,
     ]
@@ -107,6 +103,18 @@ def write_report(
     reached_in_words = [f"to {100 * (target or 0):g} %: {one.in_words}" for one in reached]
     lines = [title_of(shown), summary(groups_of(shown)), *reached_in_words, *costs]
     say("\n".join([*lines, *(str(out / name) for name in (PAGE, *files))]))
+
+
+def _privacy_of(found: Found) -> tuple[list[dict[str, Any]], list[Picture]]:
+    """Return the bills of all runs, and the figure of their privacy; the problems go into ``found``."""
+    if not found.has_statements:
+        return [], []
+    from fl_sim.report.figures.delta import delta_pictures  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.report.payments import bills_of  # noqa: PLC0415
+
+    bills, unknown = bills_of(found)
+    found.problems += unknown
+    return bills, delta_pictures(found.runs)
 
 
 def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:

@@ -98,7 +98,7 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
     # The statement about a pool names the pool's file; other statements about records name other ledgers.
     is_of_pool = statement.unit == "record" and statement.ledger in {"", Path(made.pool).stem}
     pool = made.pool if is_of_pool else ""
-    plan = () if statement.planned_events is None else (_counted(statement.planned_events),)
+    plan = () if statement.planned_events is None else (counted(statement.planned_events),)
     charged = _charged_by_client(made) if pool else plan
     if not pool and statement.epsilon == statement.budget:  # the guarantee is the budget, not a cost of events
         charged = ()
@@ -124,11 +124,12 @@ def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
             {"event": facts["labels"], "times": 1},
             {"event": facts["generator"], "times": facts["generator_steps"]},
         ]
-        distinct.setdefault(repr(listed), _counted(listed))
+        distinct.setdefault(repr(listed), counted(listed))
     return tuple(distinct.values()) or (Counter(),)
 
 
-def _counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
+def counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
+    """Return the events of a privacy statement, {event: number}. Raises ValueError or RunError for damaged ones."""
     counts: Counts = Counter()
     for one in listed:
         times = one["times"]
