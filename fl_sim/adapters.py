@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.errors import UserError
+from fl_sim.mistakes import guess, shortened
 from fl_sim.seeding import rng
 from fl_sim.types import Params
 
@@ -117,14 +118,22 @@ _ADAPTED: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
 
 
 def adapt(
-    model: nn.Module, rank: int, alpha: float, dropout: float, seed: int, *, without: Collection[str] = ()
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    seed: int,
+    *,
+    targets: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> None:
     """Add adapters to the linear layers, convolutions and embeddings of ``model``, in place.
 
-    ``without``: parameters that are trained themselves; their layers get no adapter. B begins at 0, so the model
+    ``targets``: the names of these layers, or the ends of their names after a dot; empty for all of them. ``without``:
+    parameters that are trained themselves; their layers get no adapter. B begins at 0, so the model
     computes what it did. A's numbers are uniform within 1 / sqrt(inputs), as in PEFT, from ``seed`` alone: they are
     equal on all clients. With ``rank`` 0 nothing is added. A rank above the smaller side of a layer's W is this side.
-    Raises UserError if the model has no such layer.
+    Raises UserError if the model has no such layer, or none with a name in ``targets``.
     """
     shared = _shared_in(model)
     places = [
@@ -137,6 +146,14 @@ def adapt(
             "model.trainable=lora adapts linear layers, convolutions and embeddings, and this model has none whose "
             "weights are its own: take model.trainable=head, or all"
         )
+    for target in targets:
+        if not any(_is_called(name, target) for name, _ in places):
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in places))
+            raise UserError(
+                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, and no layer that can be "
+                f"adapted has this name or end of a name: it has {shortened(', '.join(name for name, _ in places))}"
+            )
+    places = [place for place in places if not targets or any(_is_called(place[0], target) for target in targets)]
     for number, (_, layer) in enumerate(places):
         weight: Any = layer._parameters["weight"]  # noqa: SLF001 (PyTorch's documentation names it)
         matrix = weight.flatten(1).T if isinstance(layer, nn.Embedding) else weight.flatten(1)
@@ -195,6 +212,10 @@ def without_adapters(model: nn.Module) -> nn.Module:
             delattr(layer, name)
         layer.__class__ = next(kind for kind, adapted in _ADAPTED.items() if type(layer) is adapted)
     return model
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def _shared_in(model: nn.Module) -> set[int]:

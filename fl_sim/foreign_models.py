@@ -126,6 +126,8 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
 class _Ids:
     """A hook that turns records of tokens into ids and a mask, which is 1 for tokens and 0 for padding.
 
+    With a mask, the model receives no more positions than the longest record of the batch has tokens.
+
     ``padding``: the id of padding in the model; None if it has none. In records, 0 is padding. Where the model's own
     token 0 is no padding, its tokens are one higher in records (fl_sim.data.tokens).
     """
@@ -137,7 +139,7 @@ class _Ids:
         del model
         if not given:  # the model's own code calls it with names
             return given, named
-        tokens = given[0].long()
+        tokens = _cropped(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
         mask = {"attention_mask": (tokens != 0).long()} if self.has_mask else {}
         return given[1:], {**named, "input_ids": ids, **mask}
@@ -152,6 +154,15 @@ class _Logits:
     def __call__(self, model: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
         del model, given
         return _parts(output)[self.name] if not isinstance(output, torch.Tensor) else output
+
+
+def _cropped(tokens: torch.Tensor) -> torch.Tensor:
+    """Return ``tokens`` (batch, length) without the last positions, if these are padding in all records."""
+    try:
+        used = (tokens != 0).any(0).nonzero()
+    except RuntimeError:  # under torch.func.vmap a size cannot depend on values
+        return tokens
+    return tokens[:, : int(used[-1]) + 1 if len(used) else 1]
 
 
 def _parts(output: Any) -> dict[str | int, Any]:

@@ -26,8 +26,9 @@ _MOST_NAMES: Final = 20
 class TrainedPart:
     """The part of a model that is trained, as the group of settings ``model`` defines it.
 
-    ``trainable``: words such as ``head``, and names of parameters or modules, with commas between. ``rank``, ``alpha``
-    and ``dropout``: the settings of adapters (``fl_sim.adapters``). ``seed``: the seed of the adapters' first values.
+    ``trainable``: words such as ``head``, and names of parameters or modules, with commas between. ``rank``, ``alpha``,
+    ``dropout`` and ``target_modules``, names with commas between: the settings of adapters (``fl_sim.adapters``).
+    ``seed``: the seed of the adapters' first values.
     """
 
     trainable: str = "all"
@@ -35,6 +36,7 @@ class TrainedPart:
     alpha: float = 16.0
     dropout: float = 0.0
     seed: int = 0
+    target_modules: str = ""
 
     def __call__(self, model: nn.Module) -> None:
         """Freeze all other parameters of ``model``, after adapters are added if the settings ask for them.
@@ -48,7 +50,8 @@ class TrainedPart:
         chosen = {name for word in words if word != LORA for name in _named_by(word, model)}
         if LORA in words:
             if not any(_is_adapter(name) for name in trainable(model)):
-                adapt(model, self.rank, self.alpha, self.dropout, self.seed, without=chosen)
+                targets = self.target_modules.split(",") if self.target_modules else ()
+                adapt(model, self.rank, self.alpha, self.dropout, self.seed, targets=targets, without=chosen)
             chosen |= {name for name in trainable(model) if _is_adapter(name)}
         if not chosen:
             raise UserError(

@@ -68,10 +68,10 @@ def run(
     means the preset; for a file of the same name, write ./NAME.
 
     Settings: data, features, normalise, partition, clients, model, model.name, model.weights, model.digest,
-    model.trainable, model.rank, model.alpha, model.dropout, algorithm, sampler, local.epochs, local.steps,
-    local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
-    local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, local.personal,
-    local.privacy, rounds, evaluate_every, evaluate.validation, evaluate.test, evaluate.test_is_public,
+    model.trainable, model.rank, model.alpha, model.dropout, model.target_modules, algorithm, sampler, local.epochs,
+    local.steps, local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay,
+    local.clip_norm, local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision,
+    local.personal, local.privacy, rounds, evaluate_every, evaluate.validation, evaluate.test, evaluate.test_is_public,
     evaluate.patience, evaluate.target_accuracy, evaluate.clients, evaluate.personal_every, evaluate.fine_tune_epochs,
     evaluate.held_out_clients, evaluate.metrics, seed, partition_seed, model_seed, sampling_seed, device, engine,
     round_timeout, aggregator, attack, calibrate, compress, preprocess, preprocess.epsilon, preprocess.gamma,

@@ -25,6 +25,7 @@ from fl_sim.settings import OneOf, Settings, by_default, known_model
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
+_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # the pattern of names with commas between
 _CONSTANT = "the learning rate is the same in every round"
 
 
@@ -48,16 +49,18 @@ class Model(Settings):
     "lora" adds adapters to linear layers, convolutions and embeddings, and trains these alone; a model that has some
     (names with lora_) gets no others. Names of parameters or modules are possible, too, and several with commas. "all"
     is what the model itself does not freeze. ``rank``, ``alpha`` and ``dropout`` are of adapters: W + (alpha / rank) B
-    A, with dropout of their inputs in training.
+    A, with dropout of their inputs in training. ``target_modules``: the layers with adapters, by name or by the end of
+    their names, such as "query,value"; left out: all that can be adapted.
     """
 
     name: Annotated[str, AfterValidator(known_model)] = ""
     weights: str = ""
     digest: str = Field("", pattern="^([0-9a-f]{64})?$")
-    trainable: Annotated[str, BeforeValidator(_joined), Field(pattern=r"^[\w.:-]+(,[\w.:-]+)*$")] = "all"
+    trainable: Annotated[str, BeforeValidator(_joined), Field(pattern=rf"^{_NAMES}$")] = "all"
     rank: int = Field(8, ge=0, le=10**6)
     alpha: float = Field(16.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: Annotated[str, BeforeValidator(_joined), Field(pattern=rf"^({_NAMES})?$")] = ""
 
     def __str__(self) -> str:
         """Return the settings of this group in one line, such as ``resnet, weights=cifar100.safetensors``."""
@@ -98,11 +101,11 @@ class Model(Settings):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        for name in ("rank", "alpha", "dropout"):
+        for name in ("rank", "alpha", "dropout", "target_modules"):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and "lora" not in self.trainable.split(","):
                 raise ValueError(
-                    f"model.{name}={value:g} is about adapters, and model.trainable={self.trainable} has none: set "
+                    f"model.{name}={value} is about adapters, and model.trainable={self.trainable} has none: set "
                     f"model.trainable=lora, or leave model.{name} out"
                 )
         return self

@@ -110,7 +110,8 @@ class Job:
 
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         experiment, dataset, chosen = self.experiment, self.dataset, self.experiment.model
-        part, placed = TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed), Placed()
+        part = TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed, chosen.target_modules)
+        placed = Placed()
 
         def prepare(model: nn.Module) -> None:
             nonlocal placed

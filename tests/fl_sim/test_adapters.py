@@ -53,6 +53,18 @@ def adapted(rank: int = 3, alpha: float = 4.0, dropout: float = 0.0, seed: int =
     return model
 
 
+def test_the_layers_with_adapters_can_be_named() -> None:
+    for targets, names in (("conv,head", {"conv", "head"}), ("linear", {"body.linear", "linear"}), ("", None)):
+        model = network()
+        model.body = nn.ModuleDict({"linear": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+        TrainedPart("lora", target_modules=targets)(model)
+        assert set(adapted_in(model)) == (
+            names or {*dict(model.named_children()), "body.linear", "body.other"} - {"body"}
+        )
+    with pytest.raises(UserError, match=r"model\.target_modules names 'quer', and no .*it has embedding, conv"):
+        TrainedPart("lora", target_modules="conv,quer")(network())
+
+
 def test_adapters_begin_where_the_model_is_and_train_nothing_else() -> None:
     model = adapted(move=False)
     assert set(adapted_in(model)) == {"embedding", "conv", "grouped", "linear", "head"}

@@ -148,8 +148,16 @@ class Reads(nn.Module):
 def test_models_of_ids_get_the_mask_and_their_own_ids(padding: int | None, ids: list[list[int]]) -> None:
     model = Reads(pad_token_id=padding, vocab_size=9, max_position_embeddings=4)
     take_tokens("mine:model", model, 4, 9)
-    seen = model(torch.tensor([[5.0, 2.0, 0.0, 0.0]]))
+    seen = torch.func.vmap(model)(torch.tensor([[[5.0, 2.0, 0.0, 0.0]]]))[0]
     assert seen.tolist() == [ids[0] + [1, 1, 0, 0]]
+
+
+def test_a_batch_is_as_long_as_its_longest_record() -> None:
+    model = Reads(pad_token_id=0, vocab_size=9)
+    take_tokens("mine:model", model, 4, 9)
+    assert model(torch.tensor([[5, 0, 0, 0], [3, 0, 4, 0]])).tolist() == [[5, 0, 0, 1, 0, 0], [3, 0, 4, 1, 0, 1]]
+    assert model(torch.zeros(2, 4)).tolist() == [[0, 0], [0, 0]]
+    assert model(torch.zeros(0, 4)).shape == (0, 2)
 
 
 def test_a_tokenizer_that_does_not_fit_and_sequences_beyond_the_positions_are_refused() -> None:
