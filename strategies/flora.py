@@ -56,10 +56,13 @@ class FLoRA(Averaging):
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: W plus the mean product, and all else plus its mean update."""
-        found, params = aggregate.payloads["products"], dict(server.params)
+        """Return the next server state: W plus the mean product, and all else plus its mean update.
+
+        The product of the factors from which clients started, usually 0, is taken off: the model has it already.
+        """
+        found, start, params = aggregate.payloads["products"], products(server.params), dict(server.params)
         for one in factors_in(params):
-            weight, added = params[f"{one.layer}weight"], found[one.a]
+            weight, added = params[f"{one.layer}weight"], found[one.a] - start[one.a]
             shaped = (added.T if one.is_embedding else added).reshape(weight.shape)
             params[f"{one.layer}weight"] = weight + params[f"{one.layer}lora_scale"] * shaped
         return ServerState(with_delta(params, aggregate.payloads), server.broadcast, server.memory)

@@ -102,6 +102,12 @@ def test_flora_adds_the_exact_mean_to_the_weights_and_starts_anew() -> None:
     assert all(torch.equal(merged[name], start[name]) for name in (A, B, SCALE))
 
 
+def test_flora_does_not_add_what_its_start_has_already() -> None:
+    start = {**START, W: normal(OUT, IN, seed=3), SCALE: torch.tensor(2.0, dtype=torch.float64)}
+    merged, mean = after(FLoRA(), start=start)
+    assert error(merged[W] + 2 * merged[B] @ merged[A], start[W] + 2 * mean) < 1e-12
+
+
 def test_flexlora_is_exact_up_to_its_rank_and_the_best_of_that_rank_beyond() -> None:
     merged, mean = after(FlexLoRA())
     left, values, right = torch.linalg.svd(mean)
@@ -121,7 +127,8 @@ def test_flora_and_flexlora_keep_convolutions_embeddings_and_peft_in_their_shape
         "e.lora_scale": torch.tensor(1.0),
     }  # fmt: skip
     found = products(params)
-    merged = FLoRA().merge(ServerState(params), Aggregate({"products": found}, 1.0)).params
+    start = {name: value * 0 if name.endswith("_B") else value for name, value in params.items()}
+    merged = FLoRA().merge(ServerState(start), Aggregate({"products": found}, 1.0)).params
     added = {name: merged[f"{name}.weight"] - params[f"{name}.weight"] for name in "ce"}
     assert torch.allclose(added["c"], (params["c.lora_B"] @ params["c.lora_A"]).reshape(6, 2, 3, 3))
     assert torch.allclose(added["e"], (params["e.lora_embedding_B"] @ params["e.lora_embedding_A"]).T)
