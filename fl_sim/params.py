@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
@@ -230,6 +231,12 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def frozen_in(model: torch.nn.Module) -> Params:
     """Return copies, on the CPU, of the frozen parameters of ``model`` by name."""
     return detached((name, weight) for name, weight in model.named_parameters() if not weight.requires_grad)
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a deep copy of ``model`` that shares the frozen parameters, which nobody changes."""
+    shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
+    return copy.deepcopy(model, shared)
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:

@@ -7,7 +7,6 @@ stored (Goodfellow 2015; "ghost clipping", Li et al. 2022, section 4). ``by_reco
 computes the gradient of every record from that record alone, so no layer can mix records.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeAlias
@@ -22,6 +21,7 @@ from torch.nn import functional
 from fl_sim import models
 from fl_sim.clipping import FLAT, Clipping
 from fl_sim.own_loss import OwnLoss, losses_of
+from fl_sim.params import copied
 from fl_sim.types import Params
 
 ClippedSum: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], NDArray[np.float64]]
@@ -155,7 +155,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    twin = copy.deepcopy(model)  # functional_call does not restore a module that stands at two places of a model
+    twin = copied(model)  # functional_call does not restore a module that stands at two places of a model
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
 

@@ -5,7 +5,6 @@ Their results agree up to float32 rounding. If the model has dropout, the result
 each trainer draws its own random masks.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
 from fl_sim.native.request import RECEIVED, TAKES, TERMS, Draws, KernelJob, tensors_of
-from fl_sim.params import all_norms_in, flattened, frozen_in, is_finite, vector_in, zeros_like
+from fl_sim.params import all_norms_in, copied, flattened, frozen_in, is_finite, vector_in, zeros_like
 from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class, with_features
@@ -234,7 +233,7 @@ class Trainer:
             return trained
         if self._draws_nothing and (job.plan.loss_term is None or self._loss_draws is False):
             if not hasattr(self._thread, "model"):
-                self._thread.model = copy.deepcopy(self._model)
+                self._thread.model = copied(self._model)
             with arithmetic(inputs.device, self._precision):
                 return _train(self._thread.model, job, inputs, labels)
         with self._lock, process_alone(), arithmetic(inputs.device, self._precision):

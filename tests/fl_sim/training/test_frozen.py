@@ -11,7 +11,7 @@ from torch import nn
 from fl_sim.local_plan import Ascent, Contrast, LocalPlan
 from fl_sim.models import mlp
 from fl_sim.native.kernel import Kernel, load_kernel
-from fl_sim.params import detached, trainable
+from fl_sim.params import copied, detached, trainable
 from fl_sim.training.records import Records
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob, Trainer
@@ -116,6 +116,17 @@ def test_clients_of_one_received_model_share_the_completed_one(kernel: Kernel, m
     Trainer(partly(), kernel).prepare([one, replace(one, generator=np.random.default_rng(3))])
     assert seen[0].task.params is seen[1].task.params
     assert seen[0].plan.trained == frozenset(TRAINED)
+
+
+def test_threads_share_the_frozen_parameters_and_nothing_else() -> None:
+    model = partly()
+    again = copied(model)
+    for name, weight in model.named_parameters():
+        assert (again.get_parameter(name) is weight) == (name not in TRAINED)
+    assert torch.equal(again.get_parameter("5.bias"), model.get_parameter("5.bias"))
+    trainer = Trainer(model, None)
+    trainer.train(job(model, LocalPlan()))
+    assert trainer._thread.model.get_parameter("1.weight") is model.get_parameter("1.weight")
 
 
 class _Nothing:
