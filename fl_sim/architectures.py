@@ -5,7 +5,6 @@ Each class here is a source of architectures (fl_sim.foreign_models.ModelSource)
 """
 
 import importlib.util
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,9 +83,8 @@ class Timm:
             raise _missing("timm", f"timm:{self.name}", "timm") from error
         if not timm.is_model(self.name):
             raise _unknown("timm", self.name, timm.list_models())
-        entry = timm.model_entrypoint(self.name)
-        fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")
-        sized = {"img_size": (height, width)} if fixed or "img_size" in inspect.signature(entry).parameters else {}
+        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")  # as of vision transformers
+        sized = {"img_size": (height, width)} if is_fixed else {}
         model: nn.Module = timm.create_model(
             self.name, pretrained=False, num_classes=num_classes, in_chans=channels, **sized
         )

@@ -22,8 +22,9 @@ from fl_sim.experiment.job import job_of, resolved
 from fl_sim.report.runs import read_run
 from fl_sim.settings import read_table
 from fl_sim.simulation.remote_workers import WorkerSetup
-from fl_sim.simulation.rounds import procedure_of
+from fl_sim.simulation.rounds import procedure_of, runtime_of
 from fl_sim.simulation.run import run
+from fl_sim.store.weights import read_weights
 
 MODEL = """
 from torch import nn
@@ -159,6 +160,18 @@ def test_private_runs_say_what_epsilon_assumes_and_refuse_weights_of_the_same_re
             f"started from {file}: the epsilon holds only if these weights were made without"
             in (statement["does_not_cover"])
         )
+
+
+def test_a_node_that_reads_the_file_itself_refuses_another_content(first: Path, tmp_path: Path) -> None:
+    weights, file = load_file(first / "model.safetensors"), tmp_path / "start.safetensors"
+    save_file(weights, file)
+    told = job_of(made(model={"name": "mlp", "weights": str(file)})).experiment.model_dump_json()
+    assert runtime_of(told, "").model is not None
+    runtime_of.cache_clear()
+    read_weights.cache_clear()  # a node is another process
+    save_file({name: value + 1 for name, value in weights.items()}, file)
+    with pytest.raises(UserError, match="has changed since the run began"):
+        runtime_of(told, "")
 
 
 @pytest.fixture(scope="module")
