@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
@@ -160,6 +161,14 @@ def build(
             model = MODELS[name](input_shape, num_classes)
     prepare(model)
     return model
+
+
+@lru_cache(maxsize=16)
+def has_own_loss(
+    name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm = "none", vocabulary: int = 0
+) -> bool:
+    """Return True if the model called ``name`` has a loss of its own. The arguments are those of ``build``."""
+    return isinstance(build(name, input_shape, num_classes, 0, batch_norm=batch_norm, vocabulary=vocabulary), OwnLoss)
 
 
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:

@@ -24,7 +24,6 @@ from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
-from fl_sim.own_loss import OwnLoss
 from fl_sim.params import fixed_in, num_parameters, trainable
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
@@ -153,7 +152,10 @@ class Job:
     @cached_property
     def predicts_classes(self) -> bool:
         """True if the model classifies records; False for a model with a loss of its own, such as a decoder."""
-        return not isinstance(self.model(), OwnLoss)
+        dataset, local = self.dataset, self.experiment.local
+        return not models.has_own_loss(
+            self.experiment.model.name, dataset.input_shape, dataset.num_classes, local.batch_norm, dataset.vocabulary
+        )
 
     @cached_property
     def two_records(self) -> torch.Tensor:
