@@ -23,6 +23,9 @@ from fl_sim.types import Params
 _SMALL: Final = 64
 """Images with shorter sides are small for architectures that were made for 224x224 pixels."""
 
+_OWN_TOKENS: Final = 0.9
+"""A model's own tokenizer has at least this share of the model's tokens. Some models have a few more, left empty."""
+
 _CONFIG: Final = "config.json"
 
 
@@ -62,8 +65,9 @@ class TorchVision:
         """Return no weights: they are random."""
         return {}
 
-    def note(self, input_shape: tuple[int, ...]) -> str:
+    def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
         """Return a remark if the images are small for this model."""
+        del vocabulary
         return _note_on_small(f"torchvision:{self.name}", input_shape)
 
 
@@ -98,8 +102,9 @@ class Timm:
         """Return no weights: they are random."""
         return {}
 
-    def note(self, input_shape: tuple[int, ...]) -> str:
+    def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
         """Return a remark if the images are small for this model."""
+        del vocabulary
         return _note_on_small(f"timm:{self.name}", input_shape)
 
 
@@ -158,10 +163,16 @@ class HuggingFace:
         named = body.state_dict()
         return {name: value for name, value in named.items() if is_classifier or not name.startswith("head.")}
 
-    def note(self, input_shape: tuple[int, ...]) -> str:
-        """Return no remark."""
+    def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
+        """Return a remark if the records probably come from another tokenizer than the model's own."""
         del input_shape
-        return ""
+        known = getattr(self._config(self._library(), self._folder()), "vocab_size", 0)
+        if vocabulary >= _OWN_TOKENS * known:
+            return ""
+        return (
+            f"model hf:{self.name} knows {known:,} tokens, and the data have {vocabulary:,}: its weights are of use "
+            f"with its own tokenizer alone (data.tokenizer={self.name})"
+        )
 
     def _library(self) -> Any:
         try:

@@ -46,8 +46,11 @@ class ModelSource(Protocol):
         """Return the model's own weights under the names of the built model; empty for random weights."""
         ...
 
-    def note(self, input_shape: Shape) -> str:
-        """Return a remark for the user about this model with records of this shape; empty without one."""
+    def note(self, input_shape: Shape, vocabulary: int) -> str:
+        """Return a remark for the user about this model with these records; empty without one.
+
+        ``vocabulary``: as for ``build``.
+        """
         ...
 
 

@@ -175,8 +175,11 @@ def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
     """
     experiment, states = job.experiment, out / run_directory.STATE
     of_model = [job.placed.in_words(experiment.model.origin)] if job.weights else []
-    if (source := source_of(experiment.model.name)) is not None and (note := source.note(job.dataset.input_shape)):
+    source, dataset = source_of(experiment.model.name), job.dataset
+    if source is not None and (note := source.note(dataset.input_shape, dataset.vocabulary)):
         of_model.append(note)
+    if frozen := job.frozen_in_words:
+        of_model.append(frozen)
     on_states = [f"client states are private: only you can read {states}, until the run has finished"]
     of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
     of_states = on_states if log.seal and experiment.is_private else []

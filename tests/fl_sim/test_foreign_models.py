@@ -72,8 +72,8 @@ def test_small_images_are_noted() -> None:
     for name in ("torchvision:resnet18", "timm:test_vit"):
         source = source_of(name)
         assert source is not None
-        assert "made for images of about 224x224 pixels and shrinks these of 32x32" in source.note(CIFAR)
-        assert source.note((3, 224, 224)) == ""
+        assert "made for images of about 224x224 pixels and shrinks these of 32x32" in source.note(CIFAR, 0)
+        assert source.note((3, 224, 224), 0) == ""
 
 
 class Pink:
@@ -218,6 +218,13 @@ def test_a_classifier_keeps_its_head_for_its_classes_and_gets_a_new_one_for_othe
     expected = theirs(input_ids=records.long(), attention_mask=(records != 0).long()).logits
     assert torch.allclose(model.eval()(records), expected, atol=1e-5)
     assert started(bert["classifier"], 2)[1] == Placed(("classifier.bias", "classifier.weight"), 3)
+
+
+def test_records_of_another_tokenizer_are_noted(bert: dict[str, Path]) -> None:
+    source = source_of(f"hf:{bert['encoder']}")
+    assert source is not None
+    assert "knows 30 tokens, and the data have 26: its weights are of use with its own" in source.note((5,), 26)
+    assert source.note((5,), 27) == source.note((5,), 30) == ""
 
 
 def test_weights_none_leaves_random_weights_and_a_folder_without_weights_is_refused(

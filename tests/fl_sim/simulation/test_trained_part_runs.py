@@ -19,6 +19,7 @@ from fl_sim.models import build
 from fl_sim.simulation import rounds
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
 
 BASE = {
     "data": "digits", "partition": "dirichlet:0.5", "clients": 4, "rounds": 2, "engine": "inprocess",
@@ -50,6 +51,22 @@ def test_the_saved_model_is_whole_and_only_the_part_has_moved_and_was_sent(tmp_p
     loaded = fl_sim.load_model(tmp_path / "run")
     assert torch.equal(dict(loaded.named_parameters())["5.weight"], saved["5.weight"])
     assert result["final_accuracy"] > 0.2
+
+
+class Said(Silent):
+    """Remembers what is said at the start of a run."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def started(self, experiment: Any, engine: str, first_round: int) -> None:
+        self.lines = engine.splitlines()
+
+
+def test_the_part_is_said_at_the_start(tmp_path: Path) -> None:
+    said = Said()
+    run(changed("rounds=1"), tmp_path / "run", observer=said)
+    assert [line[:45] for line in said.lines if "model" in line] == ["model.trainable=head trains 1,010 of 100,110 "]
 
 
 def frozen_by_hand(shape: tuple[int, ...], classes: int) -> nn.Module:
