@@ -155,7 +155,7 @@ def test_a_profile_that_changes_between_stop_and_start_is_noticed(tmp_path: Path
     assert len(read_table(tmp_path / "run" / "config.toml")["devices"]["digest"]) == 64
     run(chosen, tmp_path / "run")
     path.write_text("seconds_per_step,clients\n0.1,3\n0.6,3\n")
-    with pytest.raises(UserError, match=r"holds a run with other settings \(devices\)"):
+    with pytest.raises(UserError, match="holds a run with other content in a file of devices, which has changed"):
         run(chosen, tmp_path / "run")
     path.write_text("seconds_per_step,clients\n0.1,3\n0.6,2\n")
     with pytest.raises(UserError, match="is for 5 clients, but this run has 6"):

@@ -32,6 +32,7 @@ REFUSED = {
     "pate": "send no updates",
     "tstr": "send no updates",
 }
+NOISY = ("global-dp", "distributed-dp")
 DRIFTS = ("scaffold", "feddyn", "fedspeed")
 """Algorithms of which the server and its clients add up the same updates, each for itself."""
 
@@ -76,7 +77,7 @@ def test_rand_k_with_error_feedback_goes_with_what_must_not_drift() -> None:
         settings({"kind": "rand-k", "correction": "error-feedback"}, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("aggregator", sorted(set(kinds_of("aggregator")) - {"mean", "global-dp"}))
+@pytest.mark.parametrize("aggregator", sorted(set(kinds_of("aggregator")) - {"mean", *NOISY}))
 def test_robust_aggregators_look_at_what_was_unpacked_or_are_refused(aggregator: str, tmp_path: Any) -> None:
     robust = {"aggregator": {"kind": aggregator}, "clients": 8}
     run(settings("qsgd", **robust), tmp_path / "qsgd")
@@ -86,6 +87,11 @@ def test_robust_aggregators_look_at_what_was_unpacked_or_are_refused(aggregator:
     for compress in ("top-k", "rand-k"):
         with pytest.raises(UserError, match="the middle value is 0"):
             settings(compress, **robust)
+
+
+def test_sums_on_a_grid_are_refused() -> None:
+    with pytest.raises(UserError, match=r"distributed-dp.*compress"):
+        settings("qsgd", aggregator={"kind": "distributed-dp", "epsilon": 8.0})
 
 
 def test_hostile_clients_send_what_travels() -> None:
