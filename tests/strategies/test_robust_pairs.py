@@ -1,6 +1,6 @@
 """Every algorithm beside every aggregator that looks at single updates: refused with the reason, or sound."""
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from fl_sim.params import num_parameters, scale
 from fl_sim.settings import kinds_of
 from fl_sim.types import Cohort, Params, Reply, ServerState
 from strategies.aggregators import Robust, WeightedMean
-from strategies.algorithm import MeanOnly, payload_template
+from strategies.algorithm import MeanOnly, PartialTraining, Unfolding, payload_template
 
 ALGORITHMS = kinds_of("algorithm")
 ROBUST = [kind for kind, made in kinds_of("aggregator").items() if issubclass(made, Robust)]
@@ -34,11 +34,13 @@ REFUSED = {
     "tstr": "has no rounds",
 }
 START: Params = {"body": torch.zeros(4, 5), "head.weight": torch.zeros(3, 4), "head.bias": torch.zeros(3)}
+ADAPTER: Params = {"1.lora_A": torch.zeros(2, 5), "1.lora_B": torch.zeros(4, 2)}
+BESIDE: Params = {"1.weight": torch.zeros(4, 5), "1.lora_scale": torch.tensor(1.0)}
 HOSTILE = 2
 
 
 def test_the_robust_aggregators_are_known_as_such() -> None:
-    assert set(kinds_of("aggregator")) == {"mean", "global-dp", *ROBUST}
+    assert set(kinds_of("aggregator")) == {"mean", "global-dp", "distributed-dp", *ROBUST}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -68,7 +70,8 @@ def test_what_needs_the_mean_still_has_it() -> None:
 def _expect_soundness(experiment: Any) -> None:
     """Clients that agree make what their mean makes; two of nine that send anything move the server's state little."""
     algorithm, aggregator = experiment.algorithm, experiment.aggregator
-    assert list(payload_template(algorithm, algorithm.init(START))) in [["delta"], ["direction"]]
+    groups = [["factors", "delta"]] if isinstance(algorithm, Unfolding) else [["delta"], ["direction"]]
+    assert list(payload_template(algorithm, algorithm.init(_start(algorithm)))) in groups
     agreeing = _after(algorithm, aggregator, spread=0.0, harm=None)
     _expect_close(agreeing, _after(algorithm, WeightedMean(), spread=0.0, harm=None), 1e-5)
     honest = _after(algorithm, aggregator, spread=0.01, harm=None)
@@ -78,23 +81,33 @@ def _expect_soundness(experiment: Any) -> None:
     assert float(max(value.abs().max() for value in spoilt.memory.get("second_moment", spoilt.params).values())) > 1e2
 
 
+def _start(algorithm: Any) -> Params:
+    """Return START; with an adapter for algorithms of adapters, and with its layer's weights if they need them."""
+    if not isinstance(algorithm, Unfolding):
+        return START
+    return {**ADAPTER, **START, **(BESIDE if isinstance(algorithm, PartialTraining) else {})}
+
+
 def _after(algorithm: Any, aggregator: Any, *, spread: float, harm: float | None) -> ServerState:
     """Return the server's state after three rounds of nine clients, the first of which may be hostile."""
-    server: ServerState = algorithm.init(START)
+    start = _start(algorithm)
+    server: ServerState = algorithm.init(start)
     generator = torch.Generator().manual_seed(0)
-    size = num_parameters(START)
-    common = {name: torch.randn(value.shape, generator=generator) / size for name, value in START.items()}
+    size = num_parameters(start)
+    common = {name: torch.randn(value.shape, generator=generator) / size for name, value in start.items()}
     for server_round in (1, 2, 3):
         replies = []
         for client in range(9):
             own = {
                 name: value + spread * torch.randn(value.shape, generator=generator) for name, value in common.items()
             }
-            group = next(iter(payload_template(algorithm, server)))
-            replies.append(Reply(client, {group: own}, 10, 1.0))
-        for client in range(HOSTILE if harm else 0):
-            forged = {name: scale(value, harm or 0.0) for name, value in replies[client].payloads.items()}
-            replies[client] = replace(replies[client], payloads=forged)
+            if harm and client < HOSTILE:
+                by = math.copysign(math.sqrt(abs(harm)), harm) if isinstance(algorithm, Unfolding) else harm
+                own = scale(own, by)  # products of two factors then have the harm of an update
+            template = payload_template(algorithm, server)
+            payloads = {group: {name: own[name] for name in params} for group, params in template.items()}
+            sent = algorithm.unfolded(payloads) if isinstance(algorithm, Unfolding) else payloads
+            replies.append(Reply(client, sent, 10, 1.0))
         aggregate = aggregator.mean(Cohort(server_round, tuple(replies), 9, 9.0), algorithm.weighting)
         assert aggregate is not None
         server = algorithm.merge(server, aggregate)
