@@ -60,6 +60,11 @@ class Adapted(nn.Module):
         """Return True for an embedding, whose W has the inputs (the tokens) first."""
         return isinstance(self, nn.Embedding)
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Return True if the adapter has dropout; the trainers ask every layer for this."""
+        return self.lora_dropout > 0
+
     def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the inputs of the adapter, after its dropout."""
         return functional.dropout(inputs, self.lora_dropout, self.training) if self.lora_dropout else inputs

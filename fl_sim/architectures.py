@@ -4,7 +4,6 @@ Each class here is a source of architectures (fl_sim.foreign_models.ModelSource)
 ``fl_sim.model``. Nothing is downloaded. A library is imported when one of its models is built.
 """
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from fl_sim.errors import UserError
-from fl_sim.own_code import in_one_line
+from fl_sim.own_code import in_one_line, package_folders
 from fl_sim.types import Params
 
 _SMALL: Final = 64
@@ -30,13 +29,39 @@ _CONFIG: Final = "config.json"
 
 
 @dataclass(frozen=True)
-class TorchVision:
-    """A classifier of torchvision, such as resnet18, with a head for the classes of the data.
+class ImageModel:
+    """A classifier of images in a library, with random weights and a head for the classes of the data."""
+
+    name: str
+    kind: str
+
+    def files(self) -> tuple[Path, ...]:
+        """Return no file: the weights are random."""
+        return ()
+
+    def weights(self) -> Params:
+        """Return no weights: they are random."""
+        return {}
+
+    def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
+        """Return a remark if the images are small for this model."""
+        del vocabulary
+        height, width = input_shape[1:]
+        if min(height, width) >= _SMALL:
+            return ""
+        return (
+            f"{self.kind}:{self.name} was made for images of about 224x224 pixels and shrinks these of "
+            f"{height}x{width} to very few: model=resnet is made for small images"
+        )
+
+
+@dataclass(frozen=True)
+class TorchVision(ImageModel):
+    """A classifier of torchvision, such as resnet18.
 
     The first convolution takes as many channels as the images have.
     """
 
-    name: str
     kind: Literal["torchvision"] = "torchvision"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> nn.Module:
@@ -57,25 +82,11 @@ class TorchVision:
         _take_channels(model, channels)
         return model
 
-    def files(self) -> tuple[Path, ...]:
-        """Return no file: the weights are random."""
-        return ()
-
-    def weights(self) -> Params:
-        """Return no weights: they are random."""
-        return {}
-
-    def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
-        """Return a remark if the images are small for this model."""
-        del vocabulary
-        return _note_on_small(f"torchvision:{self.name}", input_shape)
-
 
 @dataclass(frozen=True)
-class Timm:
-    """A classifier of timm (PyTorch Image Models), with a head for the classes of the data, for images of any size."""
+class Timm(ImageModel):
+    """A classifier of timm (PyTorch Image Models), for images of any size."""
 
-    name: str
     kind: Literal["timm"] = "timm"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> nn.Module:
@@ -93,19 +104,6 @@ class Timm:
             self.name, pretrained=False, num_classes=num_classes, in_chans=channels, **sized
         )
         return model
-
-    def files(self) -> tuple[Path, ...]:
-        """Return no file: the weights are random."""
-        return ()
-
-    def weights(self) -> Params:
-        """Return no weights: they are random."""
-        return {}
-
-    def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
-        """Return a remark if the images are small for this model."""
-        del vocabulary
-        return _note_on_small(f"timm:{self.name}", input_shape)
 
 
 @dataclass(frozen=True)
@@ -184,11 +182,7 @@ class HuggingFace:
     def _folder(self) -> Path:
         """Return the folder with config.json. Raises UserError if there is none: nothing is downloaded."""
         place = Path(self.name).expanduser()
-        folders = [place]
-        if self.name.isidentifier() and not place.is_dir():
-            spec = importlib.util.find_spec(self.name)
-            folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
-        for folder in folders:
+        for folder in [place] if place.is_dir() else package_folders(self.name):
             for found in (folder, *(inner for inner in sorted(folder.glob("*")) if inner.is_dir())):
                 if (found / _CONFIG).is_file():
                     return found
@@ -256,16 +250,6 @@ def _unknown(library: str, name: str, names: list[str]) -> UserError:
     near = get_close_matches(name, names, n=3)
     meant = f"did you mean {' or '.join(near)}?" if near else f"it has {len(names)} models, such as {names[0]}"
     return UserError(f"model {library}:{name}: {library} has no classifier of this name; {meant}")
-
-
-def _note_on_small(model: str, input_shape: tuple[int, ...]) -> str:
-    height, width = input_shape[1:]
-    if min(height, width) >= _SMALL:
-        return ""
-    return (
-        f"{model} was made for images of about 224x224 pixels and shrinks these of {height}x{width} to very few: "
-        "model=resnet is made for small images"
-    )
 
 
 def _take_channels(model: nn.Module, channels: int) -> None:

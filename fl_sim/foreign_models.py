@@ -17,6 +17,7 @@ from torch import nn
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.one_of import find_entry_point, load_entry_point
+from fl_sim.token_models import trimmed
 from fl_sim.types import Params
 
 Shape: TypeAlias = tuple[int, ...]
@@ -142,7 +143,7 @@ class _Ids:
         del model
         if not given:  # the model's own code calls it with names
             return given, named
-        tokens = _cropped(given[0].long()) if self.has_mask else given[0].long()
+        tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
         mask = {"attention_mask": (tokens != 0).long()} if self.has_mask else {}
         return given[1:], {**named, "input_ids": ids, **mask}
@@ -157,15 +158,6 @@ class _Logits:
     def __call__(self, model: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
         del model, given
         return _parts(output)[self.name] if not isinstance(output, torch.Tensor) else output
-
-
-def _cropped(tokens: torch.Tensor) -> torch.Tensor:
-    """Return ``tokens`` (batch, length) without the last positions, if these are padding in all records."""
-    try:
-        used = (tokens != 0).any(0).nonzero()
-    except RuntimeError:  # under torch.func.vmap a size cannot depend on values
-        return tokens
-    return tokens[:, : int(used[-1]) + 1 if len(used) else 1]
 
 
 def _parts(output: Any) -> dict[str | int, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_sim.adapters import without_adapters
 from fl_sim.data import load
 from fl_sim.data.naming import without_settings
 from fl_sim.errors import UserError
@@ -35,6 +34,7 @@ from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import deadline_after, plan_table, read_settings, table_settings
 from fl_sim.tracking.observers import tracking_of
+from fl_sim.trained_part import as_made
 
 if TYPE_CHECKING:
     from torch import nn
@@ -170,7 +170,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     if not tensors:
         raise UserError(f"{out} holds a run of algorithm {kind_of(experiment.algorithm)}, which saves no model")
     architecture = experiment.model_copy(update={"model": experiment.model.without_weights})
-    model = without_adapters(procedure_of(job_of(architecture, root)).model())
+    model = as_made(procedure_of(job_of(architecture, root)).model())
     found, wanted = dict(layout_of(tensors)), dict(layout_of(model.state_dict()))
     counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # evaluation does not use it
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib
 import importlib.machinery
+import importlib.util
 import inspect
 import re
 import sys
@@ -72,6 +73,14 @@ def load_object(path: str, what: str) -> Any:
         )
     remember(module_name)
     return getattr(module, name)
+
+
+def package_folders(name: str) -> list[Path]:
+    """Return the folders of the installed package ``name``, without an import of the package; empty for none."""
+    if not name.isidentifier():
+        return []
+    found = importlib.util.find_spec(name)
+    return [] if found is None else [*map(Path, found.submodule_search_locations or ())]
 
 
 def in_one_line(said: BaseException | str) -> str:

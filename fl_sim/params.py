@@ -180,17 +180,13 @@ def num_in(layout: Layout) -> int:
 
 def head_shape(params: Params) -> tuple[int, int]:
     """Return (classes, features) of the last linear layer. Raises UserError if the model has no linear layer."""
-    name = _head_weight(params)
-    layer, _, last = name.rpartition(".")
-    if last == "lora_B":  # an adapted layer, whose own weights are frozen
-        return params[name].shape[0], params[f"{layer}.lora_A"].shape[1]
-    classes, features = params[name].shape
+    classes, features = params[head_weight(params)].shape
     return classes, features
 
 
 def head_names(params: Params) -> frozenset[str]:
     """Return the names of the parameters of the last linear layer. Raises UserError if there is no linear layer."""
-    layer = _head_weight(params).rpartition(".")[0]
+    layer = head_weight(params).rpartition(".")[0]
     return frozenset(name for name in params if name.rpartition(".")[0] == layer)
 
 
@@ -204,7 +200,8 @@ def body_names(params: Params) -> frozenset[str]:
     )
 
 
-def _head_weight(params: Params) -> str:
+def head_weight(params: Params) -> str:
+    """Return the name of the weights of the last linear layer. Raises UserError if the model has no linear layer."""
     matrices = [name for name, value in params.items() if value.ndim == 2]
     if not matrices:
         raise UserError(

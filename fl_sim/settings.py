@@ -53,11 +53,11 @@ class Short:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the field's pydantic schema; a text is converted to a table before validation."""
+        return core_schema.no_info_before_validator_function(self.to_table, handler(source))
 
-        def spelt_out(value: Any) -> Any:
-            return {self.field: value} if isinstance(value, str) else value
-
-        return core_schema.no_info_before_validator_function(spelt_out, handler(source))
+    def to_table(self, value: Any) -> Any:
+        """Return the table of a group for a text, and any other value unchanged."""
+        return {self.field: value} if isinstance(value, str) else value
 
 
 class Settings(BaseModel):
@@ -115,9 +115,7 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     in_one_line = next((mark for mark in marks if isinstance(mark, InOneLine)), None)
     if isinstance(inner, str) and in_one_line is not None:
         return in_one_line.to_table(inner), None
-    short = next((mark for mark in marks if isinstance(mark, Short)), None)
-    if isinstance(inner, str) and short is not None:
-        inner = {short.field: inner}
+    inner = spelt_out(field, inner)
     if not isinstance(inner, dict):
         raise UserError(f"{shortened(name)} is a single value, it has no settings inside")
     if field is None:
@@ -127,10 +125,10 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     return inner, own if isinstance(own, type) and issubclass(own, BaseModel) else None
 
 
-def spelt_out(settings: type[BaseModel], name: str, value: Any) -> Any:
-    """Return the value of the field ``name`` of ``settings`` as a table, if it is the text of a group's short form."""
-    short = next((mark for mark in settings.model_fields[name].metadata if isinstance(mark, Short)), None)
-    return {short.field: value} if isinstance(value, str) and short is not None else value
+def spelt_out(field: FieldInfo | None, value: Any) -> Any:
+    """Return the value of a settings field as a table, if it is the text of a group's short form."""
+    short = next((mark for mark in field.metadata if isinstance(mark, Short)), None) if field is not None else None
+    return value if short is None else short.to_table(value)
 
 
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
@@ -214,6 +212,12 @@ ALL_NAMES: Final = (*MODEL_NAMES, *TOKEN_NAMES)
 
 TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")
 """The words of the setting ``model.trainable``; K is a number of layers."""
+
+
+def model_line(written: Mapping[str, Any]) -> str:
+    """Return the settings of a model in one line: its name, and all others that are ``written``, but no digest."""
+    options = [f"{name}={value}" for name, value in written.items() if name not in {"name", "digest"}]
+    return ", ".join([str(written.get("name", "")), *options])
 
 
 def known_model(name: str) -> str:

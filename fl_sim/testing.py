@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from clients.client_task import ClientRuntime, CustomStart, OnClient
 from clients.train import further_job
 from fl_sim import models
-from fl_sim.adapters import without_adapters
 from fl_sim.data import load
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -36,7 +35,7 @@ from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.trained_part import TrainedPart, train_alone
+from fl_sim.trained_part import TrainedPart, as_made, train_alone
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
@@ -125,7 +124,7 @@ def _engines_agree(algorithm: Algorithm) -> None:
     with tempfile.TemporaryDirectory() as folder:
         alone = _trained(algorithm, Path(folder) / "alone", InProcess(stack=1))
         stacked = _trained(algorithm, Path(folder) / "stacked", InProcess(stack=4))
-    start = detached(without_adapters(_model(algorithm)).named_parameters())
+    start = detached(as_made(_model(algorithm)).named_parameters())
     _expect_close(algorithm, "a stack of clients", stacked, alone, start)
     kernel, _ = load_kernel()
     if kernel is None:

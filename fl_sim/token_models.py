@@ -57,7 +57,7 @@ class LongShortTerm(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, length) tokens to (batch, classes) logits."""
-        tokens = _trimmed(inputs.long())
+        tokens = trimmed(inputs.long())
         states, _ = self.recurrent(self.embedding(tokens))
         logits: torch.Tensor = self.head(_at_last(states, tokens))
         return logits
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, length) tokens to (batch, classes) logits."""
-        tokens = _trimmed(inputs.long())
+        tokens = trimmed(inputs.long())
         is_token = tokens != 0
         states = self._states(tokens, is_token[:, None, None, :])
         weights = is_token / is_token.sum(1, keepdim=True).clamp(min=1)
@@ -119,7 +119,7 @@ class Decoder(Transformer):
     def loss_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> Outcome:
         """Return the loss and the right predictions of each text. A text of one token has none."""
         del labels
-        tokens = _trimmed(inputs.long())
+        tokens = trimmed(inputs.long())
         targets, logits = tokens[:, 1:], self(tokens)[:, :-1]
         counts = (targets != 0).sum(1)
         each = functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=0, reduction="none")
@@ -155,16 +155,16 @@ def _at_last(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return states[torch.arange(len(tokens), device=tokens.device), last]
 
 
-def _trimmed(tokens: torch.Tensor) -> torch.Tensor:
-    """Return ``tokens`` up to the end of the longest text of the batch: padding takes no time.
+def trimmed(tokens: torch.Tensor) -> torch.Tensor:
+    """Return ``tokens`` (batch, length) up to the end of the longest text of the batch: padding takes no time.
 
     Under ``vmap`` the shape may not depend on the numbers, so the tokens are returned unchanged.
     """
     try:
-        longest = int((tokens != 0).any(0).sum())
+        used = (tokens != 0).any(0).nonzero()
     except RuntimeError:
         return tokens
-    return tokens[:, : max(1, longest)]
+    return tokens[:, : int(used[-1]) + 1 if len(used) else 1]
 
 
 TOKEN_MODELS: Final[Mapping[str, TokenFactory]] = {

@@ -12,11 +12,12 @@ from typing import Final
 import torch
 from torch import nn
 
-from fl_sim.adapters import LORA, adapt
+from fl_sim.adapters import LORA, SCALE, adapt, merged, without_adapters
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
-from fl_sim.params import all_norms_in, trainable
+from fl_sim.params import all_norms_in, fixed_in, num_parameters, trainable
 from fl_sim.settings import TRAINABLE
+from fl_sim.types import Params
 
 _MOST_NAMES: Final = 20
 """The largest number of names that an error message lists."""
@@ -63,6 +64,29 @@ class TrainedPart:
             if not trainable(layer):
                 layer.eval()
                 layer.train = _stays  # type: ignore[method-assign,assignment]
+
+    def in_words(self, model: nn.Module) -> str:
+        """Return a sentence about the frozen parameters of ``model``, which this object prepared."""
+        named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
+        sizes = [num_parameters(part) for part in (trainable(model), named)]
+        return (
+            f"model.trainable={self.trainable} trains {sizes[0]:,} of {sizes[1]:,} parameters: the others are never "
+            "sent, clipped or noised"
+        )
+
+
+def whole(model: nn.Module, params: Params) -> Params:
+    """Return all parameters of ``model`` under the names that it has without adapters, which are merged.
+
+    ``params``: the trained parameters, those of adapters among them. All others have the values of ``model``, unless
+    ``params`` has them, too.
+    """
+    return merged(model, {**fixed_in(model), **params})
+
+
+def as_made(model: nn.Module) -> nn.Module:
+    """Return ``model`` with the layers that its factory made, in place: adapters are merged and taken out."""
+    return without_adapters(model)
 
 
 def train_alone(model: nn.Module, names_of: Callable[[list[str], list[str]], Collection[str]]) -> None:

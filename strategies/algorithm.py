@@ -295,6 +295,12 @@ def payload_template(algorithm: Algorithm, server: ServerState, server_round: in
     return _blank_update(algorithm, server, num_examples=0, server_round=server_round).payloads
 
 
+def first_template(algorithm: Algorithm, params: Params, personal: str) -> Payloads:
+    """Return the payload template of round 1. ``params`` and ``personal``: as for ``first_state``."""
+    with seeded_alone(0, "template"):
+        return payload_template(algorithm, first_state(algorithm, params, personal))
+
+
 def turns_of(algorithm: object) -> int:
     """Return the number of rounds after which names and shapes of updates repeat: 1 if they never change."""
     return algorithm.turns if isinstance(algorithm, Alternating) else 1

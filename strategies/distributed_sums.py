@@ -24,7 +24,6 @@ from fl_sim.privacy.ledger import Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.modular_sums import SumGrid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
 from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
-from fl_sim.seeding import seeded_alone
 from fl_sim.store.run_directory import LEDGER, RoundRecord, read_rounds
 from fl_sim.types import (
     Aggregate,
@@ -39,7 +38,7 @@ from fl_sim.types import (
     Size,
     Trained,
 )
-from strategies.algorithm import Algorithm, first_state, payload_template
+from strategies.algorithm import Algorithm, first_template, payload_template
 from strategies.answers import UNQUOTED, in_words
 from strategies.distributed_dp import DistributedDP
 from strategies.layer import Beginning, Layer, Stop
@@ -122,8 +121,7 @@ class DistributedSums(Layer):
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
         """Return the layer's code on clients, which clips, rounds and adds noise."""
         params = detached(trainable(model()).items())
-        with seeded_alone(0, "template"):
-            template = payload_template(algorithm, first_state(algorithm, params, experiment.local.personal))
+        template = first_template(algorithm, params, experiment.local.personal)
         run_digest = digest_of(experiment) if experiment.aggregator.noise == "seeded" else ""
         return ClientShares(grid_of(experiment, template), template, experiment.seed, run_digest)
 

@@ -11,9 +11,10 @@ from pydantic import Field
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, kind_of, off
 from fl_sim.local_plan import LocalPlan, Pull
-from fl_sim.params import add, head_shape
+from fl_sim.params import add
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import FEDAVG, Averaging
+from strategies.low_rank import head_shape
 
 
 class FedProto(Averaging):

@@ -8,7 +8,7 @@ from fl_sim.kinds import Choices
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Payloads, ServerState, Trained
 from strategies.algorithm import Averaging
 from strategies.flora import check_products, factored, unfolded, with_delta
-from strategies.low_rank import STARTS_WITH, check_adapters, factors_in
+from strategies.low_rank import STARTS_WITH, factors_in
 
 
 class FlexLoRA(Averaging):
@@ -24,8 +24,7 @@ class FlexLoRA(Averaging):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if no adapters are trained, and for settings that do not fit products of factors."""
-        check_adapters(self, experiment)
-        check_products(self.kind, experiment)
+        check_products(self, experiment)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the factors after training, and the update y_i - x of trained parameters beside adapters."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
-from fl_sim.kinds import Choices, hides_clients, is_none
+from fl_sim.kinds import Choices, hides_clients, is_none, kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
@@ -26,8 +26,7 @@ class FLoRA(Averaging):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if no adapters are trained, and for settings that do not fit products of factors."""
-        check_adapters(self, experiment)
-        check_products(self.kind, experiment)
+        check_products(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
         """Return ``trained``, and the weights W and the scale of each adapter, which the server reads."""
@@ -68,8 +67,10 @@ class FLoRA(Averaging):
         return ServerState(with_delta(params, aggregate.payloads), server.broadcast, server.memory)
 
 
-def check_products(kind: str, experiment: Choices) -> None:
-    """Raise ValueError for settings that would change products of factors, or factors, in a way of their own."""
+def check_products(algorithm: object, experiment: Choices) -> None:
+    """Raise ValueError if no adapters are trained, and for settings that would change factors or their products."""
+    check_adapters(algorithm, experiment)
+    kind = kind_of(algorithm)
     if hides_clients(experiment.aggregator):
         raise ValueError(
             f"algorithm {kind} adds products of two factors, whose noise would be on all entries of W: take ffa-lora "

@@ -1,4 +1,4 @@
-"""What methods for adapters (LoRA) share: factors by name, their products, and which settings they need."""
+"""The common part of the methods for adapters (LoRA): factors by name, their products, and the settings they need."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
+from fl_sim.params import head_weight
 from fl_sim.types import Params
 
 STARTS_WITH: Final[Mapping[str, object]] = {"model": {"trainable": "lora"}}
@@ -46,6 +47,17 @@ def is_factor(name: str, sides: str = "AB") -> bool:
 def products(params: Params) -> dict[str, torch.Tensor]:
     """Return B A of each adapter as a matrix (outputs, inputs), under the name of A, from the factors in ``params``."""
     return {one.a: params[one.b].flatten(1) @ params[one.a].flatten(1) for one in factors_in(params)}
+
+
+def head_shape(params: Params) -> tuple[int, int]:
+    """Return (classes, features) of the last linear layer, whose own weights are frozen if it has an adapter.
+
+    Raises UserError if the model has no linear layer.
+    """
+    name = head_weight(params)
+    classes, features = params[name].shape
+    of_factor = {one.b: params[one.a].shape[1] for one in factors_in(params)}
+    return classes, of_factor.get(name, features)
 
 
 def check_adapters(algorithm: object, experiment: Choices) -> None:

@@ -12,8 +12,7 @@ from clients.private_updates import ClientPrivateUpdates
 from fl_sim.errors import UserError
 from fl_sim.kinds import kind_of
 from fl_sim.params import detached, layout_of, trainable
-from fl_sim.seeding import seeded_alone
-from strategies.algorithm import first_state, payload_template
+from strategies.algorithm import first_template
 from strategies.layer import Beginning
 from strategies.private_steps import PrivateTraining, digest_of
 
@@ -25,8 +24,7 @@ class PrivateUpdates(PrivateTraining):
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
         """Return the layer's code on clients, which pays for updates, clips them and adds noise."""
         params = detached(trainable(model()).items())
-        with seeded_alone(0, "template"):
-            template = payload_template(algorithm, first_state(algorithm, params, experiment.local.personal))
+        template = first_template(algorithm, params, experiment.local.personal)
         protection = experiment.local.privacy.protection
         return ClientPrivateUpdates(protection, digest_of(experiment), experiment.rounds, template)
 

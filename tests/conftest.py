@@ -234,6 +234,24 @@ def stop_after() -> Callable[[int], Any]:
 
 
 @pytest.fixture
+def resumed_like(tmp_path: Path, stop_after: Callable[[int], Any]) -> Callable[[Any, Path], dict[str, Any]]:
+    """Give a function that stops an experiment after a round, resumes it, and expects the model in a run directory."""
+    from safetensors.torch import load_file
+
+    from fl_sim.simulation.run import run
+
+    def resumed(experiment: Any, whole: Path) -> dict[str, Any]:
+        with pytest.raises(KeyboardInterrupt):
+            run(experiment, tmp_path / "broken", observer=stop_after(1))
+        result = run(experiment, tmp_path / "broken")
+        models = [load_file(out / "model.safetensors") for out in (whole, tmp_path / "broken")]
+        assert all(models[0][name].equal(models[1][name]) for name in models[0])
+        return result
+
+    return resumed
+
+
+@pytest.fixture
 def bowl(federations: ModuleType) -> Callable[[float], Any]:
     return federations.Bowl
 

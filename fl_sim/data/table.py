@@ -345,19 +345,24 @@ def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
     return (*lines, *features, *((name, f"left out: {reason}") for name, reason in plan.left_out.items()))
 
 
+def found_by_name(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
+    """Return a line about the columns that were found by their names; empty if the settings name all of them."""
+    roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
+    found = [role for role, name in roles.items() if name and not own.option(role)]
+    return (f"columns found by their names: {', '.join(found)}",) if found else ()
+
+
 def _inferred(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
     cells = "the types of columns are as the file declares them"
     if own.kind == "csv":
         spelling = spelling_by(own.option("decimal"), own.option("thousands"))
         cells = f"the delimiter is {plan.tables[0].delimiter}; {spelling.described()}"
-    roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
-    by_name = [role for role, name in roles.items() if name and not own.option(role)]
     numbers = [feature for feature in plan.features if not feature.categories]
     are_numbers = all(name.lstrip("-").isdigit() for name in plan.classes)
     return (
         cells,
         f"{len(numbers):,} columns of numbers, {len(plan.features) - len(numbers):,} of categories",
-        *([f"columns found by their names: {', '.join(by_name)}"] if by_name else []),
+        *found_by_name(plan, own),
         f"{len(plan.classes):,} classes, in {'the order of their numbers' if are_numbers else 'alphabetical order'}",
     )
 

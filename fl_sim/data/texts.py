@@ -77,7 +77,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
         counted=_counted(plan, rows, made, most),
         shown=_shown(plan, tokenizer),
         read_off=(*read_off_classes(plan.listed), *([] if own.option("max_length") else [_LENGTH_READ_OFF])),
-        inferred=(f"column {column!r} contains texts: {tokenizer.name}", *_by_name(plan, own)),
+        inferred=(f"column {column!r} contains texts: {tokenizer.name}", *table.found_by_name(plan, own)),
         vocabulary=tokenizer.size,
         text_of=tokenizer.text,
     )
@@ -177,9 +177,3 @@ def _shown(plan: TablePlan, tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]
         lines.append((roles.split, "split: train or test"))
     unused = [name for name in plan.tables[0].names if name not in roles.columns]
     return (*lines, *((name, "left out: only the texts are records") for name in unused))
-
-
-def _by_name(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
-    roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
-    found = [role for role, name in roles.items() if name and not own.option(role)]
-    return (f"columns found by their names: {', '.join(found)}",) if found else ()

@@ -6,7 +6,6 @@ the format of Hugging Face's library ``tokenizers``; the tokens of a large data 
 """
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from fl_sim.data.kept import cache_root, kept_arrays
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
-from fl_sim.own_code import in_one_line
+from fl_sim.own_code import in_one_line, package_folders
 
 ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The 80 characters of LEAF's Shakespeare data: character i is class i, and token i + 1, because token 0 is padding."""
@@ -321,7 +320,7 @@ def _place(written: str) -> Path:
     path = Path(written).expanduser().absolute()
     if os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises for a long name)
         return path
-    folders = [path] if os.path.isdir(path) else _package_folders(written)  # noqa: PTH112 (as above)
+    folders = [path] if os.path.isdir(path) else package_folders(written)  # noqa: PTH112 (as above)
     for folder in folders:
         if found := sorted([*folder.glob(_FILE), *folder.glob(f"*/{_FILE}")], key=lambda file: len(file.parts)):
             return found[0]
@@ -332,14 +331,6 @@ def _place(written: str) -> Path:
         f"data.tokenizer = {shortened(written)!r}{guess(written, valid)}: it must be characters, bytes, or the place "
         f"of a {_FILE}: a file, a folder or an installed package"
     )
-
-
-def _package_folders(name: str) -> list[Path]:
-    """Return the folders of the installed package ``name``, without an import of the package; empty for none."""
-    if not name.isidentifier():
-        return []
-    found = importlib.util.find_spec(name)
-    return [] if found is None else [*map(Path, found.submodule_search_locations or ())]
 
 
 @lru_cache(maxsize=2)

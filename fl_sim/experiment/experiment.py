@@ -117,7 +117,7 @@ class Experiment(Settings):
         for part in ("algorithm", "aggregator"):
             starts_with: Mapping[str, Any] = getattr(chosen_class(cls, table, part), "starts_with", {})
             for key, value in starts_with.items():
-                given = spelt_out(cls, key, filled.get(key, {}))
+                given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
                     given = {name: getattr(given, name) for name in given.model_fields_set}  # what the user set
                 both = isinstance(value, dict) and isinstance(given, dict)

@@ -21,7 +21,7 @@ from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, is_none, is_own_kind, kind_of, off
 from fl_sim.own_code import error_context, load_object
 from fl_sim.seeding import rng
-from fl_sim.settings import OneOf, Settings, by_default, known_model
+from fl_sim.settings import OneOf, Settings, by_default, known_model, model_line
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
@@ -64,8 +64,7 @@ class Model(Settings):
 
     def __str__(self) -> str:
         """Return the settings of this group in one line, such as ``resnet, weights=cifar100.safetensors``."""
-        options = [f"{name}={getattr(self, name)}" for name in self._options if name != "digest"]
-        return ", ".join([self.name, *options])
+        return model_line({name: getattr(self, name) for name in ("name", *self._options)})
 
     def sealed(self, name: str = "") -> Self:
         """Return a copy with the digest of the file of weights. Raises UserError if the file cannot be read.

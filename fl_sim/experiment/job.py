@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim import models
-from fl_sim.adapters import SCALE, merged
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
@@ -24,11 +23,10 @@ from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
-from fl_sim.params import fixed_in, num_parameters, trainable
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
-from fl_sim.trained_part import TrainedPart, train_alone
+from fl_sim.trained_part import TrainedPart, train_alone, whole
 from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
@@ -109,8 +107,7 @@ class Job:
 
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         experiment, dataset, chosen = self.experiment, self.dataset, self.experiment.model
-        part = TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed, chosen.target_modules)
-        placed = Placed()
+        part, placed = self._part(seed), Placed()
 
         def prepare(model: nn.Module) -> None:
             nonlocal placed
@@ -125,29 +122,34 @@ class Job:
         )  # fmt: skip
         return model, placed
 
-    def whole(self, params: Params) -> Params:
-        """Return all parameters of the model under the names that it has without adapters, which are merged.
+    def _part(self, seed: int) -> TrainedPart:
+        chosen = self.experiment.model
+        return TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed, chosen.target_modules)
 
-        ``params``: the trained parameters, those of adapters among them. All others have their initial values, unless
-        ``params`` has them, too.
+    def whole(self, params: Params) -> Params:
+        """Return all parameters of the model, as a user expects them in a file. ``params``: the trained ones.
+
+        Frozen parameters have their initial values, unless ``params`` has them, too.
         """
-        if self.experiment.model.trainable == "all":
-            return params
-        model = self.model()
-        return merged(model, {**fixed_in(model), **params})
+        return params if self.experiment.model.trainable == "all" else whole(self.model(), params)
 
     @cached_property
     def frozen_in_words(self) -> str:
         """A sentence about the parameters that the setting ``model.trainable`` freezes; empty if it freezes none."""
-        if (chosen := self.experiment.model.trainable) == "all":
-            return ""
-        model = self.model()
-        named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
-        sizes = [num_parameters(part) for part in (trainable(model), named)]
-        return (
-            f"model.trainable={chosen} trains {sizes[0]:,} of {sizes[1]:,} parameters: the others are never sent, "
-            "clipped or noised"
-        )
+        is_whole = self.experiment.model.trainable == "all"
+        return "" if is_whole else self._part(self.experiment.seed_of_model).in_words(self.model())
+
+    @property
+    def model_in_words(self) -> list[str]:
+        """Lines about the model for the user: its weights, its library's remark, and its trained part; often none."""
+        chosen, dataset = self.experiment.model, self.dataset
+        source = source_of(chosen.name)
+        said = [
+            self.placed.in_words(chosen.origin) if self.weights else "",
+            source.note(dataset.input_shape, dataset.vocabulary) if source is not None else "",
+            self.frozen_in_words,
+        ]
+        return [*filter(None, said)]
 
     @cached_property
     def predicts_classes(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from fl_sim.privacy.terms import rounded_up
+from fl_sim.settings import model_line
 
 _LARGEST: Final = 2**26
 """Largest size of a file in bytes."""
@@ -140,10 +141,7 @@ class RunConfig(FileModel):
     @classmethod
     def _in_one_line(cls, value: Any) -> Any:
         """Return the model in one line if the file has a table of its settings, such as its initial weights."""
-        if not isinstance(value, dict):
-            return value
-        options = [f"{name}={part}" for name, part in value.items() if name not in {"name", "digest"}]
-        return ", ".join([str(value.get("name", "")), *options])
+        return model_line(value) if isinstance(value, dict) else value
 
 
 class ClientShare(FileModel):

@@ -359,12 +359,13 @@ def procedure_of(job: Job) -> Procedure:
             f"devices={kind_of(experiment.devices)} does not work with algorithm {kind_of(algorithm)}, which has "
             "no rounds whose time could be simulated: leave devices out"
         )
-    ignored = {
-        "evaluate.clients": experiment.evaluate.clients, "local.personal": experiment.local.personal,
-        "model.trainable": experiment.model.trainable,
-    }  # fmt: skip
-    for name, value in ignored.items() if path else ():
-        if value not in {"none", "all"}:
+    ignored = (
+        ("evaluate.clients", experiment.evaluate.clients, "none"),
+        ("local.personal", experiment.local.personal, "none"),
+        ("model.trainable", experiment.model.trainable, "all"),
+    )
+    for name, value, default in ignored if path else ():
+        if value != default:
             raise UserError(
                 f"{name}={value} cannot run with algorithm {kind_of(algorithm)}, whose clients train no model in "
                 f"rounds: leave {name} out"

@@ -17,7 +17,6 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Budgeted, kind_of
 from fl_sim.seeding import process_kept, seeded_alone
 from fl_sim.simulation.client_runtime import fixed_threads
@@ -174,16 +173,10 @@ def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
     Of these lines, only the warnings are stored in the result.
     """
     experiment, states = job.experiment, out / run_directory.STATE
-    of_model = [job.placed.in_words(experiment.model.origin)] if job.weights else []
-    source, dataset = source_of(experiment.model.name), job.dataset
-    if source is not None and (note := source.note(dataset.input_shape, dataset.vocabulary)):
-        of_model.append(note)
-    if frozen := job.frozen_in_words:
-        of_model.append(frozen)
     on_states = [f"client states are private: only you can read {states}, until the run has finished"]
     of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
     of_states = on_states if log.seal and experiment.is_private else []
-    return list(dict.fromkeys([*of_model, *of_states, *log.warnings, *of_layers]))
+    return list(dict.fromkeys([*job.model_in_words, *of_states, *log.warnings, *of_layers]))
 
 
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:

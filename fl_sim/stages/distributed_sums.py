@@ -17,7 +17,7 @@ from fl_sim.privacy.bill import payment_of
 from fl_sim.privacy.modular_sums import SumGrid
 from fl_sim.privacy.terms import delta_advice, rounded_up
 from fl_sim.simulation.stage import Run, Stage
-from strategies.algorithm import first_state, payload_template
+from strategies.algorithm import first_template
 from strategies.distributed_sums import DistributedSums, grid_of, num_charges, terms_of
 from strategies.layer import found_in
 
@@ -49,8 +49,7 @@ class DistributedSumsBill(Stage):
         """Return the grid of the sums, and their noise."""
         experiment = self.job.experiment
         params = detached(trainable(self.job.model()).items())
-        server = first_state(experiment.algorithm, params, experiment.local.personal)
-        return grid_of(experiment, payload_template(experiment.algorithm, server))
+        return grid_of(experiment, first_template(experiment.algorithm, params, experiment.local.personal))
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:

@@ -16,7 +16,7 @@ from fl_sim.params import num_parameters
 from fl_sim.privacy.events import under_replacement
 from fl_sim.privacy.terms import Adjacency, Terms, delta_advice, rounded_up
 from fl_sim.stages.paid_rounds import PaidRoundsBill, PayingClients
-from strategies.algorithm import first_state, payload_template
+from strategies.algorithm import first_template
 
 
 class PrivateUpdatesBill(PaidRoundsBill):
@@ -73,7 +73,7 @@ class PrivateUpdatesBill(PaidRoundsBill):
         protection = self.protection_in_time(partial(update_cost, rounds=experiment.rounds))
         cost = update_cost(protection, experiment.rounds)
         algorithm, std = experiment.algorithm, noise_std(protection, cost)
-        sent = payload_template(algorithm, first_state(algorithm, self.params, experiment.local.personal))
+        sent = first_template(algorithm, self.params, experiment.local.personal)
         size = sum(num_parameters(params) for params in sent.values())
         event = under_replacement(dp_event.GaussianDpEvent(std / protection.clipping_norm))
         return [PayingClients(clients, cost, {event: 1}, std, size)]

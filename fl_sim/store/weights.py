@@ -195,7 +195,7 @@ def _content(file: Path) -> bytes:
 
 
 def _parsed(content: bytes, file: Path) -> object:
-    """Return what a file of weights holds. Only tensors, numbers, texts and containers of them are read."""
+    """Return the content of a file of weights. Only tensors, numbers, texts and containers of them are read."""
     try:
         if file.suffix == ".safetensors" or content[8:9] == b"{":
             return load(content)

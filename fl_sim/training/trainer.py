@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from fl_sim import models, token_models
-from fl_sim.adapters import Adapted
 from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
@@ -437,12 +436,15 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Return True if ``module`` is known to draw no random numbers; False for every module class of the user."""
+    """Return True if ``module`` is known to draw no random numbers; False for every other module class of the user.
+
+    A module may say so by an attribute ``draws_random_numbers``.
+    """
     kind = type(module)
     if isinstance(module, nn.RNNBase):
         return kind in {nn.GRU, nn.LSTM} and not module.dropout
-    if isinstance(module, Adapted):
-        return not module.lora_dropout
+    if isinstance(draws := getattr(module, "draws_random_numbers", None), bool):
+        return not draws
     return kind in _PLAIN or kind.__module__ in {models.__name__, token_models.__name__}
 
 

@@ -11,8 +11,9 @@ from torch.func import functional_call
 from fl_sim import models
 from fl_sim.adapters import adapt, adapted_in, merged, without_adapters
 from fl_sim.errors import UserError
-from fl_sim.params import detached, frozen_in, head_shape, trainable
+from fl_sim.params import detached, frozen_in, trainable
 from fl_sim.trained_part import TrainedPart
+from strategies.low_rank import head_shape
 
 
 class Everything(nn.Module):
