@@ -34,13 +34,14 @@ def test_every_kind_has_a_row() -> None:
     assert sorted(named) == sorted(kinds_of("compress"))
 
 
-def test_every_method_has_its_row_and_is_refused_where_the_page_says_so() -> None:
+def test_a_method_is_refused_where_the_page_says_so_and_nowhere_else() -> None:
     told: dict[str, list[str]] = {}
     for names, *cells in rows_below("## What travels compressed"):
         told |= {name.strip().strip("`").lower(): cells for name in names.split(",")}
-    assert set(told) == {title_of(made()).lower() for made in kinds_of("algorithm").values()}
+    others = told.pop("all others")
+    assert set(told) <= {title_of(made()).lower() for made in kinds_of("algorithm").values()}
     for kind, made in kinds_of("algorithm").items():
-        refused = told[title_of(made()).lower()][2]
+        refused = told.get(title_of(made()).lower(), others)[2]
         for compress in set(kinds_of("compress")) - {"none"}:
             if refused.startswith("all:") or (refused and compress in {"qsgd", "rand-k"}):
                 with pytest.raises(UserError, match="compress"):
