@@ -15,8 +15,9 @@ class FedRS(Averaging):
     """Each client multiplies the logits of classes that it lacks by ``alpha`` in training; 1 is FedAvg.
 
     The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled, too. The authors'
-    released code (lxcnju/FedRepo, issue 7) scales class c by alpha + (1 - alpha) n_c / max n, with n the client's label counts.
-    This is the same if all classes of a client have equally many records; otherwise it scales down rarer classes, too.
+    released code (lxcnju/FedRepo, issue 7) scales class c by alpha + (1 - alpha) n_c / max n. n holds the client's
+    label counts. This is the same if all classes of a client have equally many records; otherwise it scales down rarer
+    classes, too.
     """
 
     kind: Literal["fedrs"] = "fedrs"
