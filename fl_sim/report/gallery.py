@@ -175,8 +175,8 @@ def leaderboard_text(leaderboard: Leaderboard, entries: Sequence[Entry]) -> str:
     for question in leaderboard.questions:
         _check([question.folder], list(by_name), "folder", question.title)
         lines += _answer(question, by_name[question.folder])
-    lines += ["## All tables\n", "| table | runs | whole table |", "|---|---|---|"]
-    lines += [f"| {one.about.title} | {_progress(one.table)} | [{one.name}]({one.name}/{TABLE}) |" for one in entries]
+    lines += ["## All tables\n", "| table | runs |", "|---|---|"]
+    lines += [f"| [{one.about.title}]({one.name}/{TABLE}) | {_progress(one.table)} |" for one in entries]
     return "\n".join(lines) + "\n"
 
 
@@ -241,11 +241,13 @@ def _check(names: Iterable[str], known: Sequence[str], what: str, question: str)
 
 
 def _progress(table: Table | None) -> str:
-    """Return the numbers of finished, planned and failed runs as text, such as "5 of 6, 1 failed"."""
+    """Return the numbers of finished, planned and failed runs as text, such as "6", or "5 of 6, 1 failed"."""
     if table is None:
         return "to be run"
     runs = {one.directory: one.status for one in table.results}
     done, failed = (sum(status == wanted for status in runs.values()) for wanted in ("finished", "failed"))
+    if done == len(runs):
+        return str(done)
     return f"{done} of {len(runs)}" + (f", {failed} failed" if failed else "")
 
 

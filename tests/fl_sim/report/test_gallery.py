@@ -66,7 +66,7 @@ def test_ours_stand_above_what_was_published_and_who_misses_by_more_than_three_d
     ]
     assert "Other random numbers." in section
     assert "- What it is." in section
-    assert "| MNIST | `benchmarks/a.toml` | `mnist` | 12 of 12 |" in text
+    assert "| MNIST | `benchmarks/a.toml` | `mnist` | 12 |" in text
 
 
 def test_hours_of_private_runs_are_told_as_what_they_are_at_most(gallery: Path) -> None:
