@@ -93,6 +93,7 @@ class Measured:
             client_accuracy=clients.mean,
             client_deviation=clients.deviation,
             client_worst_tenth=clients.worst_tenth,
+            client_entropy=clients.entropy,
         )
 
 

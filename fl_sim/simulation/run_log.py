@@ -356,6 +356,7 @@ def _of_the_last(job: Job, last: Measured) -> dict[str, Any]:
         "client_accuracy": clients.mean,
         "client_deviation": clients.deviation,
         "client_worst_tenth": clients.worst_tenth,
+        "client_entropy": clients.entropy,
         "client_quantiles": list(clients.quantiles),
         "client_accuracy_is": _meaning(job.experiment, last.clients_by),
     }

@@ -120,6 +120,7 @@ class OwnMeasures:
                 "macro_f1": pooled.macro_f1,
                 "worst_tenth": over.worst_tenth,
                 "deviation": over.deviation,
+                "entropy": over.entropy,
             }
         for name, values in self.metrics(model).items():
             if len(given := known(values[chosen])):

@@ -83,6 +83,7 @@ class RoundRecord:
     client_accuracy: float | None = None
     client_deviation: float | None = None
     client_worst_tenth: float | None = None
+    client_entropy: float | None = None
     bytes_down: int | None = None
     bytes_up: int | None = None
     virtual_seconds: float | None = None

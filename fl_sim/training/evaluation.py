@@ -229,12 +229,14 @@ class OverClients:
 
     ``mean``, ``deviation``: mean and standard deviation over all clients. ``worst_tenth``: the mean of the lowest
     tenth of the accuracies, where the number of clients in the tenth is rounded up. ``ascending``: all accuracies,
-    the lowest first.
+    the lowest first. ``entropy``: -sum s log s over the shares s of the accuracies in their sum, in nats (Li et al.
+    2020). Equal accuracies, zeros included, have the largest entropy: the logarithm of the number of clients.
     """
 
     mean: float
     deviation: float
     worst_tenth: float
+    entropy: float
     ascending: NDArray[np.float64]
 
     @property
@@ -247,7 +249,9 @@ class OverClients:
         """Return the statistics of ``accuracies``, which must have at least one value."""
         ascending = np.sort(accuracies)
         worst = ascending[: -(-len(accuracies) // 10)]
-        return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()), ascending)
+        shares = ascending / ascending.sum() if ascending.any() else np.full(len(ascending), 1 / len(ascending))
+        entropy = float(-sum(share * math.log(share) for share in shares if share))
+        return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()), entropy, ascending)
 
 
 @dataclass(frozen=True, eq=False)

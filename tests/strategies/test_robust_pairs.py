@@ -26,7 +26,7 @@ REFUSED = {
     "fedproto": "divided by counts",
     "fedproto-local": "divided by counts",
     "fednova": "set a public algorithm.tau_eff",
-    "feddisco": "only aggregator mean uses such weights",
+    **dict.fromkeys(("feddisco", "q-ffl", "term", "agnostic-fl", "fedmgda"), "only aggregator mean uses such weights"),
     "fedmix": "averages that others share",
     "naivemix": "averages that others share",
     "centralized": "single client",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from safetensors.torch import load_file
+from scipy.stats import entropy
 
 from fl_sim.data import Features, load
 from fl_sim.errors import UserError
@@ -237,6 +238,7 @@ def test_the_measures_are_those_of_the_model_that_is_saved(tmp_path: Path) -> No
     assert told["client_accuracy"] == pytest.approx(np.mean(clients))
     assert told["client_worst_tenth"] == pytest.approx(min(clients))
     last = read_rounds(tmp_path / "run")[-1]
+    assert told["client_entropy"] == last.client_entropy == pytest.approx(entropy(clients))
     assert (last.balanced_accuracy, last.client_accuracy) == (told["balanced_accuracy"], told["client_accuracy"])
 
 
@@ -247,7 +249,8 @@ def test_under_privacy_nothing_is_told_that_follows_from_whose_records_are_where
     for partition in ("iid", "label-1"):
         results.append(run(quick(*private, f"partition={partition}"), tmp_path / partition))
         for one in read_rounds(tmp_path / partition):
-            assert (one.client_accuracy, one.client_worst_tenth, one.bytes_down, one.bytes_up) == (None,) * 4
+            assert (one.client_accuracy, one.client_worst_tenth, one.client_entropy) == (None,) * 3
+            assert one.bytes_down is one.bytes_up is None
             assert one.balanced_accuracy is not None
     assert results[0]["bytes"] == results[1]["bytes"]
     assert results[0]["bytes"]["total"] is results[0]["bytes"]["rounds"] is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy.stats import entropy
 from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score
 
 import fl_sim
@@ -68,6 +69,7 @@ def test_of_fedavg_the_own_model_is_the_servers_on_each_clients_records(clients:
     assert measures["own_accuracy"] == pytest.approx(np.mean(accuracies))
     assert measures["own_deviation"] == pytest.approx(np.std(accuracies))
     assert measures["own_worst_tenth"] == min(accuracies)
+    assert measures["own_entropy"] == pytest.approx(entropy(accuracies))
     sizes = job.own_tests.sizes
     assert measures["own_accuracy_pooled"] == pytest.approx(np.average(accuracies, weights=sizes))
     assert measures["trained_accuracy"] > measures["own_accuracy"]

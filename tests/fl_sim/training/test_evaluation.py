@@ -101,3 +101,16 @@ def test_the_worst_tenth_is_rounded_up_to_whole_clients(count, worst):
     found = OverClients.of(accuracies)
     assert (found.mean, found.deviation, found.worst_tenth) == (accuracies.mean(), accuracies.std(), worst)
     assert found.quantiles == pytest.approx(np.arange(11) / 10 * (count - 1))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "entropy"),
+    [
+        ([0.5] * 4, np.log(4)),
+        ([0.0] * 4, np.log(4)),
+        ([1, 0, 0], 0),
+        ([0.2, 0.6], 0.25 * np.log(4) + 0.75 * np.log(4 / 3)),
+    ],
+)
+def test_the_entropy_is_largest_for_equal_accuracies(accuracies, entropy):
+    assert OverClients.of(np.array(accuracies, dtype=np.float64)).entropy == pytest.approx(entropy)

@@ -1,0 +1,86 @@
+"""Agnostic federated learning: the worst mixture of clients counts (Mohri, Sivek, Suresh 2019, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, kind_of, off
+from fl_sim.params import add, scale, subtract
+from fl_sim.types import Aggregate, Params, Reply, ServerState
+from strategies.algorithm import Weighting
+from strategies.mixture import MIXTURE
+from strategies.received_loss import SendingLoss
+
+
+class AgnosticFL(SendingLoss):
+    """x <- x + sum_i lambda_i (y_i - x); lambda <- Proj(lambda + r F), to lower the largest loss of all mixtures.
+
+    F_i is the loss of x on all training records of client i. lambda begins with the same weight for every client, and
+    Proj is the nearest mixture: weights of at least 0 with sum 1. ``mixture_learning_rate``: r; 0 is FedAvg with equal
+    weights. ``average``: the model that is evaluated and saved is the mean of the models after all rounds, as in the
+    paper. Clients always continue from the last model. False evaluates the last model, which a mean with the first
+    rounds trails for long. The paper's steps are single; here clients make their usual local steps.
+
+    All clients must take part in every round, as each weight depends on all losses. A client that is late keeps its
+    weight, and the others share the round in proportion to theirs. The server sees every F_i. Some papers also call
+    another method AFL, for analytic federated learning.
+    """
+
+    kind: Literal["agnostic-fl"] = "agnostic-fl"
+    title: ClassVar[str] = "Agnostic FL"
+    layer: ClassVar[str] = "strategies.mixture:Mixture"
+    weighting: ClassVar[Weighting] = "uniform"
+    mixture_learning_rate: float = Field(0.1, ge=0)
+    average: bool = True
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if not all clients take part in each round, or if a part of the model stays with them."""
+        what = f"algorithm {kind_of(self)} cannot run with"
+        if (sampler := kind_of(experiment.sampler)) != "full":
+            raise ValueError(
+                f"{what} sampler {sampler}: the weight of each client depends on the losses of all; leave sampler out, "
+                "or take q-ffl or term"
+            )
+        if (personal := experiment.local.personal) != "none":
+            raise ValueError(
+                f"{what} local.personal={personal}: losses would be those of different models; leave local.personal out"
+            )
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return one sentence for each setting that has no effect in this experiment."""
+        del experiment
+        if self.mixture_learning_rate:
+            return []
+        return [off("algorithm.mixture_learning_rate=0", "all clients keep equal weights")]
+
+    def note(self) -> str:
+        """Return the note for tables: one sentence on the model that is evaluated."""
+        return f"Agnostic FL: {self.reports()} is evaluated."
+
+    def reports(self) -> str:
+        """Return a phrase for the evaluated model: the mean of all models, or the last model."""
+        return "the mean of the models after all rounds" if self.average else "the last model"
+
+    def reported(self, server: ServerState) -> Params:
+        """Return the evaluated model: the mean of the models after all rounds if ``average``, else the last model."""
+        return server.memory["mean"] if self.average else server.params
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round: the model ``params``, and room for the mean."""
+        return ServerState(params, memory={"mean": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
+
+    def weigh(self, replies: Sequence[Reply]) -> list[float]:
+        """Return lambda_i for each reply. If all of them are 0, all have the same weight."""
+        weights = [float(reply.payloads.get(MIXTURE, {"weight": 0.0})["weight"]) for reply in replies]
+        return weights if sum(weights) > 0 else [1.0] * len(weights)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: the model plus the mixture of updates, and the mean of the models so far."""
+        params = add(server.params, aggregate.payloads["delta"])
+        done, mean = server.memory["rounds"]["done"] + 1, server.memory["mean"]
+        mean = add(mean, subtract(params, mean), 1 / float(done))
+        return ServerState(params, memory={"mean": mean, "rounds": {"done": done}})

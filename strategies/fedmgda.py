@@ -1,0 +1,77 @@
+"""FedMGDA+: a step that no client opposes, from updates of equal length (Hu et al. 2022, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.params import add, flattened, scale
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Reply, ServerState, Trained
+from strategies.algorithm import Averaging
+
+_EXACT: Final = 1e-10
+_MOST_STEPS: Final = 100_000
+
+
+class FedMGDA(Averaging):
+    """x <- x + server_learning_rate sum_i lambda_i d_i, with d_i = (y_i - x) / ||y_i - x||.
+
+    lambda is the mixture with the least ||sum_i lambda_i d_i|| among those within ``epsilon`` of the shares p_i = n_i /
+    n: every |lambda_i - p_i| <= epsilon. At epsilon 1 the step lowers the loss of every client, for small steps. At 0
+    it is the mean of updates of length 1. The length 1 limits the effect of a client that exaggerates.
+
+    ``server_learning_rate``: at most the length of a step, because the mean of vectors of length 1 is no longer than 1.
+    The paper lets it decay over the rounds. The defaults are those of a program that others have released.
+    """
+
+    kind: Literal["fedmgda"] = "fedmgda"
+    title: ClassVar[str] = "FedMGDA+"
+    epsilon: float = Field(0.1, ge=0, le=1)
+    server_learning_rate: float = Field(1.0, gt=0)
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return d_i, the direction of the update: zeros if the model did not change."""
+        update = super().finish(task, trained)
+        delta = update.payloads["delta"]
+        length = float(torch.linalg.vector_norm(flattened(delta).flat, dtype=torch.float64))
+        direction = scale(delta, 1 / length if length else 0.0)
+        return ClientUpdate({"direction": direction}, task.num_examples, trained.loss)
+
+    def weigh(self, replies: Sequence[Reply]) -> list[float]:
+        """Return lambda_i for each reply."""
+        rows = torch.stack([flattened(reply.payloads["direction"]).flat.double() for reply in replies])
+        shares = np.array([reply.num_examples for reply in replies], dtype=np.float64)
+        found: list[float] = least_norm((rows @ rows.T).numpy(force=True), shares / shares.sum(), self.epsilon).tolist()
+        return found
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: the model plus a step along the mixture of directions."""
+        return ServerState(add(server.params, aggregate.payloads["direction"], self.server_learning_rate))
+
+
+def least_norm(products: NDArray[np.float64], shares: NDArray[np.float64], epsilon: float) -> NDArray[np.float64]:
+    """Return the mixture lambda with the least lambda' G lambda, where G = ``products``, of shape (n, n).
+
+    Each entry is at least 0, and within ``epsilon`` of its share; the sum is that of ``shares``, 1. In each step weight
+    moves between the two entries that gain most, as far as the norm falls.
+    """
+    lowest, highest = np.maximum(0.0, shares - epsilon), shares + epsilon
+    mixture, slopes = shares.copy(), products @ shares
+    for _ in range(_MOST_STEPS):
+        gains = np.where(mixture < highest, slopes, np.inf), np.where(mixture > lowest, slopes, -np.inf)
+        to, source = int(gains[0].argmin()), int(gains[1].argmax())
+        fall = gains[1][source] - gains[0][to]
+        if not fall > _EXACT:
+            break
+        bend = products[to, to] + products[source, source] - 2 * products[to, source]
+        room = min(highest[to] - mixture[to], mixture[source] - lowest[source])
+        moved = min(fall / bend, room) if bend > 0 else room
+        mixture[to] = highest[to] if moved == highest[to] - mixture[to] else mixture[to] + moved
+        mixture[source] = lowest[source] if moved == mixture[source] - lowest[source] else mixture[source] - moved
+        slopes += moved * (products[:, to] - products[:, source])
+    return mixture

@@ -1,0 +1,60 @@
+"""q-FFL: clients with a higher loss count more, by a power of their loss (Li et al. 2020, algorithm 2: q-FedAvg)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Final, Literal
+
+from pydantic import Field
+
+from fl_sim.kinds import Choices, off
+from fl_sim.params import add, flattened
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Reply, ServerState, Trained
+from strategies.algorithm import Weighting, check_sgd
+from strategies.received_loss import SendingLoss, losses_of
+
+_LEAST: Final = 1e-10
+"""The number that is added to each loss, as in the released code: 0^(q-1) has no value for q < 1."""
+
+
+class QFFL(SendingLoss):
+    """x <- x + sum_i F_i^q D_i / sum_i (F_i^q + q F_i^(q-1) ||D_i||^2 / eta), to lower the mean of F_i^(q+1).
+
+    D_i = y_i - x is the update of client i, and F_i the loss of x on all its training records. eta is the local
+    learning rate; 1 / eta is the paper's L. All clients of a round have the same weight in both sums, whatever their
+    number of records. ``q``: 0 is FedAvg with equal weights. The paper takes 0.1 to 15. As in the released code, 1e-10
+    is added to each F_i, so that a loss of 0 has a power. The server sees every F_i.
+    """
+
+    kind: Literal["q-ffl"] = "q-ffl"
+    title: ClassVar[str] = "q-FFL"
+    weighting: ClassVar[Weighting] = "uniform"
+    q: float = Field(1.0, ge=0)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if the local optimizer is not SGD."""
+        check_sgd(self, experiment, "it takes 1 / local.learning_rate for the curvature of the loss")
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return one sentence for each setting that has no effect in this experiment."""
+        del experiment
+        return [] if self.q else [off("algorithm.q=0", "this is fedavg with equal weights of all clients")]
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update D_i, F_i, and ||D_i||^2 / (eta F_i)."""
+        update = super().finish(task, trained)
+        [loss] = losses_of([Reply(task.client, update.payloads, task.num_examples, None)])
+        square = flattened(update.payloads["delta"]).flat.double().pow(2).sum()
+        curvature = (square / (task.settings.learning_rate * (loss + _LEAST))).float().reshape(1)
+        return replace(update, payloads={**update.payloads, "curvature": {"norm": curvature}})
+
+    def weigh(self, replies: Sequence[Reply]) -> list[float]:
+        """Return F_i^q for each reply, divided by the largest, so that no power overflows."""
+        losses = [loss + _LEAST for loss in losses_of(replies)]
+        return [(loss / max(losses)) ** self.q for loss in losses]
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: both sums of the formula are divided by the sum of all F_i^q."""
+        curvature = max(0.0, float(aggregate.payloads["curvature"]["norm"]))
+        return ServerState(add(server.params, aggregate.payloads["delta"], 1 / (1 + self.q * curvature)))

@@ -1,0 +1,36 @@
+"""TERM: clients with a higher loss count more, by the exponential of their loss (Li et al. 2021, section 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from fl_sim.kinds import Choices, off
+from fl_sim.types import Reply
+from strategies.algorithm import FEDAVG
+from strategies.received_loss import SendingLoss, losses_of
+
+
+class TERM(SendingLoss):
+    """FedAvg with client weights in proportion to n_i exp(t F_i), the gradient of (1/t) log sum_i p_i exp(t F_i).
+
+    F_i is the loss of the received model on all n_i training records of client i, and p_i = n_i / n. ``t``: the tilt.
+    Towards infinity the largest loss alone counts, as in agnostic federated learning; 0 is FedAvg; below 0 clients with
+    a high loss count less. With a larger tilt the learning rate must be smaller: steps from the worst client to the
+    next one do not end otherwise. The server sees every F_i.
+    """
+
+    kind: Literal["term"] = "term"
+    title: ClassVar[str] = "TERM"
+    t: float = 1.0
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return one sentence for each setting that has no effect in this experiment."""
+        del experiment
+        return [] if self.t else [off("algorithm.t=0", FEDAVG)]
+
+    def weigh(self, replies: Sequence[Reply]) -> list[float]:
+        """Return n_i exp(t F_i) for each reply, divided by the largest exponential, which could overflow."""
+        tilted = [self.t * loss for loss in losses_of(replies)]
+        return [reply.num_examples * math.exp(one - max(tilted)) for reply, one in zip(replies, tilted, strict=True)]
