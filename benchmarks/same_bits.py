@@ -34,6 +34,7 @@ KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("algorithm", "pate"): ("clients=20", "partition=iid", "algorithm.queries=50", "algorithm.labelling.noise=seeded",
                             "algorithm.student=supervised", "algorithm.student.steps=50"),
     ("algorithm", "tstr"): ("preprocess=da-fl", "preprocess.noise=seeded", "preprocess.generator=mean-embedding"),
+    ("aggregator", "bulyan"): ("attack=sign-flip", "attack.clients=1", "clients=9"),
     ("aggregator", "distributed-dp"): ("aggregator.noise_multiplier=1", "aggregator.noise=seeded"),
     ("aggregator", "global-dp"): ("aggregator.noise_multiplier=1", "aggregator.noise=seeded", "sampler=poisson:0.5"),
     ("aggregator", "krum"): ("attack=sign-flip", "attack.clients=1", "clients=9"),

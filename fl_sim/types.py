@@ -350,7 +350,7 @@ class Cohort:
 
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
     number of replies. ``num_holders``: the number of clients, of all ``num_clients``, that have records to train on;
-    None means all.
+    None means all. ``seed``: the run's seed. ``memory``: the tensors that the aggregator kept after the last round.
     """
 
     server_round: int
@@ -358,6 +358,8 @@ class Cohort:
     num_clients: int
     expected_size: float
     num_holders: int | None = None
+    seed: int = 0
+    memory: Params = field(default_factory=dict)
 
     def participation(self, num_trained: int) -> float:
         """Return ``num_trained`` divided by ``num_holders``, the number of clients that can take part."""
@@ -386,12 +388,13 @@ class Aggregate:
     means, divided by the number of clients with records. Under Global DP the set of clients with records is secret.
     Then ``participation`` is the expected number of clients, which is public, divided by the number of all clients.
     ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of the updates;
-    else empty.
+    else empty. ``memory``: the tensors that the aggregator keeps for the next round.
     """
 
     payloads: Payloads
     participation: float
     without_effect: str = ""
+    memory: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

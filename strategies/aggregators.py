@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal, Protocol
 
-from fl_sim.errors import Diverged
+from fl_sim.errors import Diverged, RunError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.native.mean import weighted_mean
 from fl_sim.params import FlatParams, flattened, is_finite
 from fl_sim.settings import Settings
-from fl_sim.types import Aggregate, Cohort, Payloads, Reply
+from fl_sim.types import Aggregate, Cohort, Params, Payloads, Reply
 from strategies.algorithm import MeanOnly, Weigh, Weighing, Weighting
 from strategies.samplers import Sampler
 
@@ -77,44 +78,85 @@ class Robust(Settings):
     They treat all payloads of a client as one vector.
     """
 
+    layer: ClassVar[str] = "strategies.aggregator_memory:AggregatorMemory"
+    lower: ClassVar[str] = "aggregator.hostile"
+    """The setting that a user may lower if rounds have too few clients."""
+    needs_names: ClassVar[bool] = False
+    """True if the rule compares the updates of a client in different rounds."""
+
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the algorithm needs the mean of the payloads: robust aggregators return no mean."""
+        """Raise ValueError if the algorithm needs the mean of the payloads, or if rounds have too few clients."""
         algorithm = experiment.algorithm
         if isinstance(algorithm, MeanOnly) and (why := algorithm.mean_only()):
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} cannot run with aggregator {kind_of(self)}: {why}; leave aggregator "
                 "out, or take another algorithm, such as fedavg"
             )
+        if (size := cohort_size(experiment)) < (needed := self.fewest()):
+            raise ValueError(
+                f"aggregator {kind_of(self)} needs {needed} clients in a round, and rounds have {size:g}: set a "
+                f"smaller {self.lower}, or more clients"
+            )
+
+    def fewest(self) -> int:
+        """Return the smallest number of updates to which the rule can be applied."""
+        return 1
+
+    @property
+    def has_memory(self) -> bool:
+        """Return True if the rule keeps tensors from round to round (``Cohort.memory``)."""
+        return False
+
+    def remembered(self, payloads: Payloads, num_clients: int) -> Params:
+        """Return the memory before the first round. ``payloads``: names and shapes of an update."""
+        del payloads, num_clients
+        return {}
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the robust aggregate of all payloads, or None if no client has records; see ``Aggregator``."""
+        if not (taken := self.taken(cohort)):
+            return None
+        rows = as_rows(taken.replies)
+        payloads = from_row(self.of_rows(rows, taken, weighting).to(rows.dtype), taken.replies[0].payloads)
+        memory = self.memory_after(taken, payloads)
+        return Aggregate(payloads, cohort.participation(len(rows)), self.no_effect(rows, taken), memory)
+
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). ``cohort``: has a reply per row."""
+        raise NotImplementedError
+
+    def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
+        """Return a sentence for the user if the rule only returns the mean of ``rows``, else an empty string."""
+        del rows, cohort
+        return ""
+
+    def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
+        """Return the memory after a round with the aggregate ``payloads``."""
+        del payloads
+        return cohort.memory
+
+    def taken(self, cohort: Cohort) -> Cohort | None:
+        """Return the cohort of the clients with records, or None if no client has records.
+
+        Raises RunError, which names client and round, if an update or a loss is not finite. Raises RunError, too, if
+        there are too few updates for the rule.
+        """
+        for reply in cohort.replies:
+            _check_finite(reply, cohort.server_round)
+        if not (replies := _trained(cohort)):
+            return None
+        if (count := len(replies)) < (needed := self.fewest()):
+            raise RunError(
+                f"round {cohort.server_round} has {count} clients with records: {kind_of(self)} needs at least "
+                f"{needed}; set a smaller {self.lower}, or have more clients in a round"
+            )
+        return replace(cohort, replies=tuple(replies))
 
 
 def cohort_size(experiment: Choices) -> float:
     """Return the number of clients in a round: the expected number if the sampler draws a random number of clients."""
     sampler = experiment.sampler
     return sampler.expected_size(experiment.clients) if isinstance(sampler, Sampler) else float(experiment.clients)
-
-
-Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
-"""A function that combines updates, the rows of a matrix (see ``as_rows``), into one row. The function also receives
-the clients' replies, one for each row."""
-
-
-def combined(
-    cohort: Cohort, combine: Combine, no_effect: Callable[[torch.Tensor], str] | None = None
-) -> Aggregate | None:
-    """Return the robust aggregate of the updates of clients with records, or None if no client has records.
-
-    ``combine``: the aggregation rule. ``no_effect``: a function that gets the updates, as rows. If the rule only
-    returns the mean of these updates, the function returns a sentence that says so for the user, otherwise an empty
-    string. Raises RunError, which names client and round, if an update or a loss is not finite.
-    """
-    for reply in cohort.replies:
-        _check_finite(reply, cohort.server_round)
-    if not (replies := _trained(cohort)):
-        return None
-    rows = as_rows(replies)
-    row = combine(rows, replies).to(rows.dtype)
-    remark = no_effect(rows) if no_effect else ""
-    return Aggregate(from_row(row, replies[0].payloads), cohort.participation(len(replies)), remark)
 
 
 def _trained(cohort: Cohort) -> list[Reply]:
@@ -132,6 +174,29 @@ def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
     parts = [flattened(params) for params in like.values()]
     cut = row.split_with_sizes([part.flat.numel() for part in parts])
     return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}
+
+
+def squared_distances(rows: torch.Tensor) -> torch.Tensor:
+    """Return the squared distances between all pairs of ``rows``, float64 (n, n)."""
+    centred = (rows - rows.mean(dim=0)).double()  # the same distances, with less rounding in the products
+    products = centred @ centred.T
+    squares = products.diagonal()
+    distances: torch.Tensor = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)
+    return distances
+
+
+def as_named(payloads: Payloads) -> Params:
+    """Return all tensors of the payloads by the names "group/name"."""
+    return {f"{group}/{name}": value for group, params in payloads.items() for name, value in params.items()}
+
+
+def row_like(named: Params, like: Payloads, prefix: str = "") -> torch.Tensor:
+    """Return the tensors in ``named`` as one row, with the names and shapes of ``like``; missing tensors are zeros.
+
+    ``prefix``: the beginning of their names in ``named``.
+    """
+    parts = [named.get(prefix + name, torch.zeros_like(value)).flatten() for name, value in as_named(like).items()]
+    return torch.cat(parts)
 
 
 def _has_finite_loss(reply: Reply) -> bool:

@@ -6,7 +6,7 @@ The hostile clients are drawn once, from the experiment's seed. Nothing here pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -39,12 +39,25 @@ class Attack(Protocol):
         """Return the labels on which a hostile client trains in place of its true ``labels``; both have shape (n,)."""
         ...
 
-    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
         """Return the forged updates of a round's hostile clients, which replace their honest updates.
 
-        ``hostile``: their honest updates, at least one. ``cohort_size``: the number of clients in the round.
+        ``hostile``: their honest updates, at least one.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The round of an attack, as the strongest attacker sees it.
+
+    ``honest``: the updates of the honest clients with records. ``cohort_size``: the number of clients in the round.
+    ``coins``: random numbers from the run's seed.
+    """
+
+    honest: Sequence[Reply]
+    cohort_size: int
+    coins: np.random.Generator
 
 
 class _Harmless(Settings):
@@ -54,8 +67,8 @@ class _Harmless(Settings):
         del num_classes
         return labels
 
-    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        del cohort_size
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        del seen
         return hostile
 
 
@@ -67,12 +80,13 @@ class NoAttack(_Harmless):
     layer: ClassVar[str] = ""
 
 
-class _Attack(_Harmless):
+class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients."""
 
     clients: int = Field(2, ge=1)
 
     def check(self, experiment: Choices) -> None:
+        """Raise ValueError for an algorithm, aggregator or stage beside which an attack has no meaning."""
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
@@ -98,7 +112,7 @@ class _Attack(_Harmless):
             )
 
 
-class LabelFlip(_Attack):
+class LabelFlip(HostileClients):
     """Hostile clients train with label C - 1 - y in place of y, for C classes (Fang et al. 2020, section 5.1)."""
 
     kind: Literal["label-flip"] = "label-flip"
@@ -108,65 +122,93 @@ class LabelFlip(_Attack):
         return num_classes - 1 - labels
 
 
-class SignFlip(_Attack):
+class SignFlip(HostileClients):
     """Hostile clients train honestly and send -``strength`` times their honest update (Li et al. 2019, section 5)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
     strength: float = Field(1.0, gt=0, le=1e6)
 
-    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
         """Return -``strength`` times each honest update in ``hostile``."""
-        del cohort_size
-        return [_with(reply, as_rows([reply])[0] * -self.strength) for reply in hostile]
+        del seen
+        return [with_row(reply, as_rows([reply])[0] * -self.strength) for reply in hostile]
 
 
-class ALittleIsEnough(_Attack):
-    """ALIE: all hostile clients send mean - z * deviation of their honest updates (Baruch et al. 2019, alg. 3).
+class Forging(HostileClients):
+    """Base class of attacks whose forged updates are no multiples of a client's own update."""
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError, too, if clients compress updates, because forged updates have no compressed form."""
+        super().check(experiment)
+        if not is_none(experiment.compress):
+            raise ValueError(
+                f"attack {kind_of(self)} cannot run with compress {kind_of(experiment.compress)}: its forged updates "
+                "have no compressed form, so no hostile client could send them; take attack sign-flip or label-flip, "
+                "or leave compress out"
+            )
+
+
+class Knowing(Forging):
+    """Base class of attacks that compute with updates.
+
+    ``knows``: "own" for the honest updates of the hostile clients, "all" for the updates of all honest clients of the
+    round. If a round has no honest client, the attack uses those of the hostile clients.
+    """
+
+    knows: Literal["own", "all"] = "all"
+    needs_two: ClassVar[bool] = True
+    """True if a single known update has no effect, because the attack uses the deviation of updates."""
+
+    def known(self, hostile: Sequence[Reply], seen: Seen) -> torch.Tensor:
+        """Return the updates that the attackers know, as rows."""
+        return as_rows(seen.honest if self.knows == "all" and seen.honest else hostile)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return one sentence for each setting that has no effect in this experiment."""
+        hostile = self.clients * cohort_size(experiment) / experiment.clients
+        if not self.needs_two or self.knows == "all" or hostile >= 2:
+            return []
+        why = (
+            f"a hostile client that is alone in a round has no deviation, and rounds have {hostile:g} of them on "
+            "average; set a larger attack.clients"
+        )
+        return [off(f"attack {kind_of(self)}", why)]
+
+
+class ALittleIsEnough(Knowing):
+    """ALIE: all hostile clients send mean - z * deviation of the updates that they know (Baruch et al. 2019, alg. 3).
 
     ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the paper's bound
     on z below which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with s =
     floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0: exactly 0
-    for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100 on. If a
-    round has only one hostile client, there is no deviation, and this client sends its honest update.
+    for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100 on.
+    ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for those of all honest
+    clients. If only one update is known, there is no deviation, and hostile clients send their honest updates.
     """
 
     kind: Literal["alie"] = "alie"
+    knows: Literal["own", "all"] = "own"
     deviations: Annotated[float, Field(ge=0, le=1e6)] | Literal["formula"] = 1.5
     title: ClassVar[str] = "ALIE"
     before: ClassVar[Mapping[str, Any]] = {"deviations": "formula"}
-
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError if clients compress updates, because forged updates have no compressed form."""
-        super().check(experiment)
-        if not is_none(experiment.compress):
-            raise ValueError(
-                f"attack alie cannot run with compress {kind_of(experiment.compress)}: its forged updates have no "
-                "compressed form, so no hostile client could send them; take attack sign-flip or label-flip, or leave "
-                "compress out"
-            )
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
         size = cohort_size(experiment)
         hostile = self.clients * size / experiment.clients
-        if hostile < 2:
-            why = (
-                f"a hostile client that is alone in a round has no deviation, and rounds have {hostile:g} of them on "
-                "average; set a larger attack.clients"
-            )
-            return [off("attack alie", why)]
+        if alone := super().remarks(experiment):
+            return alone
         if self._z(round(size), round(hostile)):
             return []
         why = f"z is 0 for {hostile:g} hostile clients of {size:g}; 1.5 is the released program's default"
         return [off(f"attack.deviations={self.deviations}", why)]
 
-    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return mean - z * deviation of the honest updates ``hostile``, the same for all hostile clients."""
-        if len(hostile) == 1:
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return mean - z * deviation of the known updates, the same for all hostile clients."""
+        if len(rows := self.known(hostile, seen)) == 1:
             return hostile
-        rows = as_rows(hostile)
-        sent = rows.mean(dim=0) - self._z(cohort_size, len(hostile)) * rows.std(dim=0, correction=0)
-        return [_with(reply, sent) for reply in hostile]
+        sent = rows.mean(dim=0) - self._z(seen.cohort_size, len(hostile)) * rows.std(dim=0, correction=0)
+        return [with_row(reply, sent) for reply in hostile]
 
     def _z(self, count: int, hostile: int) -> float:
         if self.deviations != "formula":
@@ -195,23 +237,24 @@ def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> ND
     return poisoned.astype(np.int64)
 
 
-def _with(reply: Reply, row: torch.Tensor) -> Reply:
+def with_row(reply: Reply, row: torch.Tensor) -> Reply:
+    """Return a copy of ``reply`` whose payloads are the numbers in ``row``, shape (d,)."""
     return replace(reply, payloads=from_row(row, reply.payloads))
 
 
 class HostileUpdates(Layer):
     """Replaces the updates of hostile clients by the attack's forged updates, before the aggregation."""
 
-    def __init__(self, attack: Attack, hostile: frozenset[int]) -> None:
-        self._attack, self._hostile = attack, hostile
-        self._idle = False
+    def __init__(self, attack: Attack, hostile: frozenset[int], seed: int) -> None:
+        self._attack, self._hostile, self._seed = attack, hostile, seed
+        self._round, self._idle = 0, False
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
         """Return the round layer that replaces updates; the hostile clients are drawn from the experiment's seed."""
         del out, progress
         attack = experiment.attack
-        return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed))
+        return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed), experiment.seed)
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -234,14 +277,22 @@ class HostileUpdates(Layer):
         without = f"{harmless} of the {len(hostile)} hostile clients hold no records, so they have no effect"
         return [f"{without}: set a larger attack.clients, another seed, or a partition that leaves no client empty"]
 
+    def begin(self, server_round: int) -> None:
+        """Note the number of the round."""
+        self._round = server_round
+        self.inner.begin(server_round)
+
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the round's updates. Forged updates replace those of hostile clients."""
         replies = self.inner.received(replies)
-        hostile = [reply for reply in replies if reply.client in self._hostile and reply.num_examples > 0]
+        trained = [reply for reply in replies if reply.num_examples > 0]
+        hostile = [reply for reply in trained if reply.client in self._hostile]
         self._idle = not hostile and bool(self._hostile)
         if not hostile:
             return replies
-        forged = {reply.client: reply for reply in self._attack.forged(hostile, len(replies))}
+        honest = [reply for reply in trained if reply.client not in self._hostile]
+        seen = Seen(honest, len(replies), rng(self._seed, "forged updates", self._round))
+        forged = {reply.client: reply for reply in self._attack.forged(hostile, seen)}
         return tuple(forged.get(reply.client, reply) for reply in replies)
 
     def remarks(self) -> Sequence[str]:

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import Robust, cohort_size, combined
+from fl_sim.types import Cohort
+from strategies.aggregators import Robust, cohort_size
 from strategies.algorithm import Weighting
 
 
@@ -28,12 +28,13 @@ class CoordinateMedian(Robust):
             return []
         return [off("aggregator median", f"rounds have {size:g} clients, and the median of two values is their mean")]
 
-    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the coordinate-wise median of all payloads, or None if no client has records; see ``Aggregator``."""
-        del weighting
-        return combined(cohort, lambda rows, _: _median(rows))
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the median of every coordinate."""
+        del cohort, weighting
+        return median(rows)
 
 
-def _median(rows: torch.Tensor) -> torch.Tensor:
+def median(rows: torch.Tensor) -> torch.Tensor:
+    """Return the median of every column; for an even number of rows, the mean of the two middle values."""
     ordered = rows.sort(dim=0).values
     return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2

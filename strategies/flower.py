@@ -116,7 +116,7 @@ class FederatedStrategy(Strategy):
         answers = self.layer.received(answers)
         self.without_effect.update(self.layer.remarks())
         expected = self.sampler.expected_size(self.num_members)
-        cohort = Cohort(server_round, answers, self.num_members, expected, self.num_holders(answers))
+        cohort = Cohort(server_round, answers, self.num_members, expected, self.num_holders(answers), self.seed)
         aggregate = self.layer.aggregate(cohort, self.algorithm, self.server)
         if aggregate is not None:
             self.without_effect.update([aggregate.without_effect] if aggregate.without_effect else [])

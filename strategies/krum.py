@@ -6,11 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.errors import RunError
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, kind_of, off
-from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import Robust, cohort_size, combined
+from fl_sim.kinds import Choices, off
+from fl_sim.types import Cohort
+from strategies.aggregators import Robust, cohort_size, squared_distances
 from strategies.algorithm import Weighting
 
 
@@ -26,15 +25,14 @@ class Krum(Robust):
     hostile: int = Field(2, ge=0)
     title: ClassVar[str] = "Krum"
 
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError if rounds have too few clients."""
-        super().check(experiment)
-        _check_cohorts(experiment, _needed(self.hostile, 1))
+    def fewest(self) -> int:
+        """Return 2 ``hostile`` + 3."""
+        return 2 * self.hostile + 3
 
-    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the update with the lowest score, or None if no client has records; see ``Aggregator``."""
-        del weighting
-        return _closest(cohort, self.hostile, selected=1)
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the update with the lowest score."""
+        del cohort, weighting
+        return rows[closest(rows, self.hostile, 1)[0]]
 
 
 class MultiKrum(Robust):
@@ -48,10 +46,9 @@ class MultiKrum(Robust):
     selected: int = Field(0, ge=0)
     title: ClassVar[str] = "Multi-Krum"
 
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError if rounds have too few clients."""
-        super().check(experiment)
-        _check_cohorts(experiment, _needed(self.hostile, self.selected))
+    def fewest(self) -> int:
+        """Return 2 ``hostile`` + 3, or ``selected`` if this is more."""
+        return max(2 * self.hostile + 3, self.selected)
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
@@ -61,37 +58,16 @@ class MultiKrum(Robust):
         setting = f"aggregator.selected={self.selected}" if self.selected else f"aggregator.hostile={self.hostile}"
         return [off(setting, f"all {size:g} clients of a round are selected, and every client counts the same")]
 
-    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the mean of the selected updates, or None if no client has records; see ``Aggregator``."""
-        del weighting
-        return _closest(cohort, self.hostile, self.selected)
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the mean of the selected updates."""
+        del cohort, weighting
+        mean: torch.Tensor = rows[closest(rows, self.hostile, self.selected or len(rows) - self.hostile)].mean(dim=0)
+        return mean
 
 
-def _needed(hostile: int, selected: int) -> int:
-    return max(2 * hostile + 3, selected)
-
-
-def _check_cohorts(experiment: Choices, needed: int) -> None:
-    if (size := cohort_size(experiment)) < needed:
-        raise ValueError(
-            f"aggregator {kind_of(experiment.aggregator)} needs {needed} clients in a round, and rounds have {size:g}: "
-            "set a smaller aggregator.hostile, or more clients"
-        )
-
-
-def _closest(cohort: Cohort, hostile: int, selected: int) -> Aggregate | None:
-    def closest(rows: torch.Tensor, _: object) -> torch.Tensor:
-        count, wanted = len(rows), selected or len(rows) - hostile
-        if count < _needed(hostile, wanted):
-            raise RunError(
-                f"round {cohort.server_round} has {count} clients with records: krum with hostile={hostile} needs at "
-                f"least {_needed(hostile, wanted)}; set a smaller aggregator.hostile, or have more clients in a "
-                "round"
-            )
-        chosen = krum_scores(rows, hostile).argsort(stable=True)[:wanted].sort().values
-        return rows[chosen].mean(dim=0)
-
-    return combined(cohort, closest)
+def closest(rows: torch.Tensor, hostile: int, count: int) -> torch.Tensor:
+    """Return the indices, in ascending order, of the ``count`` rows with the lowest scores."""
+    return krum_scores(rows, hostile).argsort(stable=True)[:count].sort().values
 
 
 def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:
@@ -99,9 +75,10 @@ def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:
 
     The sum is over the n - ``hostile`` - 2 nearest rows.
     """
-    centred = (rows - rows.mean(dim=0)).double()  # the same distances, with less rounding in the products
-    products = centred @ centred.T
-    squares = products.diagonal()
-    distances = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)
-    nearest: torch.Tensor = distances.sort(dim=1).values[:, 1 : len(rows) - hostile - 1]
+    return scores_of(squared_distances(rows), hostile)
+
+
+def scores_of(distances: torch.Tensor, hostile: int) -> torch.Tensor:
+    """Return the score of each row, shape (n,), from the squared ``distances`` of all pairs, shape (n, n)."""
+    nearest: torch.Tensor = distances.sort(dim=1).values[:, 1 : max(1, len(distances) - hostile - 1)]
     return nearest.sum(dim=1)

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import Robust, cohort_size, combined
+from fl_sim.types import Cohort
+from strategies.aggregators import Robust, cohort_size
 from strategies.algorithm import Weighting
 
 
@@ -32,11 +32,8 @@ class TrimmedMean(Robust):
             return []
         return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]
 
-    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the trimmed mean of all payloads, or None if no client has records; see ``Aggregator``."""
-        del weighting
-        return combined(cohort, lambda rows, _: self._trimmed(rows))
-
-    def _trimmed(self, rows: torch.Tensor) -> torch.Tensor:
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the trimmed mean of every coordinate."""
+        del cohort, weighting
         cut = min(math.ceil(self.trim * len(rows) - 1e-9), (len(rows) - 1) // 2)
         return rows.sort(dim=0).values[cut : len(rows) - cut].mean(dim=0)

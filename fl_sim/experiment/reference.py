@@ -84,7 +84,8 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
+            if settings not in choices.values():  # a rule over any other rule: all of them have their groups already
+                inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [
             part
             for part in (annotation, *get_args(annotation))

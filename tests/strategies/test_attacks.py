@@ -14,7 +14,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.types import Reply
-from strategies.attacks import ALittleIsEnough, LabelFlip, SignFlip, hostile_clients
+from strategies.attacks import ALittleIsEnough, LabelFlip, Seen, SignFlip, hostile_clients
 from strategies.fedavg import FedAvg
 
 IID = {"partition": "iid", "rounds": 2, "model": "mlp"}
@@ -22,6 +22,10 @@ IID = {"partition": "iid", "rounds": 2, "model": "mlp"}
 
 def _replies(rows):
     return [Reply(client, {"delta": {"w": torch.tensor(row)}}, 5, 1.0) for client, row in enumerate(rows)]
+
+
+def _seen(cohort_size, honest=()):
+    return Seen(_replies(honest), cohort_size, np.random.default_rng(0))
 
 
 def _sent(replies):
@@ -37,16 +41,18 @@ def test_as_many_as_were_asked_for_are_hostile_and_always_the_same():
 
 def test_flipped_signs_and_forged_means_by_hand():
     honest = [[1.0, -2.0], [3.0, 2.0]]
-    assert _sent(SignFlip(strength=2.0).forged(_replies(honest), 10)) == [[-2.0, 4.0], [-6.0, -4.0]]
-    forged = _sent(ALittleIsEnough(deviations=1.5).forged(_replies(honest), 10))
+    assert _sent(SignFlip(strength=2.0).forged(_replies(honest), _seen(10))) == [[-2.0, 4.0], [-6.0, -4.0]]
+    forged = _sent(ALittleIsEnough(deviations=1.5).forged(_replies(honest), _seen(10)))
     assert forged == [[2.0 - 1.5 * 1.0, 0.0 - 1.5 * 2.0]] * 2
-    assert _sent(ALittleIsEnough().forged(_replies(honest[:1]), 10)) == honest[:1]
+    everybody = ALittleIsEnough(knows="all").forged(_replies([[9.0, 9.0]]), _seen(10, honest))
+    assert _sent(everybody) == [[0.5, -3.0]]
+    assert _sent(ALittleIsEnough().forged(_replies(honest[:1]), _seen(10))) == honest[:1]
 
 
 def test_the_papers_distance_from_the_mean():
     # Baruch et al., section 3.3: of 50 clients 24 are hostile, s = 2, and z is 1.43.
     rows = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
-    [sent, *_] = _sent(ALittleIsEnough(deviations="formula").forged(_replies(rows.tolist()), 50))
+    [sent, *_] = _sent(ALittleIsEnough(deviations="formula").forged(_replies(rows.tolist()), _seen(50)))
     z = (rows.mean(axis=0) - np.array(sent)) / rows.std(axis=0)
     assert z == pytest.approx(NormalDist().inv_cdf(24 / 26), rel=1e-4)
     assert z == pytest.approx(1.43, abs=0.01)

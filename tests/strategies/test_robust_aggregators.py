@@ -10,14 +10,21 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.types import Cohort, Reply
 from strategies.aggregators import WeightedMean
+from strategies.bulyan import Bulyan
+from strategies.centred_clipping import CentredClipping
 from strategies.coordinate_median import CoordinateMedian
+from strategies.dnc import DnC
 from strategies.geometric_median import GeometricMedian
 from strategies.krum import Krum, MultiKrum, krum_scores
+from strategies.mixing import Bucketing, NearestNeighbourMixing
 from strategies.norm_bound import NormBound
+from strategies.signguard import SignGuard
 from strategies.trimmed_mean import TrimmedMean
 
 ROBUST = [CoordinateMedian(), TrimmedMean(trim=0.3), Krum(hostile=2), MultiKrum(hostile=2), NormBound(norm_bound=1.0),
-          GeometricMedian()]  # fmt: skip
+          GeometricMedian(), Bulyan(hostile=1), CentredClipping(), DnC(hostile=2), SignGuard(coordinate_share=1.0),
+          NearestNeighbourMixing(hostile=2, over=Krum(hostile=2)),
+          Bucketing(size=2, over=GeometricMedian())]  # fmt: skip
 
 
 def _cohort(rows, num_examples=None, num_clients=20):
@@ -73,7 +80,7 @@ def test_krum_takes_one_update_as_it_is_and_multi_krum_the_mean_of_the_closest()
 
 @pytest.mark.parametrize(("aggregator", "needed"), [(Krum(hostile=2), 7), (MultiKrum(hostile=0, selected=9), 9)])
 def test_krum_among_too_few_clients_is_refused_with_the_number_it_needs(aggregator, needed):
-    with pytest.raises(RunError, match=f"round 3 has 5 clients with records: krum .* at least {needed}"):
+    with pytest.raises(RunError, match=f"round 3 has 5 clients with records: (multi-)?krum needs at least {needed}"):
         aggregator.mean(_cohort([[0.0, 0.0]] * 5), "uniform")
 
 
@@ -127,7 +134,7 @@ def test_at_the_geometric_median_unit_pulls_cancel(seed):
 def test_two_of_ten_hostile_clients_move_the_result_no_further_than_honest_ones_differ(aggregator):
     generator = np.random.default_rng(0)
     honest = generator.normal(0.2, 0.1, size=(8, 6)).astype(np.float32)
-    for far in (10.0, 1e6):
+    for far in (10.0, 1e8):
         attacked = np.concatenate([honest, np.full((2, 6), -far, dtype=np.float32)])
         moved = _mean(aggregator, _cohort(attacked.tolist()), "uniform") - honest.mean(axis=0)
         # a bounded norm lets two clients of ten move the mean by 0.2 of the bound, and shortens nobody else here
@@ -135,7 +142,7 @@ def test_two_of_ten_hostile_clients_move_the_result_no_further_than_honest_ones_
         assert np.abs(_mean(WeightedMean(), _cohort(attacked.tolist())) - honest.mean(axis=0)).min() > 1.9
 
 
-@pytest.mark.parametrize("aggregator", ROBUST, ids=lambda one: one.kind)
+@pytest.mark.parametrize("aggregator", ROBUST[:-1], ids=lambda one: one.kind)  # buckets are drawn by order
 def test_order_does_not_matter_empty_shards_do_not_count_and_nobody_has_no_mean(aggregator):
     rows = np.random.default_rng(1).normal(size=(9, 3)).astype(np.float32).tolist()
     one = _mean(aggregator, _cohort(rows))

@@ -16,6 +16,9 @@ from strategies.algorithm import MeanOnly, PartialTraining, Unfolding, payload_t
 
 ALGORITHMS = kinds_of("algorithm")
 ROBUST = [kind for kind, made in kinds_of("aggregator").items() if issubclass(made, Robust)]
+WITHSTANDING = [kind for kind in ROBUST if kind not in {"foolsgold", "dnc"}]
+"""Rules with which no two clients of nine move the result far. FoolsGold bounds no single update, and DnC looks along
+one direction, so that a large update hides another."""
 REFUSED = {
     "scaffold": "mean of all c_i",
     "feddyn": "h is the mean",
@@ -47,8 +50,9 @@ def test_the_robust_aggregators_are_known_as_such() -> None:
 def test_every_pair_is_refused_with_the_reason_or_its_server_withstands(algorithm: str) -> None:
     for aggregator in ROBUST:
         settings = {"algorithm": algorithm, "aggregator": aggregator}
-        if algorithm not in REFUSED:
+        if algorithm not in REFUSED and aggregator in WITHSTANDING:
             _expect_soundness(experiment_from(settings))
+        if algorithm not in REFUSED:
             continue
         with pytest.raises(UserError, match=f"algorithm {algorithm} .*{REFUSED[algorithm]}.*(leave|take)") as raised:
             experiment_from(settings)
@@ -56,7 +60,7 @@ def test_every_pair_is_refused_with_the_reason_or_its_server_withstands(algorith
 
 
 def test_fednova_with_a_public_number_of_steps_withstands() -> None:
-    for aggregator in ROBUST:
+    for aggregator in WITHSTANDING:
         _expect_soundness(experiment_from({"algorithm": {"kind": "fednova", "tau_eff": 2}, "aggregator": aggregator}))
 
 

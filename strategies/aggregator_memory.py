@@ -1,0 +1,55 @@
+"""The memory of an aggregator: tensors that a robust rule keeps from round to round, in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fl_sim.types import Aggregate, Cohort, ServerState
+from strategies.aggregators import Robust
+from strategies.algorithm import Algorithm, Unfolding, payload_template, turns_of
+from strategies.layer import Layer
+
+MEMORY: Final = "aggregator"
+"""Name of the aggregator's tensors in ``ServerState.memory``."""
+
+
+class AggregatorMemory(Layer):
+    """Gives the aggregator its memory of the last round, and stores its new memory in the server state."""
+
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Return True if the aggregator has a memory."""
+        return isinstance(experiment.aggregator, Robust) and experiment.aggregator.has_memory
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> AggregatorMemory:
+        """Return the round layer of a run."""
+        del experiment, out, progress
+        return cls()
+
+    @classmethod
+    def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
+        """Return the initial server state with the aggregator's memory before the first round."""
+        del model
+        algorithm = experiment.algorithm
+        memory: dict[str, torch.Tensor] = {}
+        for turn in range(1, turns_of(algorithm) + 1):
+            template = payload_template(algorithm, server, turn)
+            payloads = algorithm.unfolded(template) if isinstance(algorithm, Unfolding) else template
+            memory |= experiment.aggregator.remembered(payloads, experiment.num_clients)
+        return replace(server, memory={**server.memory, MEMORY: memory})
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate of the cohort, which contains the memory of the last round."""
+        return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the server state after the round, with the new memory."""
+        merged = self.inner.merge(algorithm, server, aggregate)
+        return replace(merged, memory={**merged.memory, MEMORY: aggregate.memory})

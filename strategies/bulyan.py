@@ -1,0 +1,46 @@
+"""Bulyan: a trimmed mean around the median of updates that Krum selects (El Mhamdi et al. 2018, section 4)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.types import Cohort
+from strategies.aggregators import Robust, squared_distances
+from strategies.algorithm import Weighting
+from strategies.coordinate_median import median
+from strategies.krum import scores_of
+
+
+class Bulyan(Robust):
+    """Krum selects n - 2 ``hostile`` updates, one after the other; then each coordinate has a mean near its median.
+
+    The mean of a coordinate is that of the n - 4 ``hostile`` selected values which are nearest to their median. Of
+    updates with equal scores, Krum selects the one nearest to all others, as the last scores have no neighbours. Every
+    round needs n >= 4 ``hostile`` + 3 clients with records. No privacy guarantee.
+    """
+
+    kind: Literal["bulyan"] = "bulyan"
+    hostile: int = Field(1, ge=0)
+    title: ClassVar[str] = "Bulyan"
+
+    def fewest(self) -> int:
+        """Return 4 ``hostile`` + 3."""
+        return 4 * self.hostile + 3
+
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the mean of the selected values around the median of every coordinate."""
+        del cohort, weighting
+        distances, left, selected = squared_distances(rows), list(range(len(rows))), []
+        distances = (distances + distances.T) / 2  # a pair has one distance, so that equal scores are equal
+        for _ in range(len(rows) - 2 * self.hostile):
+            among = distances[left][:, left]
+            nearest_first = among.sum(dim=1).argsort(stable=True)
+            scores = scores_of(among, self.hostile)[nearest_first]
+            selected.append(left.pop(int(nearest_first[scores.argsort(stable=True)[0]])))
+        chosen = rows[sorted(selected)].double()
+        nearest = (chosen - median(chosen)).abs().argsort(dim=0, stable=True)[: len(rows) - 4 * self.hostile]
+        mean: torch.Tensor = chosen.gather(0, nearest).mean(dim=0)
+        return mean

@@ -1,0 +1,65 @@
+"""DnC, divide and conquer: a spectral filter of updates (Shejwalkar and Houmansadr 2021, section 6, algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.seeding import rng
+from fl_sim.types import Cohort
+from strategies.aggregators import Robust
+from strategies.algorithm import Weighting
+
+
+class DnC(Robust):
+    """The mean of the updates without those that stick out along the direction of the largest spread.
+
+    An iteration draws ``coordinates`` of the update's coordinates (all, if there are fewer), and takes the first
+    principal direction of the updates there. It leaves out the ``filter_share`` (the paper's c) times ``hostile``
+    updates with the largest squared projections, rounded up. The result is the mean of the updates that all
+    ``iterations`` keep. The coordinates come from the run's seed. A round needs at least 2 ``hostile`` + 1 clients with
+    records, and more than all iterations together can leave out. The rule is meant for hostile updates of one
+    direction: a large one hides a smaller one of another direction. No privacy guarantee.
+    """
+
+    kind: Literal["dnc"] = "dnc"
+    hostile: int = Field(2, ge=0)
+    filter_share: float = Field(1.0, ge=0, le=100)
+    coordinates: int = Field(10_000, ge=1)
+    iterations: int = Field(1, ge=1, le=1000)
+    title: ClassVar[str] = "DnC"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return one sentence for each setting that has no effect in this experiment."""
+        del experiment
+        left_out = "no update is left out, and every client counts the same"
+        return [] if self._num_out else [off(f"aggregator.hostile={self.hostile}", left_out)]
+
+    @property
+    def _num_out(self) -> int:
+        return math.ceil(self.filter_share * self.hostile - 1e-9)
+
+    def fewest(self) -> int:
+        """Return the smallest number of updates of which one is certainly kept, at least 2 ``hostile`` + 1."""
+        return max(2 * self.hostile, self._num_out * self.iterations) + 1
+
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the mean of the updates that every iteration keeps."""
+        del weighting
+        coins, (count, size) = rng(cohort.seed, "coordinates of DnC", cohort.server_round), rows.shape
+        kept = torch.ones(count, dtype=torch.bool)
+        for _ in range(self.iterations if self._num_out else 0):
+            part = rows
+            if self.coordinates < size:
+                part = rows[:, torch.from_numpy(np.sort(coins.choice(size, self.coordinates, replace=False)))]
+            centred = part.double() - part.double().mean(dim=0)
+            # Projections on the first right singular vector are multiples of the first left singular vector.
+            projections = torch.linalg.eigh(centred @ centred.T).eigenvectors[:, -1].square()
+            kept[projections.argsort(stable=True)[count - self._num_out :]] = False
+        mean: torch.Tensor = rows[kept].double().mean(dim=0)
+        return mean

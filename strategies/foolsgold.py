@@ -1,0 +1,74 @@
+"""FoolsGold: clients whose updates point the same way count less (Fung, Yoon, Beschastnikh 2020, algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.types import Cohort, Params, Payloads
+from strategies.aggregators import Robust, as_named, row_like
+from strategies.algorithm import Weighting
+
+
+class FoolsGold(Robust):
+    """The mean of updates with weights that fall with the similarity of clients over all rounds.
+
+    A client's history h_i is the sum of its updates, also of this round. v_i is its largest cosine to the history of
+    another client of the round, at least 0. The cosine of i and j is first multiplied by v_i / v_j if v_j > v_i, which
+    the paper calls pardoning. The weight is ``confidence`` * (ln(a / (1 - a)) + 0.5), clipped to [0, 1], with
+    a = (1 - v_i) / max of all (1 - v_j). If all weights are 0, all clients count the same. The histories are a part of
+    the checkpoint and need one model per client.
+
+    The rule assumes that honest clients have different data and that several hostile clients have one aim. It bounds no
+    single update: one hostile client alone moves the result without limit. On IID data it removes honest clients. No
+    privacy guarantee.
+    """
+
+    kind: Literal["foolsgold"] = "foolsgold"
+    confidence: float = Field(1.0, gt=0, le=1000)
+    title: ClassVar[str] = "FoolsGold"
+    needs_names: ClassVar[bool] = True
+
+    @property
+    def has_memory(self) -> bool:
+        """Return True: the rule keeps the history of every client."""
+        return True
+
+    def remembered(self, payloads: Payloads, num_clients: int) -> Params:
+        """Return histories of zeros."""
+        named = as_named(payloads)
+        return {f"{client}/{name}": torch.zeros_like(named[name]) for client in range(num_clients) for name in named}
+
+    def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
+        """Return the histories with the updates of this round added."""
+        del payloads
+        memory = {**cohort.memory}
+        for reply in cohort.replies:
+            for name, value in as_named(reply.payloads).items():
+                key = f"{reply.client}/{name}"
+                memory[key] = memory[key] + value if key in memory else value
+        return memory
+
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the weighted mean of ``rows``."""
+        del weighting
+        past = [row_like(cohort.memory, reply.payloads, f"{reply.client}/") for reply in cohort.replies]
+        weights = foolsgold_weights(torch.stack(past).double() + rows, self.confidence)
+        if not bool(weights.any()):
+            weights = torch.ones_like(weights)
+        return weights / weights.sum() @ rows.double()
+
+
+def foolsgold_weights(histories: torch.Tensor, confidence: float) -> torch.Tensor:
+    """Return the weight in [0, 1] of each client, shape (n,), from all clients' ``histories``, shape (n, d)."""
+    units = histories / histories.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    cosines = (units @ units.T).fill_diagonal_(0)
+    largest = cosines.max(dim=1).values
+    pardoned = cosines * (largest[:, None] / largest).where(largest > largest[:, None], torch.ones_like(cosines))
+    share = (1 - pardoned.max(dim=1).values).clamp(0, 1)
+    if not float(share.max()):
+        return torch.zeros_like(share)
+    weights: torch.Tensor = (confidence * ((share / share.max()).logit() + 0.5)).clamp(0, 1)
+    return weights

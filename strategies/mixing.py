@@ -1,0 +1,110 @@
+"""Bucketing and nearest-neighbour mixing: any other rule on means of updates, which differ less than updates do."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, Promising, kind_of
+from fl_sim.one_of import OneOf
+from fl_sim.seeding import rng
+from fl_sim.settings import by_default
+from fl_sim.types import Aggregate, Cohort, Params, Payloads, Reply
+from strategies.aggregators import Robust, as_rows, from_row, squared_distances
+from strategies.algorithm import Weighting
+
+
+class _Mixed(Robust):
+    """Base class of aggregators that apply the aggregator ``over`` to means of updates."""
+
+    if TYPE_CHECKING:
+        over: Any  # a field of each subclass, after the parameter of its short form
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if ``over`` is no rule for single updates, or if rounds have too few clients."""
+        if (isinstance(self.over, Promising) and self.over.is_private) or (
+            isinstance(self.over, Robust) and self.over.needs_names
+        ):
+            raise ValueError(
+                f"aggregator {kind_of(self)} cannot run over {kind_of(self.over)}, which needs the updates of single "
+                "clients: take another aggregator.over, such as median or krum"
+            )
+        super().check(experiment)
+
+    @property
+    def has_memory(self) -> bool:
+        """Return True if ``over`` has a memory."""
+        return isinstance(self.over, Robust) and self.over.has_memory
+
+    def remembered(self, payloads: Payloads, num_clients: int) -> Params:
+        """Return the memory of ``over`` before the first round."""
+        return self.over.remembered(payloads, num_clients) if isinstance(self.over, Robust) else {}
+
+    @property
+    def _fewest_means(self) -> int:
+        return self.over.fewest() if isinstance(self.over, Robust) else 1
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the aggregate by ``over`` of the means, or None if no client has records; see ``Aggregator``."""
+        if (taken := self.taken(cohort)) is None:
+            return None
+        like, means = taken.replies[0].payloads, self.means(as_rows(taken.replies), cohort)
+        replies = tuple(Reply(number, from_row(row, like), 1, None) for number, row in enumerate(means))
+        aggregate: Aggregate = self.over.mean(replace(cohort, replies=replies), weighting)
+        return replace(aggregate, participation=cohort.participation(len(taken.replies)))
+
+    @abstractmethod
+    def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
+        """Return means of the updates ``rows``, shape (n, d), as the rows of a matrix."""
+
+
+class Bucketing(_Mixed):
+    """The rule ``over``, applied to means of ``size`` updates at random (Karimireddy, He, Jaggi 2022, algorithm 1).
+
+    The last bucket has fewer updates if ``size`` does not divide their number. The buckets come from the run's seed.
+    Buckets of hostile and honest updates count as hostile, so ``over`` must withstand as many hostile buckets as there
+    are hostile clients. With ``size`` 1 the result is that of ``over``. No privacy guarantee.
+    """
+
+    kind: Literal["bucketing"] = "bucketing"
+    size: int = Field(2, ge=1)
+    over: Annotated[Any, OneOf("aggregator", group="fl_sim.aggregator")] = by_default("median")
+    title: ClassVar[str] = "bucketing"
+    lower: ClassVar[str] = "aggregator.size or aggregator.over.hostile"
+
+    def fewest(self) -> int:
+        """Return the smallest number of updates that fill as many buckets as ``over`` needs."""
+        return self.size * (self._fewest_means - 1) + 1
+
+    def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
+        """Return the mean of each bucket."""
+        order = torch.from_numpy(rng(cohort.seed, "buckets", cohort.server_round).permutation(len(rows)))
+        return torch.stack([rows[bucket].mean(dim=0) for bucket in torch.split(order, self.size)])
+
+
+class NearestNeighbourMixing(_Mixed):
+    """The rule ``over``, applied to the mean of each update's n - ``hostile`` nearest (Allouah et al. 2023, alg. 2).
+
+    An update is one of its own nearest. With ``hostile`` 0 all means are the mean of all updates. A round needs 2
+    ``hostile`` + 1 clients with records, or as many as ``over``. No privacy guarantee.
+    """
+
+    kind: Literal["nnm"] = "nnm"
+    hostile: int = Field(2, ge=0)
+    over: Annotated[Any, OneOf("aggregator", group="fl_sim.aggregator")] = by_default("median")
+    title: ClassVar[str] = "nearest-neighbour mixing"
+    lower: ClassVar[str] = "aggregator.hostile or aggregator.over.hostile"
+
+    def fewest(self) -> int:
+        """Return 2 ``hostile`` + 1, or the number of updates that ``over`` needs if this is more."""
+        return max(2 * self.hostile + 1, self._fewest_means)
+
+    def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
+        """Return for each update the mean of the n - ``hostile`` nearest updates."""
+        del cohort
+        nearest = squared_distances(rows).argsort(dim=1, stable=True)[:, : len(rows) - self.hostile].sort(dim=1).values
+        return torch.stack([rows[some].mean(dim=0) for some in nearest])

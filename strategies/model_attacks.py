@@ -1,0 +1,175 @@
+"""Model attacks: hostile clients send forged updates that they compute from honest updates, or noise."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.types import Reply
+from strategies.aggregators import as_rows
+from strategies.attacks import Forging, HostileClients, Knowing, Seen, with_row
+
+
+class InnerProductManipulation(Knowing):
+    """IPM: all hostile clients send -``eps`` times the mean of the known updates (Xie, Koyejo, Gupta 2019, section 4).
+
+    A small ``eps`` looks like a short honest update. With ``eps`` above (n - f) / f, for f of n clients, the mean turns
+    around. The paper takes 0.5 against distances, and more against the median.
+    """
+
+    kind: Literal["ipm"] = "ipm"
+    eps: float = Field(0.5, gt=0, le=1e6)
+    title: ClassVar[str] = "IPM"
+    needs_two: ClassVar[bool] = False
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return -``eps`` times the mean of the known updates."""
+        sent = self.known(hostile, seen).mean(dim=0) * -self.eps
+        return [with_row(reply, sent) for reply in hostile]
+
+
+class _Farthest(Knowing):
+    """Base class of Min-Max and Min-Sum: all hostile clients send mean + g p, with the largest g that stays hidden.
+
+    ``direction``: p is minus the deviation of every coordinate, minus the "sign" of the mean, or minus the unit vector
+    of the "mean".
+    """
+
+    direction: Literal["deviation", "sign", "mean"] = "deviation"
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return mean + g p, the same for all hostile clients."""
+        rows = self.known(hostile, seen).double()
+        mean = rows.mean(dim=0)
+        way = mean if self.direction == "mean" else mean.sign()
+        way = -(rows.std(dim=0, correction=0) if self.direction == "deviation" else way)
+        if not (length := float(way.norm())):
+            return [with_row(reply, mean.float()) for reply in hostile]
+        sent = mean + self.largest_step(rows - mean, way / length) * (way / length)
+        return [with_row(reply, sent.float()) for reply in hostile]
+
+    @abstractmethod
+    def largest_step(self, centred: torch.Tensor, way: torch.Tensor) -> float:
+        """Return the largest g. ``centred``: known updates minus their mean, (n, d). ``way``: unit vector p, (d,)."""
+
+
+class MinMax(_Farthest):
+    """Min-Max: mean + g p, no further from any known update than two of these are apart.
+
+    This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
+    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search the largest g;
+    here it is the smallest positive root of the quadratic equations |mean + g p - d_i|^2 = D^2, for the largest
+    distance D.
+    """
+
+    kind: Literal["min-max"] = "min-max"
+    title: ClassVar[str] = "Min-Max"
+
+    def largest_step(self, centred: torch.Tensor, way: torch.Tensor) -> float:
+        """Return the largest g with max_i |g p - c_i| <= max_ij |c_i - c_j|, for the rows c_i of ``centred``."""
+        squares, along = centred.square().sum(dim=1), centred @ way
+        largest = torch.pdist(centred).max().square() if len(centred) > 1 else squares.new_zeros(())
+        return float((along + (along.square() - squares + largest).clamp(min=0).sqrt()).min())
+
+
+class MinSum(_Farthest):
+    """Min-Sum: mean + g p, with a sum of squared distances to known updates that is no larger than one of theirs.
+
+    This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
+    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search the largest g;
+    here it is the largest distance of a known update to the mean, divided by |p|, which is the same.
+    """
+
+    kind: Literal["min-sum"] = "min-sum"
+    title: ClassVar[str] = "Min-Sum"
+
+    def largest_step(self, centred: torch.Tensor, way: torch.Tensor) -> float:
+        """Return the largest g with sum_i |g p - c_i|^2 <= max_i sum_j |c_i - c_j|^2, for the rows c_i."""
+        del way
+        return float(centred.norm(dim=1).max())
+
+
+class FangTrim(Knowing):
+    """Fang's attack on the trimmed mean and the median (Fang et al. 2020, section 4.3).
+
+    In every coordinate, hostile clients send random values on the far side of all honest values, against the sign of
+    the honest mean. With ``knows`` "all" they are between the honest extreme and ``spread`` (the paper's b) times it,
+    or the extreme divided by ``spread`` if that is further out. With "own" they are 3 to 4 deviations from the mean of
+    the hostile clients' honest updates.
+    """
+
+    kind: Literal["fang-trim"] = "fang-trim"
+    spread: float = Field(2.0, gt=1, le=1e6)
+    title: ClassVar[str] = "Fang, trimmed mean"
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return different random values for every hostile client."""
+        rows = self.known(hostile, seen).double()
+        mean = rows.mean(dim=0)
+        outward = torch.where(mean < 0, 1.0, -1.0).double()  # hostile values are above the honest ones where this is 1
+        if self.knows == "all":
+            near = torch.where(mean < 0, rows.max(dim=0).values, rows.min(dim=0).values)
+            far = torch.where(near * outward > 0, near * self.spread, near / self.spread)
+        else:
+            near, far = (mean + outward * times * rows.std(dim=0, correction=0) for times in (3, 4))
+        shares = torch.from_numpy(seen.coins.random((len(hostile), len(mean))))
+        return [
+            with_row(reply, (near + share * (far - near)).float()) for reply, share in zip(hostile, shares, strict=True)
+        ]
+
+
+class Mimic(HostileClients):
+    """All hostile clients repeat the update of the first honest client (Karimireddy, He, Jaggi 2022, section 3.2).
+
+    So this client counts more than others, and no rule can see that. The paper chooses the client along the direction
+    of the largest variance; here it is the one with the lowest number in the round. Under label skew this does harm,
+    and on IID data nearly none.
+    """
+
+    kind: Literal["mimic"] = "mimic"
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return the update of the first honest client for all hostile clients, their own if nobody is honest."""
+        return [replace(reply, payloads=seen.honest[0].payloads) for reply in hostile] if seen.honest else hostile
+
+
+class GaussianUpdates(Forging):
+    """All hostile clients send normal noise in place of their updates (Blanchard et al. 2017, section 5).
+
+    ``deviation``: the standard deviation of every number. The paper takes 200.
+    """
+
+    kind: Literal["gaussian-noise"] = "gaussian-noise"
+    deviation: float = Field(1.0, gt=0, le=1e6)
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return noise, another for each hostile client."""
+        return _noise(hostile, seen, self.deviation)
+
+
+class FreeRider(Forging):
+    """Hostile clients do not train: they send the received model back (Fraboni, Vidal, Lorenzi 2021, section 3).
+
+    So their update is 0. ``deviation``: the standard deviation of normal noise on every number, which makes it look
+    like an update (the paper's disguised free-riding with constant noise).
+    """
+
+    kind: Literal["free-rider"] = "free-rider"
+    deviation: float = Field(0.0, ge=0, le=1e6)
+    title: ClassVar[str] = "free rider"
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return zeros with noise, another for each hostile client."""
+        return _noise(hostile, seen, self.deviation)
+
+
+def _noise(hostile: Sequence[Reply], seen: Seen, deviation: float) -> list[Reply]:
+    size = as_rows(hostile[:1]).shape[1]
+    rows = torch.from_numpy(deviation * seen.coins.standard_normal((len(hostile), size), dtype=np.float32))
+    return [with_row(reply, row) for reply, row in zip(hostile, rows, strict=True)]
