@@ -93,7 +93,7 @@ def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.f
         found = described(torch.from_numpy(images[rows].astype(np.float32)) / 255).numpy()
         features[rows] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1)
 
-    _in_threads(fill, len(images), max(1, _BATCH // shape[0]))
+    in_threads(fill, len(images), max(1, _BATCH // shape[0]))
     return features
 
 
@@ -165,7 +165,7 @@ class Whitening:
         def fill(rows: slice) -> None:
             whitened[rows] = self.applied(torch.from_numpy(features[rows])).float().numpy()
 
-        _in_threads(fill, len(features), _ROWS)
+        in_threads(fill, len(features), _ROWS)
         norms = np.linalg.norm(whitened.astype(np.float64), axis=1, keepdims=True)
         shortened: NDArray[np.float32] = np.where(norms > 1, whitened * np.float32(1 - 2.0**-20), whitened)
         return shortened  # rounding to float32 can make a vector slightly longer than 1
@@ -242,7 +242,7 @@ def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.G
     return _bytes(images + generator.standard_normal(images.shape) * generator.uniform(0, _NOISE, (number, 1, 1, 1)))
 
 
-def _in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
+def in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
     """Call ``fill(rows)`` in several threads, so that all ``count`` rows are filled. Each call fills ``step`` rows.
 
     In these threads torch uses one thread only, so that results are bit-identical for any number of threads.

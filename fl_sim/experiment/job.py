@@ -18,20 +18,23 @@ from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_set
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.frozen_body import FrozenBody, body_of
 from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.foreign_models import source_of
-from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
+from fl_sim.kinds import Computing, Sealing, is_none, is_own_kind, kind_of, path_in
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
+from fl_sim.params import copied
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
 from fl_sim.trained_part import TrainedPart, train_alone, whole
 from fl_sim.training.features import num_features
-from fl_sim.training.loop import to_tensors
+from fl_sim.training.loop import resident, to_tensors
+from fl_sim.training.records import Source
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import Dataset, Params, Precision
-from partitions import ByGroup, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources
+from fl_sim.types import Dataset, Examples, Params, Precision
+from partitions import ByGroup, EvaluationSkew, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources
 from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling
 
 
@@ -87,14 +90,47 @@ class Job:
         return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
-        """Return the experiment's model with its initial weights, on the CPU."""
-        return self.built(self.experiment.seed_of_model)
+        """Return the model that is trained, with its initial weights, on the CPU. Its inputs are ``records``.
+
+        It is the experiment's model, or the head of this model alone. On the CPU all of these models share the frozen
+        parameters, which nobody may change.
+        """
+        if isinstance(self.body, FrozenBody):
+            return copy.deepcopy(self.body.head)
+        # To move a copy to a GPU would move the shared parameters.
+        return copied(self._first[0]) if self.device.type == "cpu" else self.whole_model()
+
+    def whole_model(self) -> nn.Module:
+        """Return the experiment's model with its initial weights, on the CPU, as the caller's own copy."""
+        return copy.deepcopy(self._first[0])
 
     def built(self, seed: int) -> nn.Module:
-        """Return the experiment's model, on the CPU. ``seed``: decides its random weights."""
-        if seed == self.experiment.seed_of_model and source_of(self.experiment.model.name) is not None:
-            return copy.deepcopy(self._first[0])  # building a model of a library takes seconds
+        """Return the experiment's whole model, on the CPU. ``seed``: decides its random weights."""
+        if seed == self.experiment.seed_of_model:
+            return self.whole_model()  # building a model of a library takes seconds
         return self._placed(seed)[0]
+
+    @cached_property
+    def body(self) -> FrozenBody | str:
+        """The frozen body whose features are computed once, or the reason why steps compute it; "" without one."""
+        return body_of(self._first[0], self.two_records, self.device, _uses_records(self.experiment))
+
+    @cached_property
+    def records(self) -> Dataset:
+        """The data set whose records are the inputs of ``model``: that of the experiment, or its features."""
+        return self.body.entered(self.dataset) if isinstance(self.body, FrozenBody) else self.dataset
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one record of ``records``."""
+        return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
+
+    def source(self, examples: Examples) -> Source:
+        """Return ``examples``, some records of ``dataset``, on the device, as inputs of ``model``."""
+        if not isinstance(self.body, FrozenBody):
+            return resident(examples, self.dataset, self.device)
+        features = torch.from_numpy(self.body.features_of(examples, self.dataset))
+        return Source(features.to(self.device), torch.from_numpy(examples.labels).to(self.device))
 
     @cached_property
     def placed(self) -> Placed:
@@ -131,13 +167,14 @@ class Job:
 
         Frozen parameters have their initial values, unless ``params`` has them, too.
         """
-        return params if self.experiment.model.trainable == "all" else whole(self.model(), params)
+        is_whole = self.experiment.model.trainable == "all" and not isinstance(self.body, FrozenBody)
+        return params if is_whole else whole(self._first[0], params)
 
     @cached_property
     def frozen_in_words(self) -> str:
         """A sentence about the parameters that the setting ``model.trainable`` freezes; empty if it freezes none."""
         is_whole = self.experiment.model.trainable == "all"
-        return "" if is_whole else self._part(self.experiment.seed_of_model).in_words(self.model())
+        return "" if is_whole else self._part(self.experiment.seed_of_model).in_words(self._first[0])
 
     @property
     def model_in_words(self) -> list[str]:
@@ -148,6 +185,8 @@ class Job:
             self.placed.in_words(chosen.origin) if self.weights else "",
             source.note(dataset.input_shape, dataset.vocabulary) if source is not None else "",
             self.frozen_in_words,
+            "the frozen body's features are computed once for each record" if isinstance(self.body, FrozenBody) else "",
+            f"every step computes the frozen body: {self.body}" if self.body and isinstance(self.body, str) else "",
         ]
         return [*filter(None, said)]
 
@@ -173,7 +212,7 @@ class Job:
     @cached_property
     def num_features(self) -> int:
         """The number of inputs of the model's head (its last layer). Raises UserError for a model without a head."""
-        return num_features(self.model(), self.dataset.input_shape)
+        return num_features(self.model(), self.input_shape)
 
     @property
     def precision(self) -> Precision:
@@ -221,6 +260,20 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
     partition = job.experiment.partition
     keeps_sources = isinstance(partition, WithinSources) and partition.keeps_sources and not job.experiment.is_central
     return replace(job, own_tests=own_tests.with_class_shares(dataset, job.shards, seed, keeps_sources=keeps_sources))
+
+
+def _uses_records(experiment: Experiment) -> str:
+    """Return a phrase with the setting whose code needs the records themselves in rounds; empty without one."""
+    if experiment.local.augment != "none":
+        return f"local.augment={experiment.local.augment} changes the records"
+    if isinstance(experiment.partition, FeatureSkew | EvaluationSkew | RecordSkew) and experiment.num_clients > 1:
+        return f"partition {kind_of(experiment.partition)} changes the records"
+    for name in ("algorithm", "preprocess", "calibrate"):
+        part = getattr(experiment, name)
+        computes = isinstance(part, Computing) or path_in(type(part), "procedure")
+        if computes or is_own_kind(part) or (name == "preprocess" and not is_none(part)):
+            return f"{name} {kind_of(part)} may read the records"
+    return "" if experiment.evaluate.metrics == "none" else "evaluate.metrics may read the records"
 
 
 def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:

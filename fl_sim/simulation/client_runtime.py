@@ -190,12 +190,12 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _own_records(job: Job, client: int) -> Records:
-    examples = _as_held_by(client, job.dataset.train.take(job.shards[client]), job)
+    examples = _as_held_by(client, job.records.train.take(job.shards[client]), job)
     if relabel := _relabels(job).get(client):
         examples = replace(examples, labels=relabel(examples.labels))
     if not _is_skewed(job.experiment):
-        return resident(examples, job.dataset, job.device).whole()
-    inputs, labels = to_tensors(examples, job.dataset)
+        return resident(examples, job.records, job.device).whole()
+    inputs, labels = to_tensors(examples, job.records)
     return Records.of(_as_seen_by(client, inputs, job).to(job.device), labels.to(job.device))
 
 
@@ -206,15 +206,15 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
     """
     examples = _as_held_by(client, examples, job)
     if not _is_skewed(job.experiment):
-        return resident(examples, job.dataset, job.device).whole()
-    inputs, labels = to_tensors(examples, job.dataset)
+        return resident(examples, job.records, job.device).whole()
+    inputs, labels = to_tensors(examples, job.records)
     return Records.of(_as_seen_by(client, inputs, job, purpose).to(job.device), labels.to(job.device))
 
 
 def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return a function (client) -> records. The function slices one array with the records of all clients."""
     bounds = job.shards.bounds
-    everybody = _as_held(job.dataset.train.take(job.shards.records), job.shards, job)
+    everybody = _as_held(job.records.train.take(job.shards.records), job.shards, job)
     if changed := _relabels(job):
         trained_on = everybody.labels.copy()
         for client, relabel in changed.items():
@@ -222,12 +222,12 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
             trained_on[place] = relabel(trained_on[place])
         everybody = replace(everybody, labels=trained_on)
     if _is_skewed(job.experiment):
-        inputs, labels = to_tensors(everybody, job.dataset)
+        inputs, labels = to_tensors(everybody, job.records)
         for client, own in enumerate(torch.split(inputs, job.shards.sizes.tolist())):
             own.copy_(_as_seen_by(client, own, job))
         source = Source(inputs.to(job.device), labels.to(job.device))
     else:
-        source = resident(everybody, job.dataset, job.device)
+        source = resident(everybody, job.records, job.device)
     return lambda client: Records(((source, range(int(bounds[client]), int(bounds[client + 1]))),))
 
 
@@ -239,7 +239,7 @@ def _relabels(job: Job) -> dict[int, Relabel]:
 
 def _num_bytes(job: Job) -> int:
     """Return the memory, in bytes, that the whole training set would take on the job's device."""
-    records = job.dataset.train
+    records = job.records.train
     as_bytes = stays_bytes(records, job.device) and not _is_skewed(job.experiment)
     return (1 if as_bytes else 4) * records.inputs.size
 
@@ -266,12 +266,12 @@ def validation_records(job: Job) -> Source:
     A data set may contain validation records of its own. Such records belong to no client and are treated like test
     records.
     """
-    if job.dataset.validation is not None:
-        return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
-    examples = _as_held(job.dataset.train.take(job.validation.records), job.validation, job)
+    if job.records.validation is not None:
+        return _as_evaluated(job, job.records.validation, "validation feature-noise")
+    examples = _as_held(job.records.train.take(job.validation.records), job.validation, job)
     if not _is_skewed(job.experiment):
-        return resident(examples, job.dataset, job.device)
-    inputs, labels = to_tensors(examples, job.dataset)
+        return resident(examples, job.records, job.device)
+    inputs, labels = to_tensors(examples, job.records)
     for client, own in enumerate(torch.split(inputs, job.validation.sizes.tolist())):
         own.copy_(_as_seen_by(client, own, job, "validation feature-noise"))
     return Source(inputs.to(job.device), labels.to(job.device))
@@ -282,14 +282,14 @@ def evaluation_records(job: Job) -> Source:
 
     If the partition defines a feature skew for evaluation, the records have this skew.
     """
-    return _as_evaluated(job, job.dataset.test, "test feature-noise")
+    return _as_evaluated(job, job.records.test, "test feature-noise")
 
 
 def _as_evaluated(job: Job, examples: Examples, purpose: str) -> Source:
     scheme: object = job.experiment.partition
     if not isinstance(scheme, EvaluationSkew) or job.experiment.num_clients == 1:
-        return resident(examples, job.dataset, job.device)
-    inputs, labels = to_tensors(examples, job.dataset)
+        return resident(examples, job.records, job.device)
+    inputs, labels = to_tensors(examples, job.records)
     _, std = _constants(job.dataset, inputs.ndim)
     generator = rng(job.experiment.seed_of_partition, purpose)
     seen = scheme.evaluated_on(job.experiment.clients, inputs.numpy(), std.numpy(), generator)
@@ -400,7 +400,7 @@ def workers_of(engine: Engine, job: Job) -> int:
 
 def threads_of(engine: Engine, job: Job) -> int:
     """Return the number of threads of this process that may run the job's model at the same time."""
-    if job.device.type != "cpu" or not job.trainer.is_parallel(job.dataset.input_shape):
+    if job.device.type != "cpu" or not job.trainer.is_parallel(job.input_shape):
         return 1
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 

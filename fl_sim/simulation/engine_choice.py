@@ -208,12 +208,12 @@ def trains_natively(job: Job) -> bool:
     if job.device.type != "cpu":
         return False
     plan = procedure_of(job).typical_plan()
-    return job.trainer.is_native(job.dataset.input_shape, plan, _typical_settings(job))
+    return job.trainer.is_native(job.input_shape, plan, _typical_settings(job))
 
 
 def _takes_private_steps(job: Job) -> bool:
     """Return True if the native trainer takes the private steps of this job, one client after another."""
-    plan, shape = procedure_of(job).typical_plan(), job.dataset.input_shape
+    plan, shape = procedure_of(job).typical_plan(), job.input_shape
     return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
 
 
@@ -243,7 +243,7 @@ def _not_native(job: Job) -> str:
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
         unknown.append(f"local.augment={local.augment} beside {' and '.join(terms)}")
-    if slower := job.trainer.slower_by_kernel(job.dataset.input_shape):
+    if slower := job.trainer.slower_by_kernel(job.input_shape):
         unknown.append(slower)
     return f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
 

@@ -13,6 +13,7 @@ import torch
 from clients.client_task import ClientRuntime, PredictingStart
 from clients.train import further_job
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.frozen_body import BATCH, FrozenBody, parts_of
 from fl_sim.experiment.groups import InProcess
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
@@ -33,7 +34,6 @@ from fl_sim.simulation.client_runtime import (
 from fl_sim.simulation.stage import Procedure, stages_of
 from fl_sim.simulation.timing import Stopwatch, Work, public_records
 from fl_sim.training.courses import StepByStep
-from fl_sim.training.loop import resident
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Training
 from fl_sim.types import LocalTask, Traffic
@@ -131,6 +131,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
         replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server, without parallel work
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort)),
+        *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
         *(work for stage in stages for work in stage.work()),
     )
 
@@ -181,7 +182,7 @@ def evaluation_work(procedure: Procedure, records: float) -> Work:
     job = procedure.job
 
     def ready(size: int, pieces: int) -> Callable[[], object]:
-        tested = resident(public_records(job, size * pieces), job.dataset, job.device)
+        tested = job.source(public_records(job, size * pieces))
         params = procedure.beginning().model or detached(job.model().named_parameters())
         return _awaited(job, lambda: job.trainer.evaluate(params, tested.inputs, tested.labels, scale=tested.scale))
 
@@ -190,6 +191,24 @@ def evaluation_work(procedure: Procedure, records: float) -> Work:
         0.0, records, ready, most=MOST_MEASURED,
         at_once=side_by_side(threads_of(local_engine(job.experiment.engine), job)),
         threads=job.experiment.engine.threads, clock=_clock_of(job),
+    )  # fmt: skip
+
+
+def features_work(job: Job, body: FrozenBody) -> Work:
+    """Return the amount of computation for the features of all records; none if they are kept from an earlier run.
+
+    ``body``: the frozen body of the job's model.
+    """
+    batches = 0 if body.place(job.dataset)[0].exists() else -(-sum(map(len, parts_of(job.dataset).values())) // BATCH)
+
+    def ready(size: int, pieces: int) -> Callable[[], object]:
+        examples = public_records(job, size * pieces)
+        return _awaited(job, lambda: job.source(examples))
+
+    return Work(
+        f"features of {BATCH} records of {job.experiment.data} before the head of {job.experiment.model}",
+        _kind(job.experiment, "features"), 0.0, batches, ready, BATCH, most=MOST_MEASURED // BATCH,
+        clock=time.perf_counter,  # threads compute the features
     )  # fmt: skip
 
 
@@ -210,7 +229,7 @@ def _turn(
     trains the algorithm's further models, such as a personal model.
     """
     experiment, chosen = job.experiment, job.experiment.local
-    records = resident(public_records(job, size * steps), job.dataset, job.device)
+    records = job.source(public_records(job, size * steps))
     settings = replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0, batch_size=size)
     params = detached(trainable(job.model()).items())
     counts = records.whole().class_counts(job.dataset.num_classes)

@@ -25,6 +25,7 @@ from fl_sim.training.evaluation import (
     known,
     ready,
 )
+from fl_sim.training.loop import resident
 from fl_sim.training.own_metrics import OwnMetrics, measured_by, metrics_at
 from fl_sim.training.records import Source
 from fl_sim.types import Params
@@ -145,7 +146,7 @@ class Measuring:
         """
         found: dict[str, float] = {}
         for what, metrics in self.own_metrics.items():
-            model = ready(self.job.model(), params).to(self.job.device)
+            model = ready(self.job.whole_model(), params).to(self.job.device)
             seed = self.job.experiment.seed
             for name, value in measured_by(metrics, what, server_round, model, self._test_records(), seed=seed).items():
                 if name in found:
@@ -155,8 +156,11 @@ class Measuring:
 
     def _test_records(self) -> TensorDataset:
         """Return a copy of the test records, in the normalised form in which models receive them."""
-        inputs = self.test.inputs.clone() if self.test.scale is None else self.test.normalised(self.test.inputs)
-        return TensorDataset(inputs, self.test.labels.clone())
+        job, test = self.job, self.test
+        if job.records is not job.dataset:
+            test = resident(job.dataset.test, job.dataset, job.device)
+        inputs = test.inputs.clone() if test.scale is None else test.normalised(test.inputs)
+        return TensorDataset(inputs, test.labels.clone())
 
     def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)

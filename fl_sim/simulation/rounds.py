@@ -159,7 +159,7 @@ class Rounds(Procedure):
         ]
         log.traffic, last = strategy.traffic, strategy.server
         on_clients = {name: value for name, value in self._whole(last.params).items() if name not in last.params}
-        log.fixed = {**fixed_in(self.job.model()), **on_clients}
+        log.fixed = {**fixed_in(self.job.whole_model()), **on_clients}
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         ends_untested = log.stopped_by_observer and (log.measured is None or log.measured.test is None)
         if (log.measured is None or ends_untested) and log.rounds:

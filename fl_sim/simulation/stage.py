@@ -282,7 +282,7 @@ class Procedure(ABC):
 
     def model(self) -> nn.Module:
         """Return the model, with its initial weights. A finished run saves the trained weights of this model."""
-        return self.job.model()
+        return self.job.whole_model()
 
     def beginning(self) -> ServerState:
         """Return the server state before the first round."""

@@ -273,10 +273,10 @@ class ClientRecords:
     def tests(self, client: int) -> Records:
         """Return the client's own test records."""
         job = self._job
-        return records_as_seen(job, job.dataset.test.take(job.own_tests[client]), client, "own test feature-noise")
+        return records_as_seen(job, job.records.test.take(job.own_tests[client]), client, "own test feature-noise")
 
     def validation(self, client: int) -> Records:
         """Return the client's own validation records. There are none if the run holds out no validation records."""
         job = self._job
         parts = job.validation[client] if len(job.validation) else np.zeros(0, dtype=np.int64)
-        return records_as_seen(job, job.dataset.train.take(parts), client, "own validation feature-noise")
+        return records_as_seen(job, job.records.train.take(parts), client, "own validation feature-noise")

@@ -1,0 +1,218 @@
+"""Features once: where a frozen body is followed by a trained head, the body computes each record's features once.
+
+The features are the inputs of the head. They are a function of the record alone, so a round trains the head on stored
+features. They are defined in batches of a constant size, in which no record changes another one's bits. So the stored
+features are those that every process computes.
+"""
+
+import copy
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fl_sim.data.kept import Arrays, cache_root, kept_arrays
+from fl_sim.data.naming import is_own
+from fl_sim.data.scattering import in_threads
+from fl_sim.errors import UserError
+from fl_sim.own_loss import OwnLoss
+from fl_sim.params import copied, norms_in, trainable
+from fl_sim.seeding import process_alone, process_state
+from fl_sim.trained_part import head_of
+from fl_sim.training.loop import to_tensors
+from fl_sim.training.records import arithmetic
+from fl_sim.types import Dataset, Examples
+
+BATCH: Final = 64
+"""The number of records in a forward pass. It is constant, because the shape of a batch decides its rounding."""
+
+_CLOSE: Final = 1e-5
+"""Features that differ by no more than this differ by rounding."""
+
+_FILE: Final = "features.safetensors"
+_VERSION: Final = 1
+"""Increase it when features get other numbers. Old cache files are then ignored."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenBody:
+    """A model's frozen body, followed by its trained head.
+
+    ``model``: the whole model, in evaluation mode, on the device that computes features. ``head``: the head alone, on
+    the CPU; its parameters have the names that they have in the model. ``size``: the number of features of a record.
+    ``batch``: the number of records in a forward pass.
+    """
+
+    model: nn.Module
+    head: nn.Module
+    size: int
+    batch: int
+
+    def entered(self, dataset: Dataset) -> Dataset:
+        """Return ``dataset`` with features in place of its records, from the cache file if there is one.
+
+        Raises RunError if the cache file cannot be written.
+        """
+        parts = parts_of(dataset)
+        place, identity = self.place(dataset)
+
+        def fits(found: Arrays) -> bool:
+            start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))  # finds a body whose code has changed
+            return all(found[name].shape == (len(part), self.size) for name, part in parts.items()) and np.array_equal(
+                found["test"][: len(start)], self.features_of(start, dataset)
+            )
+
+        made = kept_arrays(
+            place,
+            tuple(parts),
+            identity,
+            lambda: {name: self.features_of(part, dataset) for name, part in parts.items()},
+            fits,
+            f"the frozen body's features of {sum(map(len, parts.values())):,} records",
+            private=is_own(dataset.name),  # features of the user's own records are as private as the records
+        )
+        train, test, *given = (replace(part, inputs=made[name]) for name, part in parts.items())
+        validation = given[0] if given else None
+        return replace(dataset, train=train, test=test, validation=validation, mean=(0.0,), std=(1.0,), vocabulary=0)
+
+    def features_of(self, examples: Examples, dataset: Dataset) -> NDArray[np.float32]:
+        """Return the features of ``examples``, records of ``dataset``, shape (records, ``size``).
+
+        A batch has texts of one length, because its padding would change their rounding. It is filled with repetitions.
+        """
+        used = (examples.inputs != 0) * np.arange(1, examples.inputs.shape[1] + 1) if dataset.vocabulary else None
+        lengths = np.zeros(len(examples)) if used is None else used.max(axis=1)
+        order = np.argsort(lengths, kind="stable")
+        equal = np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
+        batches = [part[at : at + self.batch] for part in equal for at in range(0, len(part), self.batch)]
+        found = np.empty((len(examples), self.size), dtype=np.float32)
+
+        def fill(some: slice) -> None:
+            for rows in batches[some]:
+                inputs, _ = to_tensors(examples.take(np.resize(rows, self.batch)), dataset)
+                found[rows] = entering(self.model, inputs)[: len(rows)].numpy(force=True)
+
+        in_threads(fill, len(batches), 1)
+        return found
+
+    def place(self, dataset: Dataset) -> tuple[Path, str]:
+        """Return the cache file, and a digest of everything on which the features depend, except the body's code."""
+        device = next(self.model.parameters()).device.type
+        facts = [_VERSION, torch.__version__, device, self.batch, dataset.mean, dataset.std, dataset.vocabulary]
+        digest, own = hashlib.sha256(repr(facts).encode()), self.head.state_dict().keys()
+        for name, value in self.model.state_dict().items():
+            if name not in own:
+                digest.update(f"{name} {tuple(value.shape)}".encode())
+                digest.update(value.numpy(force=True).tobytes())
+        for name, part in parts_of(dataset).items():
+            digest.update(f"{name} {part.inputs.dtype} {part.inputs.shape}".encode())
+            digest.update(np.ascontiguousarray(part.inputs).data)
+        identity = digest.hexdigest()
+        return cache_root() / f"{dataset.name.partition(':')[0]}-body-{identity[:20]}" / _FILE, identity
+
+
+def parts_of(dataset: Dataset) -> dict[str, Examples]:
+    """Return the training, test and validation records of ``dataset`` by name."""
+    given = {} if dataset.validation is None else {"validation": dataset.validation}
+    return {"train": dataset.train, "test": dataset.test, **given}
+
+
+class _Entered(Exception):  # noqa: N818 (it is no error)
+    """Ends a forward pass before the head. ``args``: the positional and the named inputs of the head."""
+
+
+def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not: str) -> FrozenBody | str:
+    """Return the frozen body of ``model``, or the reason why every step must compute it; "" without a frozen body.
+
+    ``trial``: two normalised records. ``why_not``: a reason in the settings; empty without one.
+    """
+    try:
+        head = head_of(model)
+    except UserError:
+        return ""
+    inside = {id(part) for part in head.modules()}
+    before = [part for part in model.modules() if id(part) not in inside]
+    frozen = {id(one) for part in before for one in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+    if isinstance(model, OwnLoss) or not frozen or any(id(weight) in frozen for weight in trainable(model).values()):
+        return ""
+    if why_not or norms_in(model):
+        return why_not or "its BatchNorm layers have statistics of a batch"
+    whole = copied(model)
+    features, why = _features_before(whole, trial)
+    batch, why = (0, why) if why else _batch_of(whole, trial, features)
+    if why:
+        return why
+    name = next(name for name, part in model.named_modules() if part is head)
+    alone: nn.Module = copy.deepcopy(head)
+    for part in reversed(name.split(".")):
+        alone = nn.Sequential(OrderedDict([(part, alone)]))
+    # To move the model itself would move the parameters that it shares.
+    placed = whole if device.type == "cpu" else copy.deepcopy(whole).to(device)
+    return FrozenBody(placed, alone, features.shape[1], batch)
+
+
+def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the features of normalised ``inputs``. ``model``: of a ``FrozenBody``, so its head is not called."""
+    device = next(model.parameters()).device
+    try:
+        with torch.inference_mode(), arithmetic(device):
+            model(inputs.to(device))
+    except _Entered as found:
+        features: torch.Tensor = found.args[0][0]
+        return features
+    raise AssertionError("the model did not call its head")
+
+
+def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Return the features of two records, and a reason if they are unsuitable. Later passes end before the head."""
+    calls: list[tuple[Any, Any]] = []
+    head = head_of(model)
+    hook = head.register_forward_pre_hook(lambda _, given, named: calls.append((given, named)), with_kwargs=True)
+    with torch.inference_mode(), process_alone():
+        logits = model.eval()(trial)
+        hook.remove()
+        (features, *others), named = calls[0] if len(calls) == 1 and calls[0][0] else ((None,), {})
+        is_plain = isinstance(features, torch.Tensor) and features.ndim == 2 and features.dtype == torch.float32
+        if not is_plain or others or named or not torch.equal(head(features), logits):
+            return trial, "its head is not a function of features (n, d) that returns the logits"
+        assert isinstance(features, torch.Tensor)
+    head.register_forward_pre_hook(_stop, with_kwargs=True)
+    return features, ""
+
+
+def _stop(head: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
+    del head
+    raise _Entered(given, named)
+
+
+def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> tuple[int, str]:
+    """Return the number of records of a batch in which no record changes the bits of another one, or a reason.
+
+    It is 1 where a batch of ``BATCH`` records has no such arithmetic, as in layers of three outputs. The reason says
+    why the ``features`` of ``trial`` are no function of the record alone. ``model`` is in evaluation mode afterwards.
+    """
+    with process_alone():
+        before = process_state()
+        trained = entering(model.train(), trial)
+        if process_state() != before or not torch.allclose(trained, features, atol=_CLOSE):
+            return 0, "it draws random numbers in training, as dropout does"
+    model.eval()
+    both, others = torch.cat([trial[:1], trial[:1].flip(-1)]), [1] * (trial.ndim - 1)
+    found: list[torch.Tensor] = []
+
+    def compute(_: slice) -> None:
+        mixed = entering(model, both.repeat(BATCH // 2, *others))[::2]
+        found.append(torch.cat([mixed, entering(model, trial[:1].repeat(BATCH, *others))]))
+
+    in_threads(compute, 1, 1)
+    (rows,) = found
+    if torch.equal(rows, rows[:1].expand_as(rows)):
+        return BATCH, ""
+    is_close = torch.allclose(rows, rows[:1].expand_as(rows), atol=_CLOSE)
+    return 1, "" if is_close else "a record's features depend on the other records of its batch"
