@@ -36,8 +36,8 @@ from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Adjacency, Terms
 from fl_sim.simulation.stage import Run
-from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl import pool as pools
+from fl_sim.stages.feature_sums import SUMMARISE
 from fl_sim.stages.pate.procedure import ask_teachers
 from fl_sim.stages.shares import Shares
 from fl_sim.types import ClientUpdate, Examples, Payloads

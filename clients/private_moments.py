@@ -9,6 +9,7 @@ place in its batch.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,13 +40,15 @@ _RELEASE: Final = "moments.safetensors"
 class Protection:
     """The privacy parameters of moments: ``epsilon`` and ``delta`` per record, and the ``clipping_norm`` of features.
 
-    ``noise``: "secret", or "seeded" for simulations only.
+    ``noise``: "secret", or "seeded" for simulations only. ``sensitivity``: the largest L2 norm of a record's
+    contribution.
     """
 
     epsilon: float
     delta: float
     clipping_norm: float
     noise: Literal["secret", "seeded"]
+    sensitivity: float = LONGEST
 
     @property
     def noise_multiplier(self) -> float:
@@ -58,7 +61,7 @@ class Protection:
     @property
     def std(self) -> float:
         """Return the standard deviation of the noise on each number of the moments. The unit is the clipping norm."""
-        return self.noise_multiplier * LONGEST
+        return self.noise_multiplier * self.sensitivity
 
     @property
     def event(self) -> dp_event.DpEvent:
@@ -72,7 +75,8 @@ class MomentsRelease:
 
     Two sets of noisy moments with one ``name`` differ only in the noise key. ``folder``: the folder of the noise key,
     and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner has set a
-    ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise.
+    ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the kind of
+    sums, for the privacy ledger. ``setting``: the setting with the noise, for error messages.
     """
 
     name: str
@@ -80,6 +84,13 @@ class MomentsRelease:
     ledger: Path
     policy: Policy | None
     seed: int
+    what: str = "class moments"
+    setting: str = "calibrate.noise"
+
+    @property
+    def charged_as(self) -> str:
+        """The name under which the privacy ledger lists the noisy moments."""
+        return charge_name(self.name, self.what)
 
 
 def check_noise(protection: Protection, size: int) -> None:
@@ -87,26 +98,27 @@ def check_noise(protection: Protection, size: int) -> None:
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
-def charge_name(name: str) -> str:
-    """Return the name under which the privacy ledger lists the noisy moments called ``name``."""
-    return f"class moments {name}"
+def charge_name(name: str, what: str = "class moments") -> str:
+    """Return the name under which the privacy ledger lists the noisy sums called ``name``, of the kind ``what``."""
+    return f"{what} {name}"
 
 
 def released_moments(
-    features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: MomentsRelease
+    make: Callable[[Noise], Array],
+    num_records: int,
+    shape: tuple[int, int],
+    protection: Protection,
+    release: MomentsRelease,
 ) -> Array:
     """Return the noisy moments, after their privacy cost was written into the privacy ledger.
 
-    The function also stores the moments. A second call with the same folder returns the stored moments, at no privacy
-    cost. For a client without records, the result is zeros, at no privacy cost. (The number of records is public.)
-    Raises RunError if the client's policy forbids the noisy moments. Raises UserError or RunError if the privacy cost
-    cannot be written.
+    ``make``: a function from the noise to the noisy moments of ``num_records`` records, of shape ``shape``. The result
+    is also stored. A second call with the same folder returns the stored moments, at no privacy cost. For a client
+    without records, the result is zeros, at no privacy cost. (The number of records is public.) Raises RunError if the
+    client's policy forbids the noisy moments. Raises UserError or RunError if the privacy cost cannot be written.
     """
-    shape = (num_classes, num_moments(features.shape[1]))
-    begun = begin_release(len(labels), shape, protection, release)
-    if not isinstance(begun, PaidNoise):
-        return begun
-    return finish_release(release, begun, private_moments(features, labels, num_classes, protection, begun.noise))
+    begun = begin_release(num_records, shape, protection, release)
+    return finish_release(release, begun, make(begun.noise)) if isinstance(begun, PaidNoise) else begun
 
 
 def begin_release(
@@ -119,13 +131,13 @@ def begin_release(
     of ``released_moments``.
     """
     if release.policy:
-        release.policy.check_noise(protection.noise, "calibrate.noise")
+        release.policy.check_noise(protection.noise, release.setting)
     if not num_records:
         return np.zeros(shape)
     path = release.folder / _RELEASE
     if path.exists():
         return _read(path, shape, release)
-    name = charge_name(release.name)
+    name = release.charged_as
     seeded = f"{release.seed}/{name}" if protection.noise == "seeded" else ""
     return pay({name: protection.event}, release.folder, release.ledger, release.policy, seeded=seeded)
 

@@ -73,6 +73,35 @@ def logistic(input_shape: Shape, num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
+class RandomFeatures(nn.Module):
+    """Logistic regression on an input, and on 2,000 frozen random directions of it that pass through ReLU.
+
+    The input is scaled to the norm sqrt(d) of its d numbers, and all features together to the root of their number. So
+    the head's input has a public norm, and depends on no other record. The directions have the seed of the model.
+    """
+
+    WIDTH: Final = 2000
+
+    def __init__(self, input_shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        size = math.prod(input_shape)
+        self.directions = nn.Parameter(torch.randn(size, self.WIDTH) / math.sqrt(size), requires_grad=False)
+        self.head = nn.Linear(size + self.WIDTH, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (batch, *input_shape) to (batch, classes)."""
+        unit = _to_root(inputs.flatten(1))
+        # float64: a product's rounding may depend on the size of the batch, and here it is lost in that of float32.
+        random = torch.relu(unit.double() @ self.directions.double()).to(unit.dtype)
+        logits: torch.Tensor = self.head(_to_root(torch.cat([unit, random], dim=1)))
+        return logits
+
+
+def _to_root(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``vectors`` (n, d) scaled to the norm sqrt(d)."""
+    return math.sqrt(vectors.shape[1]) * torch.nn.functional.normalize(vectors, dim=1)
+
+
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with GroupNorm and a shortcut (He et al. 2016, basic block; Wu and He 2018 for the norm)."""
 
@@ -102,7 +131,7 @@ def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
 
 MODELS: dict[str, Factory] = {
     "niid-cnn": niid_cnn, "niid-mlp": niid_mlp, "dafl-cnn": dafl_cnn, "mlp": mlp, "2nn": two_nn, "logistic": logistic,
-    "resnet": resnet,
+    "resnet": resnet, "random-features": RandomFeatures,
 }  # fmt: skip
 
 

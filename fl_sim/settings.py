@@ -198,7 +198,7 @@ def _default_kind(field: FieldInfo) -> str:
     return str(one_of.expand(field.default, field.annotation)["kind"])
 
 
-MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logistic", "resnet")
+MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logistic", "resnet", "random-features")
 """The keys of ``fl_sim.models.MODELS``."""
 
 GRU: Final = "gru"

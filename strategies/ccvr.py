@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from clients.moments import num_moments
+from clients.moments import Array, moments_of, num_moments
 from fl_sim.errors import Diverged, UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, kind_of, replaces_records
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from clients.private_moments import Protection
+    from fl_sim.privacy.mechanisms import Noise
 
 _LONGEST: Final = 2**28  # most bytes of a client's moments: half of the most bytes of a message on Flower's runtime
 
@@ -45,6 +46,8 @@ class CCVR(Settings):
     kind: Literal["ccvr"] = "ccvr"
     title: ClassVar[str] = "CCVR"
     stage: ClassVar[str] = "fl_sim.stages.ccvr:Calibration"
+    released: ClassVar[str] = "class moments"
+    of_initial_model: ClassVar[bool] = False
     samples_per_class: int = Field(200, ge=1, le=10**6)
     learning_rate: float = Field(0.01, gt=0)
     epochs: int = Field(1, ge=1, le=10**6)
@@ -90,6 +93,18 @@ class CCVR(Settings):
         from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)
 
         return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
+
+    def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
+        """Return the shape of a client's class moments."""
+        return num_classes, num_moments(num_features)
+
+    def summed(self, features: Array, labels: NDArray[np.int64], num_classes: int, noise: Noise | None) -> Array:
+        """Return a client's class moments, with noise if these settings ask for it."""
+        if self.protection is None or noise is None:
+            return moments_of(features, labels, num_classes)
+        from clients.private_moments import private_moments  # noqa: PLC0415 (the accountants load slowly)
+
+        return private_moments(features, labels, num_classes, self.protection, noise)
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the clients train no common head, or if other settings forbid clients to send moments."""

@@ -240,8 +240,9 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     if share and share != "given":
         trained_on, validated_on = held_out(job.shards, share, experiment.seed_of_partition)
         job = replace(job, shards=trained_on, validation=validated_on)
-    if isinstance(experiment.calibrate, Heading):
-        experiment.calibrate.check_head(job.num_features, dataset.num_classes)
+    for part in (experiment.algorithm, experiment.preprocess, experiment.calibrate):
+        if isinstance(part, Heading):
+            part.check_head(job.num_features, dataset.num_classes)
     _check_tested(experiment)
     return job
 

@@ -115,9 +115,9 @@ def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int
 def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
-    The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode. The
-    stage ``calibrate`` trains the head alone. UserError is raised if this is impossible: the head needs other inputs
-    than features (n, d), or has no trainable parameters.
+    The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode.
+    Methods that need this number train the head alone. UserError is raised if this is impossible: the head needs other
+    inputs than features (n, d), or has no trainable parameters.
     """
     model.eval()
     head = head_of(model)
@@ -129,9 +129,9 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
             alone = None
     if not trainable(head) or alone is None or not torch.allclose(alone, logits):
         raise UserError(
-            f"calibrate needs a head that computes the logits from features (n, d) and has trainable weights, but the "
+            f"the method needs a head that computes the logits from features (n, d) and has trainable weights, but the "
             f"head of {type(model).__name__} does not, or is frozen: set self.head to the model's last linear layer, "
-            "or set calibrate=none"
+            "or take another calibrate, preprocess or algorithm"
         )
     return features.shape[1]
 

@@ -19,8 +19,8 @@ from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation import rounds
 from fl_sim.simulation.engine_choice import client_app
-from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl.stage import SYNTHESIZE
+from fl_sim.stages.feature_sums import SUMMARISE
 from fl_sim.stages.pate.procedure import VOTE
 from fl_sim.stages.private_start import MEASURE
 from fl_sim.stages.shares import SHARE

@@ -98,7 +98,16 @@ def _charges(folder: Path) -> list[str]:
 
 
 def _made(folder: Path, name: str = "a") -> NDArray[np.float64]:
-    return released_moments(np.ones((5, 2)), np.zeros(5, np.int64), 3, PROTECTION, _release(folder, name))
+    return _released(5, PROTECTION, _release(folder, name))
+
+
+def _released(count: int, protection: Protection, release: MomentsRelease) -> NDArray[np.float64]:
+    records = np.ones((count, 2)), np.zeros(count, np.int64)
+
+    def make(noise: Noise) -> NDArray[np.float64]:
+        return private_moments.private_moments(*records, 3, protection, noise)
+
+    return released_moments(make, count, (3, num_moments(2)), protection, release)
 
 
 def test_a_release_is_charged_before_it_is_made_and_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +159,7 @@ def test_a_kept_release_is_handed_out_only_if_it_is_whole_and_the_ledger_honours
 
 
 def test_a_client_without_records_sends_zeros_and_pays_nothing(tmp_path: Path) -> None:
-    sent = released_moments(np.zeros((0, 2)), np.zeros(0, np.int64), 3, PROTECTION, _release(tmp_path))
+    sent = _released(0, PROTECTION, _release(tmp_path))
     assert sent.tolist() == np.zeros((3, num_moments(2))).tolist()
     assert list(tmp_path.iterdir()) == []
 
@@ -158,10 +167,9 @@ def test_a_client_without_records_sends_zeros_and_pays_nothing(tmp_path: Path) -
 def test_a_policy_pays_from_its_own_ledger_and_takes_no_seeded_noise(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text("epsilon = 2.5")
     release = replace(_release(tmp_path), policy=read_policy(tmp_path / "policy.toml"))
-    records = np.ones((5, 2)), np.zeros(5, np.int64), 3
     with pytest.raises(RunError, match=r"secret noise only.*leave calibrate\.noise at its default"):
-        released_moments(*records, replace(PROTECTION, noise="seeded"), release)
-    released_moments(*records, PROTECTION, release)
+        _released(5, replace(PROTECTION, noise="seeded"), release)
+    _released(5, PROTECTION, release)
     assert not (tmp_path / "ledgers").exists()
     with pytest.raises(RunError, match="the request would exceed it"):
-        released_moments(*records, PROTECTION, replace(release, name="b", folder=tmp_path / "moments-b"))
+        _released(5, PROTECTION, replace(release, name="b", folder=tmp_path / "moments-b"))

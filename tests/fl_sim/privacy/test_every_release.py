@@ -27,8 +27,10 @@ from clients.dafl.labels import ExponentialMechanism, Geometric
 from clients.dafl.marginals import CellTable, Marginals, score
 from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from clients.frequency_sums import STEPS, FrequencyQuestion, answer, black_frame
+from clients.gram import SENSITIVITY
 from clients.images import lowest_frequencies
 from clients.paid_rounds import ClientProtection
+from clients.private_gram import private_products
 from clients.private_moments import Protection, private_moments
 from clients.private_updates import ClientPrivateUpdates, noise_std, update_cost
 from fl_sim import models
@@ -57,6 +59,7 @@ DRAWS = {"gaussian", "gaussian_number", "laplace", "standard_normal", "stream_ke
 HELD = {
     ("strategies/global_dp.py", "global-dp update"): "global_dp",
     ("strategies/global_dp.py", "global-dp count"): "global_dp",
+    ("clients/private_gram.py", "products of features"): "products",
     ("clients/private_moments.py", "class moments"): "moments",
     ("clients/private_updates.py", "client update"): "client_update",
     ("clients/dafl/noisy_moments.py", "mean embedding: "): "generators",
@@ -255,6 +258,26 @@ def test_moments(worlds: Both, epsilon: float, length: float) -> None:
         if not there:
             rows[7] = math.nan  # counts as no record
         private_moments(rows, labels, 3, protection, NOISE)
+
+    found, claimed = worlds(release).gaussian, protection.event.noise_multiplier**-2
+    assert found <= claimed * (1 + 1e-12)
+    if length >= 1:
+        assert found > 0.95 * claimed
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 8.0])
+@pytest.mark.parametrize("length", [0.2, 1.0, 1e4])
+def test_products(worlds: Both, epsilon: float, length: float) -> None:
+    protection = Protection(epsilon, 1e-5, 0.0, "seeded", SENSITIVITY)
+    draw = np.random.default_rng(2)
+    features, labels = draw.normal(size=(30, 4)), draw.integers(0, 3, 30)
+    features[7] *= length * 2 / np.linalg.norm(features[7])
+
+    def release(*, there: bool) -> None:
+        rows = features.copy()
+        if not there:
+            rows[7] = math.nan  # counts as no record
+        private_products(rows, labels, 3, 2.0, protection, NOISE)
 
     found, claimed = worlds(release).gaussian, protection.event.noise_multiplier**-2
     assert found <= claimed * (1 + 1e-12)

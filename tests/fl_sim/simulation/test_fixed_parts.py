@@ -139,7 +139,7 @@ def test_a_stack_of_clients_leaves_it_alone(tmp_path: Path) -> None:
 def test_a_frozen_head_is_refused_where_it_would_have_to_learn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"algorithm fedproto needs a trainable head .* is frozen"):
         trained(tmp_path / "a", "frozen_head", algorithm=FedProto())
-    with pytest.raises(UserError, match=r"calibrate needs a head that .* or is frozen"):
+    with pytest.raises(UserError, match=r"the method needs a head that .* or is frozen"):
         trained(tmp_path / "b", "frozen_head", calibrate="ccvr")
 
 

@@ -19,8 +19,8 @@ from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.remote_workers import ClientStore, WorkerSetup, worker_app
-from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl.stage import SYNTHESIZE
+from fl_sim.stages.feature_sums import SUMMARISE
 from partitions import Parts
 
 CLIENT = 3

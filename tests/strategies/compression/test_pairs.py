@@ -31,6 +31,7 @@ REFUSED = {
     "centralized": "send no updates",
     "pate": "send no updates",
     "tstr": "send no updates",
+    "afl": "send no updates",
 }
 NOISY = ("global-dp", "distributed-dp")
 DRIFTS = ("scaffold", "feddyn", "fedspeed")

@@ -1,0 +1,192 @@
+"""A head in closed form, as a start of any method, and as the whole of AFL.
+
+Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
+are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from flwr.serverapp import Grid
+from torch import nn
+
+from clients.client_task import ClientRuntime
+from clients.gram import unpacked
+from fl_sim.engines import arrays, wire
+from fl_sim.errors import UserError
+from fl_sim.experiment.job import Job
+from fl_sim.params import detached, fixed_in, trainable
+from fl_sim.simulation.client_runtime import runtime_for
+from fl_sim.simulation.forecast import evaluation_work
+from fl_sim.simulation.measuring import Measuring
+from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.simulation.stage import Procedure, Run, Stage, prepared_strategy, stages_of, tasks_of
+from fl_sim.simulation.timing import Work
+from fl_sim.stages.feature_sums import Summarise, paid_together, payments_of, statement
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.trained_part import head_of
+from fl_sim.types import Params, ServerState, Traffic
+from strategies.afl import AFL
+from strategies.fedavg import FedAvg
+from strategies.ridge import Ridge
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+
+MULTIPLY: Final = "multiply"
+"""The name of the client task that returns sums of products of a client's features."""
+
+_COVERS: Final = (
+    "the sums of products of features that each client sends once, before any training, and what is computed from "
+    "nothing but them, such as the head in closed form. The features are those of the initial model, which depends on "
+    "no record. Each record of each client is protected; clients are disjoint, so the figure holds for each of them."
+)
+_NO_TRAINING: Final = "Nothing else leaves a client: no client trains."
+_NOT_TRAINING: Final = (
+    "The rounds after this start, which have no noise of these sums: what protects them, if anything does, is in "
+    "another statement."
+)
+
+
+class RidgeHead(Stage):
+    """The stage at the server, before the first round: it puts the head in closed form into the first model."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        algorithm, preprocess = job.experiment.algorithm, job.experiment.preprocess
+        found, self._setting = (algorithm, "algorithm") if isinstance(algorithm, AFL) else (preprocess, "preprocess")
+        assert isinstance(found, Ridge)
+        self.settings: Ridge = found
+        self._task = Summarise(job, found, self._setting)
+        self._identity = f"products-{secrets.token_hex(8)}"
+
+    def tasks(self) -> Mapping[str, Summarise]:
+        """Return the client task ``multiply``."""
+        return {MULTIPLY: self._task}
+
+    def preparing(self, log: RunLog) -> str:
+        """Return the line that is shown while clients compute; empty for a resumed run."""
+        return "" if log.rounds else "clients send sums of products of their features, and the server solves for a head"
+
+    def before(self, run: Run) -> None:
+        """Put the head in closed form into the first model. A resumed run has this head already."""
+        run.log.before["products"] = self._traffic()
+        if run.log.rounds:
+            return
+        weight, bias = head_names(self.job.model())
+        server = run.log.server
+        if not {weight, bias} <= server.params.keys():
+            raise UserError(
+                f"{self.settings.kind} sets the head that clients train together ({weight}, {bias}), and this method "
+                "keeps it from the server or changes its names: take another method"
+            )
+        answers = run.ask(
+            MULTIPLY,
+            lambda one: wire.read_moments(one, self._task.shape),
+            quoted=not self.job.experiment.is_private,
+        )
+        sums = unpacked(np.sum(answers, axis=0), self.job.num_features, self.job.dataset.num_classes)
+        weights, intercepts = (torch.from_numpy(one).float() for one in self.settings.head(*sums, self._num_holders))
+        made = {**server.params, weight: weights.contiguous(), bias: intercepts}
+        run.log.server = run.strategy.server = replace(run.strategy.algorithm.init(made), layers=server.layers)
+
+    def trains_model(self) -> bool:
+        """Return True, because this stage sets the head of the first model."""
+        return True
+
+    def work(self) -> tuple[Work, ...]:
+        """Return the amount of computation for the time forecast, which lists it without a time."""
+        return (Work("the products of features", pieces=1.0),)
+
+    def traffic(self, params: Params) -> Mapping[str, Traffic]:
+        """Return a forecast of bytes: clients receive the task without a model, and send their sums."""
+        del params
+        return {"products": self._traffic()}
+
+    def _traffic(self) -> Traffic:
+        up = arrays.num_bytes(wire.moments_content(np.zeros(self._task.shape)))
+        return Traffic(0, up) * self.job.experiment.num_clients
+
+    def payments(self) -> "Iterator[Payment]":
+        """Return the privacy cost of the clients' noisy sums; nothing if the sums have no noise."""
+        return payments_of(self.settings)
+
+    def warnings(self) -> list[str]:
+        """Return a warning about the contents of the clients' messages."""
+        with_noise = "with" if self.settings.is_private else "without"
+        said = "before the first round clients send sums of products of their features, and of features and labels,"
+        return [f"{said} {with_noise} noise"]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the stage's field ``ridge`` for ``result.json``: lambda, and the number of clients with records."""
+        strength = self.settings.strength(self._num_holders, self.job.num_features + 1)
+        said = f"the head was solved for from the sums of {self._num_holders:,} clients, with lambda {strength:.4g}"
+        return {"ridge": {"lambda": strength, "clients": self._num_holders, "in_words": said}}
+
+    @property
+    def _num_holders(self) -> int:
+        return int(np.count_nonzero(self.job.shards.sizes))  # a client without records adds no noise
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Return the privacy statements ``others``, and that of the noisy sums."""
+        if not self.settings.is_private:
+            return list(others)
+        limits = _NO_TRAINING if self._setting == "algorithm" else _NOT_TRAINING
+        together = paid_together(self.job, self.settings, detached(trainable(self.job.model()).items()))
+        return [*others, statement(self.settings, _COVERS, limits, self._identity, together)]
+
+
+def head_names(model: nn.Module) -> tuple[str, str]:
+    """Return the names of the head's weights and of its intercepts.
+
+    Raises UserError if the head is no linear layer with an intercept.
+    """
+    head = head_of(model)
+    if not isinstance(head, nn.Linear) or head.bias is None:
+        raise UserError(
+            f"a head in closed form is linear with an intercept, and the head of {type(model).__name__} is {head}: "
+            "take a model whose last layer is nn.Linear"
+        )
+    named = {id(value): name for name, value in model.named_parameters()}
+    return named[id(head.weight)], named[id(head.bias)]
+
+
+@dataclass(frozen=True)
+class OneShot(Procedure):
+    """The procedure of AFL: the stage sets the head, and the model is evaluated."""
+
+    settings: AFL
+
+    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+        """Ask clients for their sums, set the head, and write the model's scores to ``log``."""
+        log.fixed = fixed_in(self.job.model())
+        prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
+        record = RoundRecord(1, None, None, None, None, None, 0.0, None)
+        log.measured = Measuring.of(self.job, {}).measured(log.server.model, "in closed form", is_last=True)
+        record = log.measured.noted_in(record)
+        log.rounds.append(record)
+        log.chain = run_directory.append_round(out, record, log.chain)
+        observer.finished_round(record)
+
+    def beginning(self) -> ServerState:
+        """Return the server state before the head is set: the initial model."""
+        return FedAvg().init(detached(trainable(self.job.model()).items()))
+
+    def work(self) -> tuple[Work, ...]:
+        """Return the amounts of computation for the time forecast: the sums, and the evaluation."""
+        made = (work for stage in stages_of(self.job) for work in stage.work())
+        return (*made, evaluation_work(self, len(self.job.dataset.test)))
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return a forecast of the bytes of the clients' sums."""
+        return {what: traffic for stage in stages_of(self.job) for what, traffic in stage.traffic({}).items()}
+
+    def runtime(self) -> ClientRuntime:
+        """Return the client runtime for workers."""
+        return runtime_for(self.job, FedAvg(), tasks_of(self.job))
