@@ -26,8 +26,10 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "strategies.global_dp", "strategies.private", "strategies.private_plan", "strategies.correlated_noise",
     ),
     "compression": ("strategies.compression", "fl_sim.packed"),
-    "CCVR": (
+    "CCVR, AFL": (
         "strategies.ccvr", "strategies.class_gaussians", "clients.private_moments",
+        "strategies.afl", "strategies.ridge", "clients.gram", "clients.private_gram", "fl_sim.stages.ridge",
+        "fl_sim.stages.feature_sums",
         "fl_sim.stages.ccvr", "fl_sim.simulation.calibration", "fl_sim.simulation.summaries",
         "fl_sim.simulation.moments_bill",
     ),

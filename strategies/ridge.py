@@ -1,6 +1,6 @@
 """A linear head in closed form, by ridge regression on sums that clients send once.
 
-Zhuang et al. 2025 (AFL, "analytic federated learning") and Fani et al. 2024 (Fed3R).
+Zhuang et al. 2025 (AFL, "analytic federated learning") and Fanì et al. 2024 (Fed3R).
 """
 
 from __future__ import annotations
