@@ -229,7 +229,7 @@ def exam(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"random-features"}))
 def test_the_compiled_evaluation_is_that_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = detached(model(name).named_parameters())
     inputs, labels = exam(name, 2 * EVALUATION_BATCH + 203)
