@@ -121,7 +121,7 @@ class EvaluateOwn:
             records[TESTED] = self.own_records.tests(client.number)
         counts, numbers = dict[str, list[int]](), dict[str, float]()
         if any(map(len, records.values())):
-            for name, one in self._measured(client, records[VALIDATED]).items():
+            for name, one in self.measured(client, records[VALIDATED]).items():
                 for what, some in records.items():
                     if len(some):
                         scores = one.scores(*some.tensors())
@@ -150,10 +150,10 @@ class EvaluateOwn:
                 raise RunError(f"{what} returned {taken[0]!r}, which own models have: give the metric another name")
         return numbers
 
-    def _measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:
-        """Return the client's models by name."""
+    def measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:
+        """Return the client's models by name. ``validation``: the client's own validation records."""
         runtime, algorithm = client.runtime, client.runtime.algorithm
-        training = TrainingJob.of(client)
+        training = TrainingJob.of(client, trains=self.trains)
         measured = {
             name: MeasuredModel(partial(runtime.trainer.evaluate, params), partial(_network, runtime.model, params))
             for name, params in self._models(training).items()

@@ -81,10 +81,11 @@ class TrainingJob:
         return self.paid[0].ticket if self.paid else None
 
     @classmethod
-    def of(cls, client: Client) -> TrainingJob:
+    def of(cls, client: Client, *, trains: bool = True) -> TrainingJob:
         """Return the training job for the message to ``client``, with the algorithm's local plan.
 
-        Raises RunError if the algorithm's code wrote to its arguments.
+        ``trains``: False for a job whose models are only measured. Its round is neither paid nor protected. Raises
+        RunError if the algorithm's code wrote to its arguments.
         """
         runtime, number, server_round = client.runtime, client.number, client.config.server_round
         algorithm = runtime.algorithm
@@ -118,7 +119,7 @@ class TrainingJob:
         first = LocalJob(task, plan, records, batches(), seeded)
         further = {name: further_job(first, name, model, batches()) for name, model in models.items()}
         jobs: Mapping[str, LocalJob] = {"": first, **further}
-        jobs, paid = _protected(client, jobs)
+        jobs, paid = _protected(client, jobs) if trains else (jobs, ())
         further = {name: one for name, one in jobs.items() if name}
         job = cls(client, jobs[""], tuple(came), tuple(guards), further, paid)
         job.check(*methods)

@@ -39,6 +39,7 @@ class ClientPrivacy(Settings):
 
     kind: str = ""
     is_private: ClassVar[bool] = True
+    covers_own_models: ClassVar[bool] = False
     epsilon: float | None = Field(None, gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
     clipping_norm: float = Field(1.0, gt=0)

@@ -36,7 +36,6 @@ class LocalDP(ClientPrivacy):
     title: ClassVar[str] = "local DP"
     layer: ClassVar[str] = "strategies.private_updates:PrivateUpdates"
     stage: ClassVar[str] = "fl_sim.stages.private_updates:PrivateUpdatesBill"
-    covers_own_models: ClassVar[bool] = False
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if clients would send something without noise, or numbers that noise makes useless."""

@@ -386,6 +386,14 @@ class Evaluate(Settings):
     no such training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive
     the model after the last round, and are measured apart.
 
+    ``count_noise``: the standard deviation of the Gaussian noise on a client's number of right answers. It is for runs
+    with ``local.privacy=dp-sgd``. There each measuring of a client's own model is a release, whose cost is written into
+    the client's privacy ledger beforehand. Its unit is one test record, which moves the number by at most 1; how many
+    test records a client has is public. Without ``count_noise``, the noise is the least one with which all measurings
+    cost at most ``local.privacy.epsilon``. Only the own model is measured, and all measures come from the noisy
+    numbers. Numbers are exact only with ``clients`` "own", on a public data set or with ``test_is_public``.
+    "class-shares" is refused there, because it chooses test records by the labels of training records.
+
     ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
     function receives (round, model, test records) and returns {name: number}. It is called with the server's model
     after each round whose model is tested. With ``clients`` set, it is also called at each client, with each of the
@@ -405,13 +413,14 @@ class Evaluate(Settings):
     personal_every: int = Field(10, ge=1)
     fine_tune_epochs: int = Field(0, ge=0, le=10**6)
     held_out_clients: float = Field(0.0, ge=0, lt=1)
+    count_noise: float | None = Field(None, ge=1e-3, lt=2**20)
     metrics: Annotated[str, AfterValidator(_callable_at)] = "none"
 
     stage: ClassVar[str] = "fl_sim.stages.own_models:OwnModels"
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        for name in ("fine_tune_epochs", "held_out_clients"):
+        for name in ("fine_tune_epochs", "held_out_clients", "count_noise"):
             if (value := getattr(self, name)) and not self.measures_clients:
                 raise ValueError(
                     f"evaluate.{name}={value:g} is about clients' own models, and evaluate.clients=none measures none: "
@@ -429,7 +438,8 @@ class Evaluate(Settings):
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
-        newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients", "metrics"}
+        newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients", "count_noise"}
+        newer |= {"metrics"}
         unused = {name for name in newer if getattr(self, name) == type(self).model_fields[name].default}
         return {key: value for key, value in written.items() if key not in unused}
 

@@ -45,11 +45,12 @@ class OwnMeasures:
     """The clients' answers after a round, and the measures that are computed from them.
 
     ``answers``: one for each client; empty before the first measurement. ``members``: the clients that take part in
-    rounds.
+    rounds. ``by_class``: False if answers hold one number of right answers, for all classes together.
     """
 
     answers: Sequence[OwnAnswer]
     members: NDArray[np.int64]
+    by_class: bool = True
 
     @property
     def models(self) -> Sequence[str]:
@@ -76,6 +77,7 @@ class OwnMeasures:
             f"{group}{model}_recalls": [None if np.isnan(one) else one for one in counts.recalls.tolist()]
             for group, chosen in self._groups.items()
             for model in self.models
+            if self.by_class
             if (counts := self._pooled(model, chosen)).held.any()
         }
 
@@ -116,12 +118,12 @@ class OwnMeasures:
             measures = {
                 "accuracy": over.mean,
                 "accuracy_pooled": float(pooled.right.sum() / pooled.held.sum()),
-                "balanced_accuracy": pooled.balanced_accuracy,
-                "macro_f1": pooled.macro_f1,
                 "worst_tenth": over.worst_tenth,
                 "deviation": over.deviation,
                 "entropy": over.entropy,
             }
+            if self.by_class:
+                measures |= {"balanced_accuracy": pooled.balanced_accuracy, "macro_f1": pooled.macro_f1}
         for name, values in self.metrics(model).items():
             if len(given := known(values[chosen])):
                 measures[name] = float(given.mean())

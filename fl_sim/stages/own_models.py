@@ -4,15 +4,16 @@ The module ``clients.evaluate`` is the client half of this stage. The module ``f
 test records. The server receives only counts for each class: the number of records, and of correct predictions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
+from clients.client_task import ClientTask
 from clients.evaluate import FINE_TUNED, MODELS, OWN, EvaluateOwn, OwnAnswer, OwnModel, answer_in
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
@@ -30,6 +31,9 @@ from fl_sim.training.records import Records
 from fl_sim.types import Params, ServerState, Traffic
 from strategies.algorithm import first_state
 
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+
 MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 """Names of the client tasks: during the rounds, and after the last round with further training."""
 
@@ -37,11 +41,6 @@ _BEST: Final = tuple(
     f"{OWN}_{name}" for name in ("accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "worst_tenth")
 )
 """The measures whose values in the best round are in the result, too."""
-
-_PRIVATE: Final = (
-    "a client's own model is trained on its records without noise, and the number of its correct predictions would be "
-    "published; no epsilon covers that"
-)
 
 
 class OwnModels(Stage):
@@ -53,13 +52,12 @@ class OwnModels(Stage):
         super().__init__(job)
         self._best: dict[str, float] = {}
         self._round, self._task, self._measures = -1, "", OwnMeasures((), job.members)
-        evaluate = job.experiment.evaluate
-        if job.experiment.is_private:
-            raise UserError(
-                f"evaluate.clients={evaluate.clients} has no place in a run that promises privacy: {_PRIVATE}; leave "
-                "evaluate.clients out"
-            )
         _check_held_out(job)
+        self._run, self._times_done, self._noisy = "", 0, None
+        if job.experiment.is_private or job.experiment.evaluate.count_noise is not None:
+            from fl_sim.stages.noisy_counts import noisy_counts  # noqa: PLC0415 (the accountants load slowly)
+
+            self._noisy = noisy_counts(job, self._times)
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -71,13 +69,21 @@ class OwnModels(Stage):
         """Return for each model the share of clients whose accuracy is lower than with the model trained alone."""
         return worse_than_alone(alone, result)
 
-    def tasks(self) -> Mapping[str, EvaluateOwn]:
-        """Return the client tasks: one for the rounds, and one, with further training, for after the last round."""
+    def tasks(self) -> Mapping[str, ClientTask]:
+        """Return the client tasks: one for the rounds, and one for after the last round.
+
+        The last one measures models after further training, too, unless the run promises privacy.
+        """
         job, evaluate = self.job, self.job.experiment.evaluate
         is_tested = evaluate.tests(is_last=False)
         task = EvaluateOwn(ClientRecords(job), job.dataset.num_classes, is_tested, metrics=evaluate.metrics)
+        if self._noisy:
+            return dict.fromkeys((MEASURE, MEASURE_LAST), self._noisy.task(task))
         last = replace(
-            task, is_tested=evaluate.tests(is_last=True), trains=True, fine_tune_epochs=evaluate.fine_tune_epochs
+            task,
+            is_tested=evaluate.tests(is_last=True),
+            trains=not job.experiment.is_private,
+            fine_tune_epochs=evaluate.fine_tune_epochs,
         )
         return {MEASURE: task, MEASURE_LAST: last}
 
@@ -91,7 +97,7 @@ class OwnModels(Stage):
         The validation accuracy is the mean over clients of the accuracy of each client's own model.
         """
         evaluate = self.job.experiment.evaluate
-        is_measured = self.validates() or evaluate.tests(is_last=is_last)
+        is_measured = self._noisy is not None or self.validates() or evaluate.tests(is_last=is_last)
         if not is_measured or (server_round % evaluate.personal_every and not is_last):
             return {}
         self._ask(run, MEASURE_LAST if is_last else MEASURE, server_round)
@@ -120,12 +126,13 @@ class OwnModels(Stage):
             server_round=server_round + 1,
             learning_rate=experiment.local.rate_in(min(server_round + 1, experiment.rounds), experiment.rounds),
         )
-        has_metrics = experiment.evaluate.metrics != "none"
+        has_metrics, num_classes = experiment.evaluate.metrics != "none", self.job.dataset.num_classes
         read: Callable[[RecordDict], OwnAnswer]
-        read = partial(answer_in, num_classes=self.job.dataset.num_classes, has_metrics=has_metrics)
-        answers = run.ask(task, read, quoted=True, order=order, server=server)
-        self._measures = OwnMeasures(answers, self.job.members)
+        read = partial(answer_in, num_classes=1 if self._noisy else num_classes, has_metrics=has_metrics)
+        answers = run.ask(task, read, quoted=not experiment.is_private, order=order, server=server)
+        self._measures = OwnMeasures(answers, self.job.members, by_class=self._noisy is None)
         self._round, self._task = server_round, task
+        self._run, self._times_done = run.order.run, -(-server_round // experiment.evaluate.personal_every)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
         """Return the number of test records of each client, and accuracy and own metrics of each of its models."""
@@ -147,9 +154,12 @@ class OwnModels(Stage):
             "clients_without_test_records": without[:100],
             "shared_test_records": num_shared(tests),
         }
+        if self._noisy:
+            counted = sum(bool(one.counts) for one in self._measures.answers)
+            records |= {"clients_tested": counted, "count_noise": self._noisy.noise_multiplier}
         few = len(tests) <= MOST_LISTED
         measures = {**self._measures.numbers, **self._best}
-        said = {"in_words": _in_words(measures)} if measures else {}
+        said = {"in_words": _in_words(measures, " (noisy counts)" * bool(self._noisy))} if measures else {}
         by_client: dict[str, Any] = {"by_client": self._by_client() if few else {}}
         if numbers := self._measures.num_with_metric:
             by_client["clients_with_metric"] = numbers
@@ -181,6 +191,15 @@ class OwnModels(Stage):
             )
         return said
 
+    def payments(self) -> "Iterator[Payment]":
+        """Yield the planned privacy cost of noisy counts. Yield nothing if the counts are exact."""
+        if self._noisy:
+            yield from self._noisy.payments()
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Return the privacy statements ``others``, and that of the noisy counts."""
+        return [*others, *([self._noisy.statement(self._run, self._times_done)] if self._noisy else [])]
+
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
@@ -200,10 +219,11 @@ class OwnModels(Stage):
         epochs = experiment.evaluate.fine_tune_epochs / max(experiment.local.epochs, 1)
         share = experiment.num_clients / experiment.sampler.expected_size(experiment.num_members)
         algorithm = experiment.algorithm
+        trains = not (isinstance(algorithm, OwnModel) or experiment.is_private)
         at_starts = num_predicted_at_start(self.job, algorithm, self._times * experiment.num_clients)
         return (
             evaluation_work(procedure, records * models + at_starts),
-            training_work(procedure, algorithm, share * (epochs + (not isinstance(algorithm, OwnModel)))),
+            training_work(procedure, algorithm, share * (epochs + trains)),
         )
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
@@ -228,13 +248,13 @@ class OwnModels(Stage):
         return Traffic(down, up) * (times * experiment.num_clients)
 
 
-def _in_words(measures: Mapping[str, float]) -> str:
-    """Return the measures as a line for the user."""
+def _in_words(measures: Mapping[str, float], how: str) -> str:
+    """Return the measures as a line for the user. ``how``: words on noise, or empty."""
     named = {f"{OWN}_accuracy": "mean", f"{OWN}_worst_tenth": "worst tenth"}
     named |= {f"{name}_accuracy": name.replace("_", "-") for name in MODELS if name != OWN}
     named[f"{HELD_OUT}{FINE_TUNED}_accuracy"] = "fine-tuned by clients that never took part"
     shown = [f"{word} {100 * measures[name]:.2f} %" for name, word in named.items() if name in measures]
-    return f"own models on the clients' own test records: {', '.join(shown)}"
+    return f"own models on the clients' own test records{how}: {', '.join(shown)}"
 
 
 def _check_held_out(job: Job) -> None:

@@ -29,6 +29,7 @@ from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from clients.frequency_sums import STEPS, FrequencyQuestion, answer, black_frame
 from clients.gram import SENSITIVITY
 from clients.images import lowest_frequencies
+from clients.noisy_counts import counting_cost, noisy_count
 from clients.paid_rounds import ClientProtection
 from clients.private_gram import private_products
 from clients.private_moments import Protection, private_moments
@@ -62,6 +63,7 @@ HELD = {
     ("clients/private_gram.py", "products of features"): "products",
     ("clients/private_moments.py", "class moments"): "moments",
     ("clients/private_updates.py", "client update"): "client_update",
+    ("clients/noisy_counts.py", "right answers"): "right_answers",
     ("clients/dafl/noisy_moments.py", "mean embedding: "): "generators",
     ("clients/dafl/noisy_moments.py", ""): "generators",
     ("clients/dafl/marginals.py", "marginals: "): "generators",
@@ -381,6 +383,15 @@ def test_client_update(worlds: Both, length: float, noise_multiplier: float, tmp
     assert found <= claimed * (1 + 1e-12)
     if length >= 1 and math.isfinite(length):
         assert found > 0.95 * claimed
+
+
+@pytest.mark.parametrize("count_noise", [0.001, 0.7, 2.0**20 - 1])
+def test_right_answers(worlds: Both, count_noise: float) -> None:
+    """A record is answered right or is not there; rounding and limits come after the noise."""
+    cost = counting_cost(ClientProtection(None, 1e-5, 0.37, count_noise, "seeded"), 3)
+    found = worlds(lambda *, there: noisy_count(41 + there, 60, cost.noise_multiplier, NOISE, 1)).gaussian
+    assert cost.charge == dp_event.GaussianDpEvent(count_noise)  # and the clipping norm of gradients is no part of it
+    assert found == pytest.approx(count_noise**-2)
 
 
 @pytest.mark.parametrize("mechanism", get_args(Mechanism))

@@ -1,0 +1,124 @@
+"""The client task that counts right answers of a client's own model on its test records, and sends a noisy count.
+
+A right answer is a correct prediction. The privacy unit is one test record of the client. Adjacency is zero-out: one
+record is replaced by nothing, while the number of test records stays public. A record moves the count by at most 1. So
+one count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts
+cost k of them (adaptive composition).
+
+The training records of the client are other records. Given everything that the client's private training has released,
+a measured model is fixed. So a count costs a training record nothing, and training costs a test record nothing
+(parallel composition). The client's privacy ledger nevertheless adds up both, which is an upper bound for each record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+
+from clients.evaluate import OWN, TESTED, EvaluateOwn
+from clients.paid_rounds import ClientProtection, Releases, RoundCost, cost_of_round
+from fl_sim.errors import RunError, UserError
+from fl_sim.privacy.mechanisms import Noise, add_noise
+from fl_sim.store.tensors import write_private
+
+if TYPE_CHECKING:
+    from clients.client_task import Client
+
+COUNTED: Final = "counts of right answers"
+"""The released numbers of a measuring, for the names of charges in the privacy ledger."""
+
+_FILE: Final = "count.json"
+
+
+def counting_cost(protection: ClientProtection, times: int) -> RoundCost:
+    """Return the cost of one noisy count, in a run with ``times`` counts of each client.
+
+    ``protection.noise_multiplier``: the standard deviation of the noise on a count; None means the least one with which
+    all counts cost at most epsilon. The RDP accountant compares costs with epsilon. Raises UserError if no noise
+    reaches epsilon.
+    """
+    return cost_of_round(replace(protection, accountant="rdp"), 1.0, 1.0, times, 1)
+
+
+def noisy_count(right: int, num_records: int, std: float, noise: Noise, server_round: int) -> int:
+    """Return the number of right answers with noise, as a whole number from 0 to ``num_records``.
+
+    ``right``: the exact number. ``std``: the standard deviation of the noise. Rounding and limits look at the noisy
+    number and at public numbers only.
+    """
+    steps = noise.gaussian(1, std, purpose="right answers", server_round=server_round)
+    [noisy] = add_noise(np.array([right], dtype=np.float64), std, steps)
+    return int(np.clip(np.rint(noisy), 0, num_records))
+
+
+@dataclass(frozen=True)
+class CountPrivately:
+    """The client task that releases one noisy count, after its cost is in the client's privacy ledger.
+
+    ``measuring``: the task whose models and test records are used; it trains no model. ``protection``: the privacy
+    parameters (``counting_cost``). ``times``: the number of counts of a client in the run. ``run_digest``: a digest of
+    the experiment.
+    """
+
+    measuring: EvaluateOwn
+    protection: ClientProtection
+    times: int
+    run_digest: str
+    reads_records: ClassVar[bool] = False  # the answer has noise, and the policy limits its cost
+    reads_state: ClassVar[bool] = True
+    runs_in_threads: ClassVar[bool] = True
+
+    def run(self, client: Client) -> RecordDict:
+        """Return the message with the public number of test records and the noisy number of right answers.
+
+        The message is empty for a client without test records, and for a client whose budget is spent. The last count
+        is stored. So a resumed run that asks for the same model again gets the same count, without a second charge.
+        Raises RunError for a worker without access to the client's privacy ledger.
+        """
+        tests = self.measuring.own_records.tests(client.number)
+        if not len(tests):
+            return RecordDict({"counts": MetricRecord({})})
+        if not client.has_disk:
+            raise RunError(
+                "this worker has no access to the client's privacy ledger, and no count is released without a charge: "
+                "take engine=inprocess, or leave evaluate.clients out"
+            )
+        path, asked = client.folder("counts") / _FILE, _digest(client)
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        if stored.get("asked") == asked:
+            return _answer(len(tests), int(stored["right"]))
+        scores = self.measuring.measured(client, tests.none())[OWN].scores(*tests.tensors())
+        if scores.counts is not None:
+            raise UserError(
+                "evaluate.clients counts several predictions for each record of this model, and noisy counts are for "
+                "one prediction a record: leave evaluate.clients out"
+            )
+        cost, server_round = counting_cost(self.protection, self.times), client.config.server_round
+        noise = Releases(COUNTED, self.protection.noise, self.run_digest).paid(client, server_round, cost)
+        if noise is None:
+            return RecordDict({"counts": MetricRecord({})})
+        exact = int((scores.predicted == scores.labels).sum())
+        right = noisy_count(exact, len(tests), cost.noise_multiplier, noise, server_round)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, json.dumps({"asked": asked, "right": right}).encode())
+        return _answer(len(tests), right)
+
+
+def _answer(num_records: int, right: int) -> RecordDict:
+    counts = [num_records, num_records, right]  # of one class, in the form of ``counts_of``
+    return RecordDict({"counts": MetricRecord({f"{OWN}/{TESTED}": counts})})
+
+
+def _digest(client: Client) -> str:
+    """Return a digest of the round, and of everything from which the client makes its own model."""
+    digest = hashlib.sha256(f"{client.run} {client.number} {client.config.server_round}".encode())
+    for name, params in {"": client.params, **client.broadcast.groups, **client.state}.items():
+        for key, value in params.items():
+            digest.update(f"{name}/{key} {tuple(value.shape)}".encode())
+            digest.update(value.numpy(force=True).tobytes())
+    return digest.hexdigest()
