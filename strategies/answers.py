@@ -46,12 +46,12 @@ class Population:
 
 @dataclass(frozen=True)
 class Asking:
-    """One client task that is sent to every client.
+    """One client task that is sent to every client, or to the clients of ``contents``.
 
     ``order``: the kind of task, such as evaluate, and its settings. ``quoted``: True if an error message may quote a
     client's error message; False if the client's message is private. ``timeout``: seconds for the whole exchange.
     ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the model. ``contents``:
-    {client: content of its message} if clients receive different models; otherwise empty.
+    {client: content of its message} if clients receive different models or not all are asked; otherwise empty.
     """
 
     order: wire.TaskConfig
@@ -63,12 +63,12 @@ class Asking:
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
-    """Return every client's answer, decoded by ``read``, in the order of the clients.
+    """Return the answer of every client that is asked, decoded by ``read``, in the order of the clients.
 
     Raises RunError, which names the first client whose answer is not valid.
     """
-    what, made = asking.order.task, []
-    for client, answer in enumerate(answers_to(grid, population, asking, read)):
+    what, made, asked = asking.order.task, [], sorted(asking.contents) or range(len(population.nodes))
+    for client, answer in zip(asked, answers_to(grid, population, asking, read), strict=True):
         if isinstance(answer, Malformed):
             raise refusal(f"client {client}, asked to {what},", answer, quoted=asking.quoted)
         made.append(answer)
@@ -78,14 +78,14 @@ def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Call
 def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
-    """Return for every client, in order, its answer decoded by ``read``, or the error if the answer is not valid."""
+    """Return for each asked client, in order, its answer decoded by ``read``, or the error if it is not valid."""
     order, params = asking.order, asking.params
     if not (contents := asking.contents):
         content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
         contents = dict.fromkeys(range(len(population.nodes)), content)
     sent = [Message(content, population.nodes[client], wire.TRAIN) for client, content in contents.items()]
     answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.client_of, strict=asking.quoted)
-    return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]
+    return [_read(answers.get(client, []), read) for client in sorted(contents)]
 
 
 def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Read | Malformed:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,16 @@ from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Repl
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Unfolding, groups_of, payload_template, turns_of, weighting_of
 from strategies.answers import (
+    Asking,
     Population,
+    Read,
+    ask_everybody,
     by_client,
     content_of,
     find_population,
     refusal,
 )
-from strategies.layer import Drawn, Layer, Layered, Workload
+from strategies.layer import Ask, Drawn, Layer, Layered, Workload
 from strategies.own_layer import OwnLayer
 from strategies.samplers import Coins, Sampler
 
@@ -172,6 +175,20 @@ class FederatedStrategy(Strategy):
         contents = ((self.content(order, state), members) for state, members in groups.values())
         return {client: content for content, members in contents for client in members}
 
+    def ask(
+        self, grid: Grid, order: wire.TaskConfig, timeout: float, task: str, clients: Sequence[int],
+        read: Callable[[RecordDict], Read],
+    ) -> tuple[list[Read], Traffic]:  # fmt: skip
+        """Return the answers of ``clients``, ascending, to a client task before a round, and the bytes of their models.
+
+        ``order``: the settings of the round. ``read``: a function that checks and converts one answer.
+        """
+        order = replace(order, task=task)
+        contents = self.contents(order, self.server, clients)
+        asking = Asking(order, timeout, not self.order.synthetic, contents=contents)
+        down = sum(arrays.num_bytes(content) for content in contents.values())
+        return ask_everybody(grid, self.population, asking, read), Traffic(down, 0)
+
     def broadcast(self, server: ServerState) -> Payloads:
         """Return the tensors that clients receive beside the model: those of the algorithm and of the round layers."""
         groups = {**server.broadcast}
@@ -262,6 +279,11 @@ class _Innermost(Layer):
 
     def begin(self, server_round: int) -> None:
         """Do nothing: the innermost layer needs no preparation for a round."""
+
+    def consult(self, server_round: int, ask: Ask) -> Traffic:
+        """Return 0 bytes: the innermost layer asks nobody."""
+        del server_round, ask
+        return Traffic(0, 0)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         strategy = self.strategy
@@ -399,6 +421,8 @@ def run_round(
     if not strategy.population.nodes:  # before any charge, as nodes may be missing on Flower's runtime
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     strategy.layer.begin(server_round)
+    order = replace(strategy.order, server_round=server_round, learning_rate=learning_rate)
+    asked = strategy.layer.consult(server_round, partial(strategy.ask, grid, order, timeout))
     config = ConfigRecord({"learning-rate": learning_rate})
     messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
@@ -406,7 +430,7 @@ def run_round(
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
     size, metrics_of_layers = None if strategy.layer.hides_clients else len(messages), strategy.layer.metrics()
     each = strategy.traffic_with(messages[0].content, server_round) if messages else strategy.traffic
-    traffic = None if size is None else each * size
+    traffic = None if size is None else each * size + asked
     done = Round(server_round, size, loss, traffic, time.perf_counter() - start)
     if traffic is not None:
         traffic += Traffic(each.down, 0) * metrics_of_layers.get("late", 0)  # late clients only received the model

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from fl_sim.store.run_directory import RoundRecord
 
 Kind = TypeVar("Kind", bound="Layer")
+Read = TypeVar("Read")
 
 Relabel: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """A function from an array of labels to an array of changed labels with the same shape."""
 
 ORDER: Final = (
-    "compress", "local", "algorithm", "local.privacy", "aggregator", "attack", "devices", "evaluate",
+    "sampler", "compress", "local", "algorithm", "local.privacy", "aggregator", "attack", "devices", "evaluate",
 )  # fmt: skip
 """The fields of an experiment whose layers wrap the rounds, from the inside out."""
 
@@ -66,11 +67,12 @@ class Drawn:
     """The cohort of a round.
 
     ``clients``: the client numbers, ascending. ``most_steps``: {client: the largest number of local steps for which the
-    client has time}.
+    client has time}. ``asked``: the clients that evaluated the model before the cohort was drawn.
     """
 
     clients: NDArray[np.int64]
     most_steps: Mapping[int, int] = field(default_factory=dict)
+    asked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,25 @@ class Workload:
     """The amount of work of every client in a round, from which the virtual clock computes durations.
 
     ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
-    ``traffic``: sizes of a client's download and upload, in bytes.
+    ``traffic``: sizes of a client's download and upload, in bytes. ``seconds(client, server_round)``: the virtual
+    duration of a client's turn in a round; always 0 without a virtual clock.
     """
 
     sizes: NDArray[np.int64]
     settings: LocalSettings
     traffic: Traffic
+    seconds: Callable[[int, int], float] = lambda client, server_round: 0.0  # noqa: ARG005 (named for callers)
+
+
+class Ask(Protocol):
+    """A function that asks clients before a round. They receive the same tensors as in the round."""
+
+    def __call__(self, task: str, clients: Sequence[int], read: Callable[[Any], Read]) -> tuple[list[Read], Traffic]:
+        """Return the answers of ``clients`` to the client task named ``task``, and the bytes that were sent.
+
+        ``clients``: ascending. ``read``: a function that checks and converts one answer. Raises RunError, with the
+        number of the first client that has no valid answer.
+        """
 
 
 class Stop(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
@@ -199,6 +214,10 @@ class Layer:
     def begin(self, server_round: int) -> None:
         """Prepare a round. Called before everything else in the round. Raises Stop to end the run before the round."""
         self.inner.begin(server_round)
+
+    def consult(self, server_round: int, ask: Ask) -> Traffic:
+        """Ask clients before the cohort of a round is drawn, if the layer needs it; return the bytes that were sent."""
+        return self.inner.consult(server_round, ask)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return the round's cohort. ``coins``: the source of random numbers, or None for the run's seed."""

@@ -12,9 +12,9 @@ from fl_sim.errors import Malformed, RunError
 from fl_sim.own_code import error_context
 from fl_sim.params import layout_of
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm
-from strategies.layer import Drawn, Layer, Workload, name_of
+from strategies.layer import Ask, Drawn, Layer, Workload, name_of
 from strategies.samplers import Coins
 
 _NUMBERS: Final = {"epsilon", "virtual_seconds", "late", "staleness"}
@@ -36,6 +36,14 @@ class OwnLayer(Layer):
         """Let the user's layer prepare the round."""
         with self._errors_of("begin"):
             self.inner.begin(server_round)
+
+    def consult(self, server_round: int, ask: Ask) -> Traffic:
+        """Let the user's layer ask clients before the round. Raises RunError unless it returns the bytes as Traffic."""
+        with self._errors_of("consult"):
+            sent = self.inner.consult(server_round, ask)
+        if not isinstance(sent, Traffic):
+            raise self._wrong("consult", f"{sent!r}", "a Traffic with the bytes of all questions")
+        return sent
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return the cohort of the user's layer.

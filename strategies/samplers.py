@@ -35,10 +35,10 @@ SamplingRate: TypeAlias = Annotated[float, Field(gt=0, le=1), AfterValidator(_so
 
 def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
     """Return all client numbers in a random order, shape (num_clients,)."""
-    return np.argsort(_distinct(num_clients, coins))
+    return np.argsort(distinct(num_clients, coins))
 
 
-def _distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
+def distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
     """Return one random number per client, all different: sorting equal numbers would favour some clients."""
     drawn = coins(num_clients)
     while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
@@ -57,6 +57,20 @@ class Sampler(Protocol):
     def expected_size(self, num_clients: int) -> float:
         """Return the expected cohort size, a public number."""
         ...
+
+
+@runtime_checkable
+class AskingSampler(Protocol):
+    """A sampler that asks some clients to evaluate the model before it draws a cohort."""
+
+    def num_asked(self, num_clients: int) -> int:
+        """Return the largest number of clients that are asked before a round."""
+        ...
+
+
+def num_asked(sampler: Sampler, num_clients: int) -> int:
+    """Return the largest number of clients that ``sampler`` asks before a round, out of ``num_clients``."""
+    return sampler.num_asked(num_clients) if isinstance(sampler, AskingSampler) else 0
 
 
 class Everyone(Settings):
@@ -98,7 +112,7 @@ class FixedSize(Settings):
         """
         del server_round
         self._check(num_clients)
-        drawn = _distinct(num_clients, coins)
+        drawn = distinct(num_clients, coins)
         return np.flatnonzero(drawn <= np.sort(drawn)[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ class TimedRounds(Layer):
         self._experiment = experiment
         self._clock: Clock | None = None
         self._last: Turnout | None = None
+        self._asking = 0.0
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -40,20 +42,25 @@ class TimedRounds(Layer):
 
     def ready(self, work: Workload) -> None:
         """Create the virtual clock. It computes durations from ``work``, such as numbers of records and bytes."""
-        self._clock = clock_of(self._experiment, work)
-        self.inner.ready(work)
+        self._clock = clock = clock_of(self._experiment, work)
+        seconds = lambda client, server_round: clock.seconds(client, server_round, clock.steps(client))  # noqa: E731
+        self.inner.ready(replace(work, seconds=seconds))
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return the clients of the inner layer's cohort that are available and finish before the deadline."""
         assert self._clock is not None, "rounds begin when the layer is ready"
-        drawn, server = self.inner.cohort(server_round, coins).clients.tolist(), self._experiment.server
+        inner, server = self.inner.cohort(server_round, coins), self._experiment.server
+        drawn = inner.clients.tolist()
+        self._asking = max((self._clock.asking_seconds(client, server_round) for client in inner.asked), default=0.0)
         is_partial = server.late == "partial"
         self._last = turnout(self._clock, server_round, drawn, deadline=server.deadline, partial=is_partial)
         return Drawn(self._last.in_time, self._last.most_steps)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the fields of the round's line in ``rounds.jsonl``, with virtual duration and late clients."""
-        timed = {} if self._last is None else {"virtual_seconds": self._last.seconds, "late": self._last.num_late}
+        timed = {} if self._last is None else {
+            "virtual_seconds": self._asking + self._last.seconds, "late": self._last.num_late,
+        }  # fmt: skip
         return {**self.inner.metrics(), **timed}
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:

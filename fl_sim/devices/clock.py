@@ -55,9 +55,21 @@ class Clock:
             records = passes * size + min(rest * self.settings.batch_size, size)
         by_records = records * fleet.record_seconds[client]
         taken = float(sending + steps * fleet.step_seconds[client] + by_records)
-        if not fleet.jitter:
-            return taken
-        return taken * math.exp(fleet.jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
+        return taken * self._jitter(client, server_round)
+
+    def _jitter(self, client: int, server_round: int) -> float:
+        if not (jitter := self.fleet.jitter):
+            return 1.0
+        return math.exp(jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
+
+    def asking_seconds(self, client: int, server_round: int) -> float:
+        """Return the simulated seconds for a download and an evaluation of the model on the client's records.
+
+        An evaluation takes a third of a training step's seconds for each record: one pass in place of three.
+        """
+        fleet, size = self.fleet, int(self.sizes[client])
+        taken = float(self.traffic.down / fleet.download[client] + size * fleet.record_seconds[client] / 3)
+        return taken * self._jitter(client, server_round)
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
         """Return the number of local steps of ``client`` that fit into ``seconds`` besides download and upload.

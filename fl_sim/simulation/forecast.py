@@ -37,6 +37,7 @@ from fl_sim.training.courses import StepByStep
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Training
 from fl_sim.types import LocalTask, Traffic
+from strategies.samplers import num_asked
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,12 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     clients = training_work(procedure, algorithm, trainings)
     server_steps = sum(stage.num_server_steps() for stage in stages)
     cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
+    asked = trainings * num_asked(job.experiment.sampler, job.experiment.num_members) * float(job.shards.sizes.mean())
     return (
         clients,
         replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server, without parallel work
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
-        evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort)),
+        evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
         *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
         *(work for stage in stages for work in stage.work()),
     )

@@ -60,6 +60,7 @@ from strategies.algorithm import (
 from strategies.flower import FederatedStrategy, Round, run_round
 from strategies.layer import Beginning, Stop, check_names, client_layers, layer_kinds
 from strategies.own_layer import states_of
+from strategies.samplers import num_asked
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment, RunPayments
@@ -193,7 +194,7 @@ class Rounds(Procedure):
         """Return the bytes of arrays to and from all clients, by purpose: all rounds, and each stage."""
         experiment = self.job.experiment
         updates = experiment.rounds * experiment.sampler.expected_size(experiment.num_members)
-        return self._traffic_of(updates)
+        return self._traffic_of(updates, experiment.rounds * num_asked(experiment.sampler, experiment.num_members))
 
     def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
         """Return the bytes of ``updates`` client updates and of all stages, by purpose.

@@ -352,7 +352,7 @@ def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
     """Return the classes of all stages that the settings of ``experiment`` name, also of those that do not apply."""
     parts: tuple[object, ...] = (
         experiment.preprocess, experiment.algorithm, experiment.local.privacy, experiment.aggregator,
-        experiment.calibrate, experiment.evaluate,
+        experiment.calibrate, experiment.evaluate, experiment.sampler,
     )  # fmt: skip
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
     return [load_object(path, "stage") for both in named for path in both if path]

@@ -157,6 +157,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no noise": ({"aggregator": {"kind": "global-dp", "noise_multiplier": 0}}, "aggregator.noise_multiplier=0 has no"),
     "everybody drawn": ({"sampler": "fixed-size"}, "sampler.cohort_size=10 has no effect: all 10 clients"),
+    "everybody chosen": ({"sampler": "oort"}, "sampler.cohort_size=10 has no effect: all 10 clients"),
     "everybody's coin": ({"sampler": "poisson:1"}, "sampler.sampling_rate=1 has no effect"),
     "one group": ({"sampler": {"kind": "cyclic", "groups": 1, "sampling_rate": 1}}, "sampler.groups=1 has no effect"),
     "all of the largest": ({"compress": "top-k:1"}, "compress.share=1 has no effect: all numbers"),

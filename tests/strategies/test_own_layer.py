@@ -17,11 +17,11 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Payloads, Reply, ServerState, Trained
+from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Payloads, Reply, ServerState, Traffic, Trained
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm
 from strategies.fedavg import FedAvg
-from strategies.layer import Drawn, Layer, layer_kinds
+from strategies.layer import Ask, Drawn, Layer, layer_kinds
 from strategies.own_layer import OwnLayer
 from strategies.samplers import Coins
 
@@ -42,6 +42,10 @@ class Faulty(Layer):
         if self._fault == "raises":
             raise ZeroDivisionError("no way on")
         self.inner.begin(server_round)
+
+    def consult(self, server_round: int, ask: Ask) -> Traffic:
+        sent: Any = self.inner.consult(server_round, ask)
+        return sent.down if self._fault == "bytes" else sent
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         drawn = self.inner.cohort(server_round, coins)
@@ -95,6 +99,7 @@ class FaultyMean(WeightedMean):
     ("fault", "told"),
     [
         ("raises", r"begin of Faulty failed with ZeroDivisionError: no way on \(.*test_own_layer.py:\d+, in begin\)"),
+        ("bytes", "consult of layer Faulty returned 0: return a Traffic"),
         ("a stranger", "cohort of layer Faulty returned .* numbers from 0 to 3"),
         ("one twice", "cohort of layer Faulty returned"),
         ("below", "cohort of layer Faulty returned"),

@@ -1,0 +1,117 @@
+"""The round layer of samplers with feedback: it notes what clients send, and asks candidates before a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.asked_loss import loss_in
+from fl_sim.errors import UserError
+from fl_sim.kinds import kind_of
+from fl_sim.params import scale
+from fl_sim.seeding import rng
+from fl_sim.types import Aggregate, Cohort, Reply, ServerState, Traffic
+from strategies.aggregators import as_rows, weights_of
+from strategies.algorithm import Algorithm
+from strategies.guided_sampler import Feedback, Met
+from strategies.layer import Ask, Beginning, Drawn, Layer, Workload
+from strategies.samplers import Coins
+
+TELL_LOSS: Final = "tell-loss"
+"""Name of the client task that tells a client's loss."""
+
+
+class GuidedCohorts(Layer):
+    """Samples cohorts by ``Feedback``, and weights updates by the sampler's probabilities, if it has them.
+
+    ``met``: what the server knows of each client that has sent an update.
+    """
+
+    def __init__(self, experiment: Any, met: Mapping[int, Met]) -> None:
+        self._experiment, self.met = experiment, dict(met)
+        self._sampler, self._sizes = experiment.sampler, np.ones(experiment.num_clients, np.int64)
+        self._asked = dict[int, float]()
+        self._rates: NDArray[np.float64] | None = None
+        self._seconds: Callable[[int, int], float] = lambda client, server_round: 0.0  # noqa: ARG005
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> GuidedCohorts:
+        """Return the layer. In a resumed run it knows what clients sent in earlier rounds."""
+        del out
+        return cls(experiment, {int(client): Met(*facts) for client, facts in progress.get("met", {}).items()})
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if some clients never take part."""
+        del beginning
+        if experiment.num_members < experiment.num_clients:
+            raise UserError(
+                f"sampler {kind_of(experiment.sampler)} cannot run with evaluate.held_out_clients="
+                f"{experiment.evaluate.held_out_clients:g}: it would ask clients that never train; leave "
+                "evaluate.held_out_clients out"
+            )
+
+    def ready(self, work: Workload) -> None:
+        """Keep the clients' numbers of records, and the function that returns the durations of their turns."""
+        self._sizes, self._seconds = work.sizes, work.seconds
+        self.inner.ready(work)
+
+    def consult(self, server_round: int, ask: Ask) -> Traffic:
+        """Ask the sampler's candidates for their loss; return the bytes of the question."""
+        candidates = self._sampler.candidates(self._coins(server_round), self._feedback()).tolist()
+        traffic = self.inner.consult(server_round, ask)
+        self._asked = {}
+        if candidates:
+            losses, sent = ask(TELL_LOSS, candidates, loss_in)
+            self._asked, traffic = dict(zip(candidates, losses, strict=True)), traffic + sent
+        return traffic
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        """Return the sampler's cohort, and the clients that were asked before."""
+        feedback, coins = self._feedback(), coins or self._coins(server_round)
+        self._rates = self._sampler.rates(feedback)
+        return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Note what the clients sent, and return the mean of their updates, divided by probabilities if there are any.
+
+        Let w_i be the weights of all clients with records. The mean over the cohort of f_i update_i, with f_i = (sum of
+        w in the cohort) / (p_i sum of all w), is the sum of w_i update_i / p_i, divided by the sum of all w.
+        """
+        trained = [reply for reply in cohort.replies if reply.num_examples]
+        if self._rates is not None and trained:
+            assert isinstance(algorithm.weighting, str)
+            everybody = [Reply(client, {}, size, None) for client, size in enumerate(self._sizes.tolist()) if size]
+            present, whole = (sum(weights_of(some, algorithm.weighting)) for some in (trained, everybody))
+            factors = {one.client: float(present / whole / self._rates[one.client]) for one in trained}
+            replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
+            cohort = replace(cohort, replies=replies)
+        found = self.inner.aggregate(cohort, algorithm, server)
+        for reply in trained:  # after the aggregator has refused numbers that are not finite
+            self.met[reply.client] = self._met(reply, cohort.server_round)
+        return found
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what the server knows of the clients, for the checkpoint."""
+        return {"met": {str(client): list(astuple(facts)) for client, facts in self.met.items()}}
+
+    def _coins(self, server_round: int) -> Coins:
+        return rng(self._experiment.seed_of_sampling, "sampler", server_round).random
+
+    def _feedback(self) -> Feedback:
+        return Feedback(self._sizes, self.met, self._asked)
+
+    def _met(self, reply: Reply, server_round: int) -> Met:
+        norm = float(torch.linalg.vector_norm(as_rows([reply]), dtype=torch.float64))
+        return Met(server_round, reply.loss or 0.0, norm, self._seconds(reply.client, server_round))
+
+
+def _times(reply: Reply, factor: float) -> Reply:
+    """Return the reply with all its payloads multiplied by ``factor``."""
+    return replace(reply, payloads={name: scale(part, factor) for name, part in reply.payloads.items()})

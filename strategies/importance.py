@@ -1,0 +1,85 @@
+"""Importance sampling: who matters takes part more often, and then counts less (Chen, Horvath, Richtarik 2022)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.kinds import Choices, kind_of
+from strategies.algorithm import Averaging
+from strategies.guided_sampler import Feedback, GuidedSampler
+from strategies.samplers import Coins
+
+
+class Importance(GuidedSampler):
+    """Client i takes part with probability p_i, independently, and its update is divided by p_i: the mean is unbiased.
+
+    Over all cohorts the expected server step is that of ``sampler=full``. The p_i sum to ``cohort_size``. ``by``:
+    "records" takes p_i in proportion to client i's number of records n_i. "norms" takes n_i times the norm of its last
+    update, which has little variance if norms change slowly. A client that was never met counts as one of mean norm.
+    The paper asks all clients for the norm of this round's update, which costs a training of all; here it is the last
+    one. ``uniform_share``: the share of the p_i that is the same for all clients, so that no p_i is close to 0. A
+    client without records takes no part. Probabilities above 1 are 1, and the others rise. A round may be empty. If
+    clients are late (``server.deadline``), the mean is not unbiased.
+    """
+
+    kind: Literal["importance"] = "importance"
+    cohort_size: int = Field(10, ge=1)
+    by: Literal["records", "norms"] = "norms"
+    uniform_share: float = Field(0.1, gt=0, le=1)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for a run that promises privacy, and if the server does not take a mean of updates alone."""
+        super().check(experiment)
+        algorithm, what = experiment.algorithm, "sampler importance cannot run with"
+        plain = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish
+        if not plain or hasattr(algorithm, "weigh"):
+            raise ValueError(
+                f"{what} algorithm {kind_of(algorithm)}: its clients send more than the change of their model, which "
+                "cannot be divided by a probability; take fedavg, fedprox, fedadam or another algorithm whose clients "
+                "send only that"
+            )
+        for name, value, wanted in (
+            ("aggregator", kind_of(experiment.aggregator), "mean"),
+            ("local.batch_norm", experiment.local.batch_norm, "none"),
+        ):
+            if value != wanted:
+                raise ValueError(f"{what} {name}={value}: only a mean of updates stays unbiased; leave {name} out")
+
+    def rates(self, feedback: Feedback) -> NDArray[np.float64]:
+        """Return the probability p_i of each client, shape (clients,)."""
+        scores = feedback.sizes.astype(np.float64)
+        if self.by == "norms" and feedback.met:
+            usual = float(np.mean([one.norm for one in feedback.met.values()]))
+            norms = [feedback.met[i].norm if i in feedback.met else usual for i in range(len(scores))]
+            scores = scores * norms if any(norms) else scores
+        holders = feedback.sizes > 0
+        scores = scores / max(scores.sum(), 1e-300)
+        return inclusion(
+            np.where(holders, (1 - self.uniform_share) * scores + self.uniform_share / max(1, holders.sum()), 0.0),
+            self.cohort_size,
+        )
+
+    def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
+        """Return the cohort, ascending, possibly empty."""
+        del server_round
+        return np.flatnonzero(coins(len(feedback.sizes)) < self.rates(feedback))
+
+
+def inclusion(scores: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """Return probabilities with sum ``size``: min(1, c scores), shape (clients,), 0 where the score is 0.
+
+    If there are fewer positive scores than ``size``, all of these are 1.
+    """
+    rates, free = np.zeros(len(scores)), scores > 0
+    if np.count_nonzero(free) <= size:
+        return free.astype(np.float64)
+    while True:
+        rates[free] = scores[free] / scores[free].sum() * (size - np.count_nonzero(rates == 1))
+        if not (rates > 1).any():
+            return rates
+        free &= rates < 1
+        rates[(scores > 0) & ~free] = 1.0
