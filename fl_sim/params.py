@@ -315,13 +315,14 @@ def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fixed_in(model: torch.nn.Module) -> Params:
-    """Return CPU copies of the tensors that training never changes, from a newly built ``model``.
+    """Return the tensors that training never changes (no copies), from a newly built ``model`` on the CPU.
 
     These are frozen parameters, and running statistics of BatchNorm layers that stay in evaluation mode.
     """
     trained = norms_in(model)
     kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
-    return {**frozen_in(model), **detached((name, value.to(torch.float32)) for name, value in kept.items())}
+    frozen = {name: weight.detach() for name, weight in model.named_parameters() if not weight.requires_grad}
+    return {**frozen, **{name: value.to(torch.float32) for name, value in kept.items()}}
 
 
 def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Computing, Sealing, is_none, is_own_kind, kind_of, path_in
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
-from fl_sim.params import copied
+from fl_sim.params import copied, fixed_in
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
@@ -131,6 +131,11 @@ class Job:
             return resident(examples, self.dataset, self.device)
         features = torch.from_numpy(self.body.features_of(examples, self.dataset))
         return Source(features.to(self.device), torch.from_numpy(examples.labels).to(self.device))
+
+    @property
+    def fixed(self) -> Params:
+        """The tensors of the whole model that training never changes (no copies)."""
+        return fixed_in(self._first[0])
 
     @cached_property
     def placed(self) -> Placed:

@@ -23,7 +23,7 @@ from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import hides_clients, is_none, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object
-from fl_sim.params import detached, fixed_in, trainable
+from fl_sim.params import detached, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
@@ -160,7 +160,7 @@ class Rounds(Procedure):
         ]
         log.traffic, last = strategy.traffic, strategy.server
         on_clients = {name: value for name, value in self._whole(last.params).items() if name not in last.params}
-        log.fixed = {**fixed_in(self.job.whole_model()), **on_clients}
+        log.fixed = {**self.job.fixed, **on_clients}
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         ends_untested = log.stopped_by_observer and (log.measured is None or log.measured.test is None)
         if (log.measured is None or ends_untested) and log.rounds:

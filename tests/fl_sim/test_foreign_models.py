@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,10 @@ from torch import nn
 from fl_sim import foreign_models, models
 from fl_sim.architectures import HuggingFace, MeanOfTokens
 from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.foreign_models import source_of, take_logits, take_tokens
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.store.weights import Placed, digest_of, place, read_weights
 
 CIFAR, GREY = (3, 32, 32), (1, 32, 32)
@@ -207,6 +211,39 @@ def test_an_encoder_gets_the_mean_over_tokens_and_a_new_head(bert: dict[str, Pat
     states = [theirs(input_ids=row[row > 0].long()[None]).last_hidden_state[0].mean(0) for row in records]
     model.eval()
     assert torch.allclose(model(records), model.head(torch.stack(states)), atol=1e-5)  # padding changes nothing
+
+
+def _job(model: dict[str, str], folder: Path) -> Job:
+    records, labels = tokens(12).numpy().astype(np.int64), np.arange(12) % 2
+    np.savez(folder / "t.npz", x_train=records, y_train=labels, x_test=records, y_test=labels, vocabulary=30)
+    data = f"npz:{folder}/t.npz"
+    return job_of(experiment_from({"data": data, "model": model, "clients": 2, "partition": "iid"}))
+
+
+def test_models_of_clients_share_the_frozen_tensors_of_an_encoder(bert: dict[str, Path], tmp_path: Path) -> None:
+    job = _job({"name": f"hf:{bert['encoder']}", "trainable": "lora,head"}, tmp_path)
+    kept, *others = (
+        dict(one.named_parameters()) for one in (job.model(), job.model(), procedure_of(job).runtime().model)
+    )
+    frozen = {name for name, weight in kept.items() if not weight.requires_grad}
+    for other in others:
+        assert {name for name, weight in kept.items() if weight.data_ptr() == other[name].data_ptr()} == frozen
+    assert "body.embeddings.word_embeddings.weight" in frozen
+
+
+def test_features_of_an_encoder_are_computed_once_unless_it_drops_in_training(
+    bert: dict[str, Path], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    dropping = _job({"name": f"hf:{bert['encoder']}", "trainable": "head"}, tmp_path)
+    assert dropping.body == "it draws random numbers in training, as dropout does"
+    config = transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    transformers.BertModel(config).save_pretrained(tmp_path / "plain")
+    job = _job({"name": f"hf:{tmp_path}/plain", "trainable": "head"}, tmp_path)
+    features = torch.from_numpy(job.records.test.inputs)
+    with torch.no_grad():
+        expected = job.whole_model().eval()(torch.from_numpy(job.dataset.test.inputs))
+        assert torch.allclose(job.model()(features), expected, atol=1e-5)
 
 
 def test_a_classifier_keeps_its_head_for_its_classes_and_gets_a_new_one_for_others(bert: dict[str, Path]) -> None:
