@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
@@ -24,6 +24,7 @@ from fl_sim.types import BatchNorm
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]
 Prepare: TypeAlias = Callable[[nn.Module], None]
+"""A function that changes a new model in place, such as one that freezes parameters."""
 
 
 def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
@@ -163,8 +164,9 @@ def build(
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
     number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
-    ``prepare``: a function that changes the new model in place, such as one that freezes parameters. Raises UserError
-    for an unknown name, and for a user's own model that cannot be trained here. If ``batch_norm`` is set, raises
+    ``prepare``: a function that changes the new model in place. Two equal such functions change the models of a library
+    alike, which are tested once for each. Raises UserError for an unknown name, and for a user's own model that cannot
+    be trained here. If ``batch_norm`` is set, raises
     UserError for a model without BatchNorm layers.
     """
     own = None
@@ -190,6 +192,14 @@ def build(
             model = MODELS[name](input_shape, num_classes)
     prepare(model)
     return model
+
+
+def is_tried(
+    name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm, vocabulary: int, prepare: Prepare
+) -> bool:
+    """Return True if ``build`` has made and tested such a model of a library, with any seed, in this process."""
+    source = source_of(name)
+    return source is not None and (source, input_shape, num_classes, batch_norm, vocabulary, prepare) in _TRIED
 
 
 @lru_cache(maxsize=16)
@@ -253,20 +263,18 @@ def _build_own(
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         logits, has_loss = _logits(path, model, trial), isinstance(model, OwnLoss)
         logits = logits if has_loss else take_logits(path, model, logits, num_classes)
-        _check_logits(path, logits, () if has_loss else (num_classes,))
-        if before:
-            _check_buffers(path, model, before, batch_norm)
-        if before and not (source and is_known):  # large models take seconds
-            other = _made(path, factory, input_shape, num_classes, seed + 1)
-            prepare(other)
-            _check_drawn(path, before, other)
-        if vocabulary:
-            _check_vocabulary(path, model, trial, vocabulary)
-        if not torch.equal(logits, _logits(path, model, trial)):  # after the buffers, whose message is clearer
-            raise UserError(
-                f"model {path!r} returned different logits for the same records in a second call, with the generators "
-                f"of torch, NumPy and Python seeded alike: {_CURE}"
-            )
+        if not is_tried(path, input_shape, num_classes, batch_norm, vocabulary, prepare):  # a test takes seconds
+            _check_logits(path, logits, () if has_loss else (num_classes,))
+            if before:
+                _check_buffers(path, model, before, batch_norm)
+            if before and not (source and is_known):
+                other = _made(path, factory, input_shape, num_classes, seed + 1)
+                prepare(other)
+                _check_drawn(path, before, other)
+            if vocabulary:
+                _check_vocabulary(path, model, trial, vocabulary)
+            _check_again(path, model, trial, logits)  # after the buffers, whose message is clearer
+            _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():
             for name, buffer in running_in(model).items():  # changed by the trial
                 buffer.copy_(before[name])
@@ -280,6 +288,8 @@ _CURE: Final = (
 )
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
 """Pairs (import path, factory or source) that passed a check: two calls with one seed gave equal models."""
+_TRIED: Final[set[Hashable]] = set()
+"""Models of libraries that passed all checks, with any seed: (source, ..., the function that prepares them)."""
 
 
 def _factory(path: str) -> Callable[..., Any]:
@@ -385,6 +395,15 @@ def _check_logits(path: str, logits: Any, shape: tuple[int, ...]) -> None:
         raise UserError(
             f"model {path!r} returns logits that depend on none of its trained parameters: remove torch.no_grad or "
             "detach from its forward"
+        )
+
+
+def _check_again(path: str, model: nn.Module, trial: torch.Tensor, logits: torch.Tensor) -> None:
+    """Raise UserError if a second call returns other ``logits`` for the same records."""
+    if not torch.equal(logits, _logits(path, model, trial)):
+        raise UserError(
+            f"model {path!r} returned different logits for the same records in a second call, with the generators of "
+            f"torch, NumPy and Python seeded alike: {_CURE}"
         )
 
 

@@ -24,8 +24,8 @@ from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_
 _WIDTH: Final = 140
 """Width of a line in characters if the output is not a terminal."""
 
-_MOST_TIMED: Final = 8
-"""Largest number of measured times that are printed, such as the time of a minibatch step. ``--json`` lists all."""
+_MOST_NAMED: Final = 6
+"""Largest number of kinds of work that a line names, such as a minibatch step. ``--json`` lists all."""
 
 _ROUGH: Final = (
     "There was not enough time for PLD accounting: some of these epsilons are by the RDP accountant alone, and the "
@@ -55,7 +55,7 @@ class PlanReport:
         console = console if console.is_terminal else Console(width=_WIDTH)
         console.print(_run_grid(self.runs))
         left_out = sorted({what for one in self.runs for what in one.estimate.left_out})
-        not_counted = f"; not counted: {', '.join(left_out)}" if left_out else ""
+        not_counted = f"; not counted: {_first(left_out, ', ')}" if left_out else ""
         say(f"{time_in_words(self.runs, self.jobs)}{not_counted}")
         timed = self._timed()
         whole = [f"{what}: {short(one.piece)}" for what, one in timed if not (one.at_least or one.why_not)]
@@ -63,8 +63,7 @@ class PlanReport:
         rest += [f"{what}: {one.why_not}" for what, one in timed if one.why_not]
         for head, lines in ("Timed just now", whole), ("Not timed as a whole, so the time is a lower bound", rest):
             if lines:
-                more = f"; and {len(lines) - _MOST_TIMED} more kinds of work (--json)" if lines[_MOST_TIMED:] else ""
-                say(f"{head}: {'; '.join(lines[:_MOST_TIMED])}{more}.")
+                say(f"{head}: {_first(lines, '; ')}.")
         if making := [one.estimate for one in self.runs if one.estimate.seconds and one.estimate.synthetic_seconds]:
             share = sum(one.synthetic_seconds for one in making) / sum(one.seconds or 0.0 for one in making)
             say(
@@ -120,6 +119,12 @@ class PlanReport:
 
     def _timed(self) -> Sequence[tuple[str, Timing]]:
         return () if self.watch is None else self.watch.told
+
+
+def _first(texts: Sequence[str], between: str) -> str:
+    """Return the first ``texts`` in one line, and the number of the others."""
+    more = f"{between}and {len(texts) - _MOST_NAMED} more kinds of work (--json)" if texts[_MOST_NAMED:] else ""
+    return between.join(texts[:_MOST_NAMED]) + more
 
 
 def short(seconds: float) -> str:

@@ -146,26 +146,22 @@ class Job:
     def _first(self) -> tuple[nn.Module, Placed]:
         return self._placed(self.experiment.seed_of_model)
 
+    def check_model(self) -> None:
+        """Raise UserError for a model that cannot be trained here. A model of a library is built once for all seeds."""
+        experiment, dataset = self.experiment, self.dataset
+        if not models.is_tried(
+            experiment.model.name, dataset.input_shape, dataset.num_classes, experiment.local.batch_norm,
+            dataset.vocabulary, _Preparation.of(self, experiment.seed_of_model),
+        ):  # fmt: skip
+            self.model()
+
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
-        experiment, dataset, chosen = self.experiment, self.dataset, self.experiment.model
-        part, placed = self._part(seed), Placed()
-
-        def prepare(model: nn.Module) -> None:
-            nonlocal placed
-            placed = place(model, self.weights, chosen.origin) if self.weights else placed
-            part(model)
-            if isinstance(experiment.algorithm, PartialTraining):
-                train_alone(model, experiment.algorithm.trains)
-
+        dataset, prepare = self.dataset, _Preparation.of(self, seed)
         model = models.build(
-            chosen.name, dataset.input_shape, dataset.num_classes, seed, prepare=prepare,
-            batch_norm=experiment.local.batch_norm, vocabulary=dataset.vocabulary, trial=self.two_records,
+            self.experiment.model.name, dataset.input_shape, dataset.num_classes, seed, prepare=prepare,
+            batch_norm=self.experiment.local.batch_norm, vocabulary=dataset.vocabulary, trial=self.two_records,
         )  # fmt: skip
-        return model, placed
-
-    def _part(self, seed: int) -> TrainedPart:
-        chosen = self.experiment.model
-        return TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed, chosen.target_modules)
+        return model, prepare.placed[-1] if prepare.placed else Placed()
 
     def whole(self, params: Params) -> Params:
         """Return all parameters of the model, as a user expects them in a file. ``params``: the trained ones.
@@ -179,7 +175,7 @@ class Job:
     def frozen_in_words(self) -> str:
         """A sentence about the parameters that the setting ``model.trainable`` freezes; empty if it freezes none."""
         is_whole = self.experiment.model.trainable == "all"
-        return "" if is_whole else self._part(self.experiment.seed_of_model).in_words(self._first[0])
+        return "" if is_whole else _Preparation.of(self, self.experiment.seed_of_model).part.in_words(self._first[0])
 
     @property
     def model_in_words(self) -> list[str]:
@@ -223,6 +219,39 @@ class Job:
     def precision(self) -> Precision:
         """The precision of training in this process. Raises UserError as ``precision_of`` does."""
         return precision_of(self.experiment, self.device)
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """Puts weights and adapters into a new model, and freezes the parameters that the settings do not train.
+
+    ``settings``: the model's and the algorithm's settings. Preparations with equal settings differ in the adapters'
+    random values alone. ``placed``: what came from the file of weights, for each model that was prepared.
+    """
+
+    settings: tuple[str, str]
+    part: TrainedPart = field(compare=False)
+    weights: Params = field(compare=False)
+    origin: str = field(compare=False)
+    alone: PartialTraining | None = field(compare=False)
+    placed: list[Placed] = field(default_factory=list, compare=False)
+
+    @classmethod
+    def of(cls, job: Job, seed: int) -> "_Preparation":
+        """Return the preparation of the models of ``job``. ``seed``: decides the adapters' random values."""
+        chosen, algorithm = job.experiment.model, job.experiment.algorithm
+        alone = algorithm if isinstance(algorithm, PartialTraining) else None
+        settings = chosen.model_dump_json(), "" if alone is None else repr(alone)
+        part = TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed, chosen.target_modules)
+        return cls(settings, part, job.weights, chosen.origin, alone)
+
+    def __call__(self, model: nn.Module) -> None:
+        """Change ``model`` in place. Raises UserError if weights, names or the trained part do not fit it."""
+        if self.weights:
+            self.placed.append(place(model, self.weights, self.origin))
+        self.part(model)
+        if self.alone is not None:
+            train_alone(model, self.alone.trains)
 
 
 def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:

@@ -12,6 +12,7 @@ import torch
 
 from clients.client_task import ClientRuntime, PredictingStart
 from clients.train import further_job
+from fl_sim.data.naming import short_label
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.frozen_body import BATCH, FrozenBody, parts_of
 from fl_sim.experiment.groups import InProcess
@@ -155,7 +156,7 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
     beside = "" if stack == 1 else f" of {stack} clients at once"
     size = f"{records} record{'' if records == 1 else 's'}"
     return Work(
-        f"a step{beside} of {experiment.model} on {experiment.data} ({how}, {size})",
+        f"a step{beside} of {experiment.model} on {short_label(experiment.data)} ({how}, {size})",
         _kind(experiment, "" if is_plain else as_table(experiment.algorithm, "json"), records, stack),
         turns * float(np.mean(steps > 0)) / stack,
         turns * int(steps.sum()) / len(steps) / stack,
@@ -189,8 +190,8 @@ def evaluation_work(procedure: Procedure, records: float) -> Work:
         return _awaited(job, lambda: job.trainer.evaluate(params, tested.inputs, tested.labels, scale=tested.scale))
 
     return Work(
-        f"measuring {job.experiment.model} on a record of {job.experiment.data}", _kind(job.experiment, "measuring"),
-        0.0, records, ready, most=MOST_MEASURED,
+        f"measuring {job.experiment.model} on a record of {short_label(job.experiment.data)}",
+        _kind(job.experiment, "measuring"), 0.0, records, ready, most=MOST_MEASURED,
         at_once=side_by_side(threads_of(local_engine(job.experiment.engine), job)),
         threads=job.experiment.engine.threads, clock=_clock_of(job),
     )  # fmt: skip

@@ -350,7 +350,7 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
             from fl_sim.experiment.job import job_of  # noqa: PLC0415
             from fl_sim.simulation.engine_choice import check_trainer  # noqa: PLC0415
         job = job_of(experiment, data_root)
-        job.model()
+        job.check_model()
         check_trainer(job)
     return job
 
