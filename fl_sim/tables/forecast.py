@@ -24,7 +24,8 @@ from fl_sim.tables.tuning import TRIALS, Search, experiment_of, proposed_trial, 
 from fl_sim.types import Traffic
 from strategies.layer import layer_kinds
 
-_NOT_OF_A_MESSAGE: Final = {"partition", "seed", "partition_seed", "model_seed", "sampling_seed"}
+_SEEDS: Final = {"seed", "partition_seed", "model_seed", "sampling_seed"}
+_NOT_OF_A_MESSAGE: Final = {"partition", *_SEEDS}
 
 START_SECONDS = 4.0
 """Assumed seconds from the start of a process until it trains. Python, torch and the data are loaded in this time."""
@@ -82,6 +83,8 @@ def forecast(
     partial: dict[int, _Untimed] = {}
     rough: dict[int, Experiment] = {}
     messages: dict[str, Mapping[str, Traffic]] = {}
+    shared: dict[str, tuple[Work, ...]] = {}
+    sentences: dict[str, str] = {}
     ordered = by_records(runs.items(), lambda run: (run[1].data, run[1].features))
     for number, (place, (name, experiment)) in enumerate(ordered, 1):
         say(f"checking run {number:,} of {len(runs):,}")
@@ -90,27 +93,26 @@ def forecast(
         if not is_finished:
             check_trainer(job)
         procedure, made = procedure_of(job), _available_outputs(job, seen)
-        works = () if is_finished else tuple(procedure.work())
+        works = () if is_finished else _works(procedure, shared)
         is_timed = watch is not None and (timed_own_models or ":" not in job.experiment.model.name)
         for work in works if is_timed else ():
             if work.makes not in made:
                 kinds.setdefault(work.kind, work)
         known = Forecast(name, job.experiment.rounds, rounds_done(cells / name), is_finished, NOTHING, bool(made))
         if billed:
-            known, is_exact = _with_privacy_cost(known, job, lambda: False)
+            known, is_exact = _with_privacy_cost(known, job, _frozen_in_words(job, sentences), lambda: False)
             if not is_exact:
                 rough[place] = experiment
-        # ``ready`` refers to the job: the partitions of thousands of jobs would fill the memory.
-        works = tuple(replace(work, ready=work.ready and _never_called) for work in works)
         traffic = _traffic(procedure, messages) if billed else {}
-        partial[place] = _Untimed(known, works, made, traffic, watch if is_timed else None)
+        partial[place] = _Untimed(known, _without_jobs(works), made, traffic, watch if is_timed else None)
     if watch is not None:
         watch.time_all(kinds.values(), say)
     for place, experiment in rough.items():
         if not (billed and billed()):
             break
         say(f"computing the privacy cost of {partial[place].known.name}")
-        known, _ = _with_privacy_cost(partial[place].known, job_of(experiment, data_root), billed)
+        job = job_of(experiment, data_root)
+        known, _ = _with_privacy_cost(partial[place].known, job, job.frozen_in_words, billed)
         partial[place] = partial[place]._replace(known=known)
     return [partial[place].forecast() for place in range(len(partial))]
 
@@ -259,11 +261,40 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
     return known[alike]
 
 
-def _with_privacy_cost(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
+def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Work, ...]:
+    """Return the amounts of computation of a run.
+
+    ``known``: a cache for runs without stages that differ in their seeds alone, as a model of a library takes a second
+    to build. Their numbers of steps differ slightly on a random partition.
+    """
+    if stages_of(procedure.job):
+        return tuple(procedure.work())
+    alike = procedure.job.experiment.model_dump_json(exclude=_SEEDS)
+    if alike in known:
+        return known[alike]
+    works = tuple(procedure.work())
+    known[alike] = _without_jobs(works)
+    return works
+
+
+def _without_jobs(works: Iterable[Work]) -> tuple[Work, ...]:
+    """Return ``works`` without their jobs: the partitions of thousands of jobs would fill the memory."""
+    return tuple(replace(work, ready=work.ready and _never_called) for work in works)
+
+
+def _frozen_in_words(job: Job, known: dict[str, str]) -> str:
+    """Return the sentence on frozen parameters. ``known``: a cache for runs that differ in their seeds alone."""
+    alike = job.experiment.model_dump_json(exclude=_SEEDS)
+    if alike not in known:
+        known[alike] = job.frozen_in_words
+    return known[alike]
+
+
+def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
     """Return (forecast with its privacy cost, True if no PLD computation was skipped).
 
-    ``may_begin`` is called before each PLD computation. If ``may_begin`` returns False, the cost is computed by RDP
-    alone.
+    ``frozen``: a sentence on frozen parameters, or "". ``may_begin`` is called before each PLD computation. If it
+    returns False, the cost is computed by RDP alone.
     """
     refused: list[bool] = []
 
@@ -276,7 +307,7 @@ def _with_privacy_cost(known: Forecast, job: Job, may_begin: Callable[[], bool])
         paid = planned_bill(job)
         with suppress(NoTimeError):  # a note needs a PLD computation that ``may_begin`` did not allow
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
-    notes = (*notes, *([job.frozen_in_words] if job.frozen_in_words else []))
+    notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)
 
 
