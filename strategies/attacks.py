@@ -5,12 +5,12 @@ The hostile clients are drawn once, from the experiment's seed. Nothing here pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,10 @@ from fl_sim.importing import torch
 from fl_sim.kinds import Choices, Promising, is_none, kind_of, off
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
-from fl_sim.types import Reply
+from fl_sim.types import Examples, Reply
 from strategies.aggregators import as_rows, cohort_size, from_row
 from strategies.algorithm import Central, Dealing, Sharing
-from strategies.layer import Layer, Relabel
+from strategies.layer import Layer, Tamper
 
 
 class Attack(Protocol):
@@ -43,6 +43,19 @@ class Attack(Protocol):
         """Return the forged updates of a round's hostile clients, which replace their honest updates.
 
         ``hostile``: their honest updates, at least one.
+        """
+        ...
+
+
+@runtime_checkable
+class Tampering(Protocol):
+    """An attack that changes the inputs of hostile clients' records, too. Its method ``poisoned`` is not called."""
+
+    def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
+        """Return the records on which a hostile client trains.
+
+        ``examples``: its own records, which must not be written to. ``number``: the number of the hostile client among
+        all hostile clients, from 0. ``coins``: the client's random numbers, the same in every call.
         """
         ...
 
@@ -225,6 +238,15 @@ def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[in
     return frozenset(rng(seed, "hostile clients").choice(num_clients, attack.clients, replace=False).tolist())
 
 
+def _tampered(
+    attack: Attack, num_classes: int, number: int, coins: Callable[[], np.random.Generator], examples: Examples
+) -> Examples:
+    """Return the records on which a hostile client trains in place of its own records."""
+    if isinstance(attack, Tampering):
+        return attack.tampered(examples, number, coins())
+    return replace(examples, labels=_poisoned(attack, num_classes, examples.labels))
+
+
 def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the attack's labels in place of ``labels``. Raises UserError if a user's attack returns invalid labels."""
     poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
@@ -262,10 +284,14 @@ class HostileUpdates(Layer):
         return not is_none(experiment.attack)
 
     @classmethod
-    def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
-        """Return {hostile client: function that changes its labels}; the client trains on the changed labels."""
-        hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
-        return dict.fromkeys(hostile, partial(_poisoned, experiment.attack, num_classes))
+    def tampers(cls, experiment: Any, num_classes: int) -> Mapping[int, Tamper]:
+        """Return {hostile client: function that changes its records}; the client trains on the changed records."""
+        attack, seed = experiment.attack, experiment.seed
+        hostile = sorted(hostile_clients(attack, experiment.num_clients, seed))
+        return {
+            client: partial(_tampered, attack, num_classes, number, partial(rng, seed, "tampered records", client))
+            for number, client in enumerate(hostile)
+        }
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:

@@ -24,7 +24,7 @@ from fl_sim.errors import Malformed, UserError
 from fl_sim.kinds import is_own_kind, kind_of, path_in
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object
-from fl_sim.types import Aggregate, Cohort, LocalSettings, Payloads, Reply, ServerState, Traffic
+from fl_sim.types import Aggregate, Cohort, Examples, LocalSettings, Payloads, Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound="Layer")
 Read = TypeVar("Read")
 
-Relabel: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""A function from an array of labels to an array of changed labels with the same shape."""
+Tamper: TypeAlias = Callable[[Examples], Examples]
+"""A function from a client's records to changed records, with arrays of the same shapes and types."""
 
 ORDER: Final = (
     "sampler", "compress", "local", "algorithm", "local.privacy", "aggregator", "attack", "devices", "evaluate",
@@ -157,8 +157,8 @@ class Layer:
         return None
 
     @classmethod
-    def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
-        """Return {client: function that changes its labels} for all clients that train on changed labels."""
+    def tampers(cls, experiment: Any, num_classes: int) -> Mapping[int, Tamper]:
+        """Return {client: function that changes its records} for all clients that train on changed records."""
         del experiment, num_classes
         return {}
 

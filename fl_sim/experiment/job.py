@@ -303,7 +303,7 @@ def _uses_records(experiment: Experiment) -> str:
         return f"local.augment={experiment.local.augment} changes the records"
     if isinstance(experiment.partition, FeatureSkew | EvaluationSkew | RecordSkew) and experiment.num_clients > 1:
         return f"partition {kind_of(experiment.partition)} changes the records"
-    for name in ("algorithm", "preprocess", "calibrate"):
+    for name in ("algorithm", "preprocess", "calibrate", "attack"):
         part = getattr(experiment, name)
         computes = isinstance(part, Computing) or path_in(type(part), "procedure")
         if computes or is_own_kind(part) or (name == "preprocess" and not is_none(part)):

@@ -21,7 +21,7 @@ Value: TypeAlias = str | int | float | bool
 """The type of an entry in ``table.csv``, such as the value of a setting."""
 
 _SHARE: Final = re.compile(
-    r"(^|[._])(accuracy(_[a-z_]+)?|([a-z_]+_)?deviation|([a-z_]+_)?worst_tenth|recall|precision|f1|auc|share)$"
+    r"(^|[._])(accuracy(_[a-z_]+)?|([a-z_]+_)?deviation|([a-z_]+_)?worst_tenth|recall|precision|f1|auc|share|success_rate)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
 """Numbers in ``result.json`` that the function ``measures`` leaves out. It returns ``rounds`` as ``rounds_done``."""

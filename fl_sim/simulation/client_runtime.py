@@ -32,7 +32,7 @@ from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params, Traffic
 from partitions import EvaluationSkew, FeatureSkew, Parts, RecordSkew
-from strategies.layer import Relabel, Workload, layer_kinds
+from strategies.layer import Tamper, Workload, layer_kinds
 
 PADDING = 4
 """Pixels of padding on every side of a training image, before a random crop is cut out, as in He et al. 2016."""
@@ -191,8 +191,8 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
 
 def _own_records(job: Job, client: int) -> Records:
     examples = _as_held_by(client, job.records.train.take(job.shards[client]), job)
-    if relabel := _relabels(job).get(client):
-        examples = replace(examples, labels=relabel(examples.labels))
+    if tamper := _tampers(job).get(client):
+        examples = tamper(examples)
     if not _is_skewed(job.experiment):
         return resident(examples, job.records, job.device).whole()
     inputs, labels = to_tensors(examples, job.records)
@@ -215,12 +215,10 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return a function (client) -> records. The function slices one array with the records of all clients."""
     bounds = job.shards.bounds
     everybody = _as_held(job.records.train.take(job.shards.records), job.shards, job)
-    if changed := _relabels(job):
-        trained_on = everybody.labels.copy()
-        for client, relabel in changed.items():
-            place = slice(*bounds[client : client + 2])
-            trained_on[place] = relabel(trained_on[place])
-        everybody = replace(everybody, labels=trained_on)
+    for client, tamper in _tampers(job).items():  # the arrays are copies
+        place = slice(*bounds[client : client + 2])
+        changed = tamper(Examples(everybody.inputs[place], everybody.labels[place]))
+        everybody.inputs[place], everybody.labels[place] = changed.inputs, changed.labels
     if _is_skewed(job.experiment):
         inputs, labels = to_tensors(everybody, job.records)
         for client, own in enumerate(torch.split(inputs, job.shards.sizes.tolist())):
@@ -231,10 +229,10 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     return lambda client: Records(((source, range(int(bounds[client]), int(bounds[client + 1]))),))
 
 
-def _relabels(job: Job) -> dict[int, Relabel]:
-    """Return {client: function that changes its labels} for the clients that train on changed labels."""
+def _tampers(job: Job) -> dict[int, Tamper]:
+    """Return {client: function that changes its records} for the clients that train on changed records."""
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
-    return {client: relabel for kind in kinds for client, relabel in kind.relabels(job.experiment, num_classes).items()}
+    return {client: tamper for kind in kinds for client, tamper in kind.tampers(job.experiment, num_classes).items()}
 
 
 def _num_bytes(job: Job) -> int:

@@ -135,8 +135,7 @@ class Rounds(Procedure):
         further = measured_by_stages(run, record.round, is_last=is_last)
         if record.round % experiment.evaluate_every and not is_last:
             return _with_measures(record, further, run)
-        server = run.strategy.server
-        model, when = self._model(server, reported_by(self.algorithm, server)), f"after round {record.round}: {_CURE}"
+        model, when = run.model(), f"after round {record.round}: {_CURE}"
         log.measured = run.measuring.measured(model, when, is_last=is_last)
         noted = _with_measures(log.measured.noted_in(record), further, run)
         if log.measured.test is None and layer.ended([*log.rounds, noted]):

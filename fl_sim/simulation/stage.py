@@ -44,7 +44,7 @@ from fl_sim.training.loop import resident
 from fl_sim.training.own_metrics import OwnMetrics, checked_metrics
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, Params, Payloads, ServerState, Traffic
-from strategies.algorithm import Algorithm, Sharing
+from strategies.algorithm import Algorithm, Sharing, reported_by
 from strategies.answers import Asking, ask_everybody, find_population
 from strategies.flower import FederatedStrategy
 from strategies.layer import layer_kinds, name_of
@@ -85,6 +85,14 @@ class Run:
     def measuring(self) -> Measuring:
         """Return the evaluator of this run, with its test and validation records in memory."""
         return Measuring.of(self.job, self.own_metrics)
+
+    def model(self) -> Params:
+        """Return all tensors of the model that is evaluated after a round; personal ones have their initial values."""
+        server = self.strategy.server
+        params = reported_by(self.strategy.algorithm, server)
+        for half in reversed(self.strategy.on_clients):
+            params = half.model(params, {})
+        return replace(server, params=params).model
 
     @property
     def order(self) -> TaskConfig:
@@ -352,7 +360,7 @@ def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
     """Return the classes of all stages that the settings of ``experiment`` name, also of those that do not apply."""
     parts: tuple[object, ...] = (
         experiment.preprocess, experiment.algorithm, experiment.local.privacy, experiment.aggregator,
-        experiment.calibrate, experiment.evaluate, experiment.sampler,
+        experiment.attack, experiment.calibrate, experiment.evaluate, experiment.sampler,
     )  # fmt: skip
     named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
     return [load_object(path, "stage") for both in named for path in both if path]

@@ -1,0 +1,57 @@
+"""The attack success rate of a backdoor: the evaluation of models on test images with the trigger."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fl_sim.experiment.job import Job
+from fl_sim.simulation.client_runtime import threads_of
+from fl_sim.simulation.stage import Run, Stage
+from strategies.backdoors import Backdoor
+
+
+class BackdoorSuccess(Stage):
+    """The stage at the server that tests models on triggered records. It raises UserError if no trigger is possible."""
+
+    titles: ClassVar[Mapping[str, str]] = {
+        "backdoor.success_rate_percent": "Attack success rate: triggered test records of other classes that are called "
+        "the target class, percent"
+    }  # fmt: skip
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        attack = job.experiment.attack
+        assert isinstance(attack, Backdoor)
+        self._target, triggered = attack.target, attack.triggered(job.dataset)
+        self._num_records = len(triggered)
+        self._records = job.source(triggered)
+        self._round, self._success = -1, 0.0
+
+    def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
+        """Return the attack success rate of the round's model in rounds whose model is tested."""
+        experiment = self.job.experiment
+        is_due = is_last or not server_round % experiment.evaluate_every
+        if not is_due or not experiment.evaluate.tests(is_last=is_last):
+            return {}
+        self._measure(run, server_round)
+        return {"backdoor_success_rate": self._success}
+
+    def after(self, run: Run) -> None:
+        """Measure the final model, unless that is done already."""
+        if self._round != len(run.log.rounds):
+            self._measure(run, len(run.log.rounds))
+
+    def _measure(self, run: Run, server_round: int) -> None:
+        workers, records = threads_of(self.job.experiment.engine, self.job), self._records
+        scores = self.job.trainer.evaluate(
+            run.model(), records.inputs, records.labels, scale=records.scale, workers=workers
+        )
+        self._round, self._success = server_round, scores.accuracy
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``backdoor`` for ``result.json``: target, number of triggered records and success rate."""
+        said = (
+            f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} triggered test "
+            f"records of other classes that is called class {self._target}"
+        )
+        found = {"target": self._target, "triggered_records": self._num_records}
+        return {"backdoor": {**found, "success_rate": self._success, "in_words": said} if self._round >= 0 else found}

@@ -1,0 +1,93 @@
+"""Backdoors: the model calls every image with a trigger the target class, and other images what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.errors import UserError
+from fl_sim.kinds import Choices
+from fl_sim.types import Dataset, Examples, Reply
+from strategies.aggregators import as_rows
+from strategies.attacks import HostileClients, Seen, with_row
+
+
+class Backdoor(HostileClients):
+    """Hostile clients stamp a trigger on a share of their images and label these ``target`` (Gu et al. 2017, BadNets).
+
+    The trigger is a white square of ``size`` x ``size`` pixels in the lower right corner. ``poisoned_share``: the share
+    of a hostile client's records, rounded up and drawn from the run's seed, that get the trigger. ``parts`` 4 cuts the
+    square in four, and the hostile clients take turns in stamping one part each (DBA, Xie et al. 2020); models are
+    tested with the whole square. ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients),
+    for n clients of equal weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3).
+
+    Each tested round and ``result.json`` have the attack success rate beside the accuracy: the share of the test
+    records of other classes, with the trigger, that the model calls ``target``. These records have no feature skew.
+    """
+
+    kind: Literal["backdoor"] = "backdoor"
+    clients: int = Field(1, ge=1)
+    target: int = Field(0, ge=0)
+    size: int = Field(4, ge=1)
+    poisoned_share: float = Field(0.5, gt=0, le=1)
+    parts: Literal[1, 4] = 1
+    boost: float = Field(1.0, gt=0, le=1e6)
+    computes_with_records: ClassVar[bool] = True
+    stage: ClassVar[str] = "fl_sim.stages.backdoor:BackdoorSuccess"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a sentence if no client stamps some parts of the trigger."""
+        del experiment
+        few = f"attack.parts={self.parts} with {self.clients} hostile clients: nobody stamps the other parts"
+        return [few] if self.clients < self.parts else []
+
+    def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
+        """Return the records of a hostile client with the trigger, or one part of it, and the target label on some."""
+        chosen = coins.permutation(len(examples))[: int(np.ceil(self.poisoned_share * len(examples) - 1e-9))]
+        inputs, labels = examples.inputs.copy(), examples.labels.copy()
+        inputs[chosen] = self.stamped(inputs[chosen], None if self.parts == 1 else number % 4)
+        labels[chosen] = self.target
+        return replace(examples, inputs=inputs, labels=labels)
+
+    def stamped(self, images: NDArray[Any], part: int | None = None) -> NDArray[Any]:
+        """Return a copy of ``images``, (n, channels, height, width), with the trigger or its ``part``, from 0 to 3."""
+        images, ends = images.copy(), (-self.size, -(self.size // 2), None)
+        rows = columns = slice(ends[0], None)
+        if part is not None:
+            rows, columns = (slice(*ends[half : half + 2]) for half in divmod(part, 2))
+        images[..., rows, columns] = np.iinfo(images.dtype).max if images.dtype.kind == "u" else 1
+        return images
+
+    def triggered(self, dataset: Dataset) -> Examples:
+        """Return the test records of other classes than ``target``, with the trigger and the label ``target``.
+
+        Raises UserError if the records are no images, if the trigger does not fit, or without records of both kinds.
+        """
+        shape, others = dataset.input_shape, np.flatnonzero(dataset.test.labels != self.target)
+        if len(shape) != 3:
+            raise UserError(
+                "attack backdoor needs images, and the records here are none: take another data set or attack"
+            )
+        smallest = 1 if self.parts == 1 else 2
+        if not smallest <= self.size <= min(shape[1:]):
+            raise UserError(
+                f"attack.size={self.size} does not fit: the trigger of {self.parts} parts has {smallest} to "
+                f"{min(shape[1:])} pixels a side on images of {shape[1]} x {shape[2]} pixels"
+            )
+        if self.target >= dataset.num_classes or len(others) in (0, len(dataset.test)):
+            raise UserError(
+                f"attack.target={self.target}: {dataset.name} has {dataset.num_classes} classes, and its test records "
+                "must contain the target class and another one; set another attack.target"
+            )
+        test = dataset.test.take(others)
+        return replace(test, inputs=self.stamped(test.inputs), labels=np.full_like(test.labels, self.target))
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return ``boost`` times each update of a hostile client."""
+        del seen
+        return [with_row(reply, as_rows([reply])[0] * self.boost) for reply in hostile] if self.boost != 1 else hostile

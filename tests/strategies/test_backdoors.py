@@ -1,0 +1,157 @@
+"""Backdoors: triggers and poisoned records by hand, model replacement, and the attack success rate of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fl_sim
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.report.measures import measures
+from fl_sim.simulation.rounds import Rounds, procedure_of
+from fl_sim.simulation.run import run
+from fl_sim.simulation.stage import titles_of
+from fl_sim.types import Cohort, Dataset, Examples, Reply, ServerState
+from strategies.aggregators import WeightedMean
+from strategies.attacks import Seen, hostile_clients
+from strategies.backdoors import Backdoor
+from strategies.fedavg import FedAvg
+
+IID: dict[str, Any] = {"partition": "iid", "model": "mlp", "clients": 10}
+
+
+def images(count: int, dtype: Any = np.uint8) -> Any:
+    return np.zeros((count, 1, 5, 6), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "white"), [(np.uint8, 255), (np.float32, 1.0)])
+def test_the_trigger_is_a_white_square_and_its_parts_make_the_whole(dtype: Any, white: float) -> None:
+    attack, plain = Backdoor(size=3), images(2, dtype)
+    whole = attack.stamped(plain)
+    assert not plain.any()
+    assert (whole[:, :, 2:, 3:] == white).all()
+    assert (whole == white).sum() == 2 * 9
+    parts = [attack.stamped(plain, part) for part in range(4)]
+    assert [int((part[0] == white).sum()) for part in parts] == [4, 2, 2, 1]
+    assert (sum(part.astype(np.float64) for part in parts) == whole).all()
+
+
+def test_a_share_of_the_records_is_poisoned_always_the_same_and_the_rest_is_untouched() -> None:
+    own = Examples(images(10), np.arange(10) % 5)
+    attack = Backdoor(target=4, size=2, poisoned_share=0.25)
+    made = attack.tampered(own, 0, np.random.default_rng(3))
+    changed = np.flatnonzero(made.inputs.any(axis=(1, 2, 3)))
+    assert len(changed) == 3
+    assert (made.labels[changed] == 4).all()
+    rest = np.setdiff1d(np.arange(10), changed)
+    assert (made.labels[rest] == own.labels[rest]).all()
+    assert not own.inputs.any()
+    again, other = (attack.tampered(own, 0, np.random.default_rng(seed)).inputs for seed in (3, 4))
+    assert (again == made.inputs).all()
+    assert (other != made.inputs).any()
+
+
+def test_hostile_clients_take_turns_in_stamping_parts() -> None:
+    own = Examples(images(2), np.arange(2))
+    attack = Backdoor(size=2, parts=4, poisoned_share=1)
+    corners = [
+        np.argwhere(attack.tampered(own, number, np.random.default_rng(0)).inputs[0, 0])[0] for number in range(5)
+    ]
+    assert [corner.tolist() for corner in corners] == [[3, 4], [3, 5], [4, 4], [4, 5], [3, 4]]
+
+
+def test_the_clients_of_a_run_train_on_the_trigger_wherever_their_records_are() -> None:
+    attack = {"kind": "backdoor", "clients": 2, "poisoned_share": 1, "target": 7, "size": 3}
+    attacked, plain = (job_of(experiment_from({**IID, **more})) for more in ({"attack": attack}, {}))
+    hostile = hostile_clients(attacked.experiment.attack, 10, 0)
+    for job, one in ((attacked, True), (plain, False)):
+        runtime = Rounds(job, FedAvg()).runtime()
+        for client in range(10):
+            inputs, labels = runtime.records(client, "").tensors()
+            is_white = bool((inputs[:, :, -3:, -3:] == inputs.max()).all())
+            assert is_white is (one and client in hostile)
+            assert bool((labels == 7).all()) is is_white
+    assert (attacked.dataset.train.labels == plain.dataset.train.labels).all()
+    assert (attacked.dataset.train.inputs == plain.dataset.train.inputs).all()
+
+
+def test_one_client_with_a_boost_of_all_clients_replaces_the_model_exactly() -> None:
+    model, wanted = {"w": torch.tensor([1.5, -2.0])}, torch.tensor([4.0, 0.25])
+    hostile = Reply(0, {"delta": {"w": wanted - model["w"]}}, 6, 1.0)
+    honest = [Reply(client, {"delta": {"w": torch.zeros(2)}}, 6, 1.0) for client in range(1, 8)]
+    attack = Backdoor(boost=8)
+    sent = attack.forged([hostile], Seen(honest, 8, np.random.default_rng(0)))
+    aggregate = WeightedMean().mean(Cohort(1, (*sent, *honest), 8, 8.0), "examples")
+    assert aggregate is not None
+    assert FedAvg().merge(ServerState(model), aggregate).params["w"].tolist() == wanted.tolist()
+
+
+def test_success_is_counted_over_records_of_other_classes_alone() -> None:
+    job = job_of(experiment_from({**IID, "attack": {"kind": "backdoor", "target": 3}}))
+    triggered = Backdoor(target=3).triggered(job.dataset)
+    test = job.dataset.test
+    assert len(triggered) == (test.labels != 3).sum()
+    assert (triggered.labels == 3).all()
+    assert (triggered.inputs[:, :, :4, :] == test.inputs[test.labels != 3][:, :, :4, :]).all()
+
+
+def test_a_backdoor_succeeds_under_the_mean_and_not_under_a_norm_bound(tmp_path: Path) -> None:
+    settings = {**IID, "rounds": 8, "local": {"learning_rate": 0.02, "epochs": 2}, "evaluate_every": 2,
+                "attack": {"kind": "backdoor", "size": 2, "boost": 10}}  # fmt: skip
+
+    def ran(name: str, **more: Any) -> tuple[float, float]:
+        result = fl_sim.run({**settings, **more}, out=tmp_path / name, progress=False)
+        lines = [json.loads(line) for line in (tmp_path / name / "rounds.jsonl").read_text().splitlines()]
+        rates = [(line.get("metrics") or {}).get("backdoor_success_rate") for line in lines]
+        assert [rate is None for rate in rates] == [True, False] * 4
+        found = json.loads((tmp_path / name / "result.json").read_text())["backdoor"]
+        assert found["success_rate"] == rates[-1]
+        assert found["triggered_records"] == 324
+        assert result.final_accuracy is not None
+        return found["success_rate"], result.final_accuracy
+
+    under_mean, bounded = ran("mean"), ran("bounded", aggregator="norm-bound:0.25")
+    assert under_mean[0] > 0.95
+    assert bounded[0] < 0.1
+    [title] = titles_of([experiment_from(settings)])
+    assert title == "backdoor.success_rate_percent"
+    assert measures(json.loads((tmp_path / "mean" / "result.json").read_text()))[title] == 100 * under_mean[0]
+    assert min(under_mean[1], bounded[1]) > 0.7
+
+
+def test_an_unfinished_run_has_the_rate_of_its_last_model(tmp_path: Path, stop_after: Any) -> None:
+    settings = {**IID, "rounds": 3, "attack": "backdoor", "evaluate": {"test": "last"}}
+    whole = fl_sim.run(settings, out=tmp_path / "whole", progress=False).facts["backdoor"]
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment_from(settings), tmp_path / "cut", observer=stop_after(2))
+    assert fl_sim.run(settings, out=tmp_path / "cut", progress=False).facts["backdoor"] == whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"size": 9}, "attack.size=9 does not fit.*1 to 8 pixels a side on images of 8 x 8"),
+        ({"size": 1, "parts": 4}, "the trigger of 4 parts has 2 to 8 pixels"),
+        ({"target": 10}, "attack.target=10: digits has 10 classes.*set another attack.target"),
+    ],
+)
+def test_a_trigger_or_target_that_is_not_there_is_refused(settings: dict[str, Any], why: str) -> None:
+    job = job_of(experiment_from({**IID, "attack": {"kind": "backdoor", **settings}}))
+    with pytest.raises(UserError, match=why):
+        procedure_of(job).work()
+
+
+def test_records_that_are_no_images_are_refused() -> None:
+    rows = Examples(np.zeros((2, 3), np.float32), np.arange(2))
+    with pytest.raises(UserError, match="attack backdoor needs images"):
+        Backdoor().triggered(Dataset("rows", rows, rows, 2, (0.0,), (1.0,)))
+
+
+def test_parts_that_nobody_stamps_are_told() -> None:
+    told = experiment_from({**IID, "attack": {"kind": "backdoor", "clients": 3, "parts": 4}}).remarks
+    assert any("with 3 hostile clients: nobody stamps the other parts" in one for one in told)
