@@ -107,6 +107,25 @@ def test_centred_clipping_by_hand_with_its_memory() -> None:
     assert far == pytest.approx(0.1)  # tau / n, however far
 
 
+FIVE = [[1.0, 0.0], [2.0, 1.0], [0.0, 3.0], [10.0, 10.0], [2.0, 2.0]]
+BYZFL: dict[str, tuple[Any, list[float]]] = {
+    "NNM 1, median": (NearestNeighbourMixing(hostile=1, over=CoordinateMedian()), [1.25, 1.5]),
+    "CenteredClipping 2": (CentredClipping(tau=2.0), [1.1234563013492043, 1.144570863149221]),
+    "Clipping 2": (NormBound(norm_bound=2.0), [1.1234563013492043, 1.144570863149221]),
+    "Krum 2": (Krum(hostile=1), [2.0, 1.0]),  # it adds one neighbour more than the paper
+    "GeometricMedian": (GeometricMedian(iterations=5000), [1.9999993654669082, 1.9999992598935212]),
+}
+
+
+@pytest.mark.parametrize("name", BYZFL)
+def test_values_of_byzfl(name: str) -> None:
+    """They are those of ByzFL 0.0.11 (benchmarks/peers/robust_byzfl.py has all rules on random vectors)."""
+    rule, value = BYZFL[name]
+    assert row(rule, FIVE) == pytest.approx(value, abs=1e-5)
+    rule_twice, memory = CentredClipping(tau=2.0), made(CentredClipping(tau=2.0), FIVE).memory
+    assert row(rule_twice, FIVE, memory=memory) == pytest.approx([1.5253822664047143, 1.6824986804930173], abs=1e-6)
+
+
 def test_dnc_leaves_out_those_along_the_direction_of_the_largest_spread() -> None:
     rows = [[0.0, 0.1], [0.1, 0.0], [0.0, 0.0], [0.1, 0.1], [0.05, 0.05], [9.0, 9.0], [9.0, 9.1]]
     assert row(DnC(hostile=2), rows) == pytest.approx(np.mean(rows[:5], axis=0).tolist(), abs=1e-6)
