@@ -80,6 +80,13 @@ def test_the_clients_of_a_run_train_on_the_trigger_wherever_their_records_are() 
     assert (attacked.dataset.train.inputs == plain.dataset.train.inputs).all()
 
 
+def test_the_trigger_is_on_images_where_only_a_head_is_trained() -> None:
+    head = {**IID, "model": {"name": "mlp", "trainable": "head"}}
+    assert job_of(experiment_from(head)).input_shape != (1, 8, 8)  # features of a frozen body
+    job = job_of(experiment_from({**head, "attack": "backdoor"}))
+    assert job.input_shape == job.dataset.input_shape == (1, 8, 8)
+
+
 def test_one_client_with_a_boost_of_all_clients_replaces_the_model_exactly() -> None:
     model, wanted = {"w": torch.tensor([1.5, -2.0])}, torch.tensor([4.0, 0.25])
     hostile = Reply(0, {"delta": {"w": wanted - model["w"]}}, 6, 1.0)

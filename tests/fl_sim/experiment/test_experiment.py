@@ -75,7 +75,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
     [
         (["rnds=3"], r"unknown key 'rnds' \(did you mean 'rounds'\?\); valid here: data, partition, clients,"),
         (["local.epoch=3"], r"unknown key 'local.epoch' \(did you mean 'epochs'\?\); valid here: epochs, steps, batch"),
-        (["algorithm=fedprx"], r"unknown algorithm 'fedprx' \(did you mean 'fedprox'\?\); valid: apfl, "),
+        (["algorithm=fedprx"], r"unknown algorithm 'fedprx' \(did you mean 'fedprox'\?\); valid: afl, agnostic-fl, "),
         (["algorithm=fedprox", "algorithm.muu=1"], r"'algorithm.muu' \(did you mean 'mu'\?\); .*: kind, mu$"),
         (["algorithm.mu=0.1"], r"'algorithm.mu' \(here: algorithm=fedprox algorithm.mu=0.01\); valid here: kind$"),
         (["algorithm.kind=fedprx"], r"algorithm needs a kind, .*; got 'fedprx' \(did you mean 'fedprox'\?\)"),
