@@ -116,9 +116,14 @@ def set_fineness() -> Iterator[SetFineness]:
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
     """Yield a function that makes ``fl_sim.data.images_of_features`` faster and coarser for one test."""
-    from fl_sim.data import images_of_features, reading, scattering  # noqa: PLC0415
+    from fl_sim.data import images_of_features, reading, scattering, scattering_maps  # noqa: PLC0415
 
-    remembered = images_of_features._regression, scattering.whitening_of, reading._features_once  # noqa: SLF001
+    remembered = (
+        images_of_features._regression,  # noqa: SLF001
+        scattering.whitening_of,
+        scattering_maps.mixing_of,
+        reading._features_once,  # noqa: SLF001
+    )
 
     def forget() -> None:
         for one in remembered:

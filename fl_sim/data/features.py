@@ -16,12 +16,15 @@ from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset, Examples
 
-Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
-"""The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering)."""
+Features: TypeAlias = Literal["none", "scattering", "whitened-scattering", "scattering-maps"]
+"""The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering).
+
+"scattering-maps" are all whitened scattering maps (fl_sim.data.scattering_maps).
+"""
 
 Vectors: TypeAlias = NDArray[np.float32]
 
-_VERSION: Final = {"scattering": 1, "whitened-scattering": 1}
+_VERSION: Final = {"scattering": 1, "whitened-scattering": 1, "scattering-maps": 1}
 """The version of each transform. Increase a version when its transform gives other numbers.
 
 Old cache files are then ignored.
@@ -45,9 +48,10 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """
     if features == "none":
         return dataset
-    from fl_sim.data import scattering  # noqa: PLC0415 (torch and scipy: settings need neither)
+    from fl_sim.data import scattering, scattering_maps  # noqa: PLC0415 (torch and scipy: settings need neither)
 
-    size = scattering.dimension_of(dataset.input_shape)
+    size_of = scattering_maps.num_numbers if features == "scattering-maps" else scattering.dimension_of
+    size = size_of(dataset.input_shape)
     if dataset.validation is not None:
         raise UserError(
             f"features={features} are computed for training and test images only, and {dataset.name} has validation "
@@ -95,7 +99,10 @@ def _is_float32(arrays: Arrays) -> bool:
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
     """Compute the features of ``images`` (n, channels, height, width), shape (n, numbers), without the cache."""
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
+    from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 
+    if features == "scattering-maps":
+        return maps_of(images)
     vectors = features_of(images)
     if features == "scattering":
         return vectors

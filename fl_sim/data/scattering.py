@@ -47,7 +47,7 @@ _EPSILON: Final = 1e-5  # added to the variance of a group, against division by 
 _NUM_MADE: Final = 2500  # artificial images of each of three kinds
 _MADE_SEED: Final = 0
 _RIDGE: Final = 0.1  # added to every variance, relative to their mean
-_WITHIN: Final = 0.9  # share of the artificial images whose whitened features have norm at most 1
+WITHIN: Final = 0.9  # share of the artificial images whose whitened features have norm at most 1
 _ROWS: Final = 5000  # records per batch of whitening
 
 _EXPONENTS: Final = (1.0, 1.5)  # of pink noise; photographs have about 1
@@ -75,7 +75,12 @@ def dimension_of(shape: tuple[int, ...]) -> int:
             f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, but these "
             f"have {shape[1]}x{shape[2]}: leave features out, or scale the images"
         )
-    return min(DIMENSION, shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2]))
+    return min(DIMENSION, num_coefficients(shape))
+
+
+def num_coefficients(shape: tuple[int, ...]) -> int:
+    """Return the number of scattering coefficients of an image of ``shape``: all numbers of all its maps."""
+    return shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2])
 
 
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
@@ -103,11 +108,15 @@ def described(images: torch.Tensor) -> torch.Tensor:
     The steps are scattering, normalisation in groups, projection, and division by the square root of the number of
     features. The function is differentiable.
     """
-    groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
-    normal = torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
     size = dimension_of(tuple(images.shape[1:]))
-    projected: torch.Tensor = _Projected.apply(normal.flatten(1), size)
+    projected: torch.Tensor = _Projected.apply(normalised(images).flatten(1), size)
     return projected / math.sqrt(size)
+
+
+def normalised(images: torch.Tensor) -> torch.Tensor:
+    """Return the scattering maps of ``images`` (see ``scattered``), normalised in 27 groups for each record alone."""
+    groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
+    return torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
 
 
 def scattered(images: torch.Tensor) -> torch.Tensor:
@@ -184,9 +193,14 @@ def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     The computation takes seconds to a minute. A process computes the whitening of a shape once and then uses the result
     again.
     """
-    features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
+    features = features_of(public_images(shape))
     with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_whitening`` sets torch's number of threads
         return alone.submit(_whitening, features).result()
+
+
+def public_images(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return the artificial images from whose features whitening is computed; they are the same in all processes."""
+    return made_images(shape, _NUM_MADE, _MADE_SEED)
 
 
 def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[np.uint8]:
@@ -418,12 +432,16 @@ def _directions(coefficients: int, size: int) -> tuple[NDArray[np.float32], NDAr
 def _whitening(features: NDArray[np.float32]) -> Whitening:
     torch.set_num_threads(1)  # for bit-identical results
     made = torch.from_numpy(features).double()
-    centre = made.mean(dim=0)
-    values, vectors = torch.linalg.eigh(torch.cov(made.T))
-    values = values.clamp(min=0) + _RIDGE * values.mean()
-    matrix = vectors * values.rsqrt() @ vectors.T
+    centre, matrix = inverse_root(made)
     lengths = ((made - centre) @ matrix).norm(dim=1)
-    return Whitening(centre, matrix / lengths.quantile(_WITHIN))
+    return Whitening(centre, matrix / lengths.quantile(WITHIN))
+
+
+def inverse_root(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean (d,) of ``rows`` (n, d), and the inverse square root (d, d) of their covariance with a ridge."""
+    values, vectors = torch.linalg.eigh(torch.cov(rows.T))
+    values = values.clamp(min=0) + _RIDGE * values.mean()
+    return rows.mean(dim=0), vectors * values.rsqrt() @ vectors.T
 
 
 def _covered(

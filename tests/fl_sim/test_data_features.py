@@ -50,6 +50,7 @@ def test_a_data_set_becomes_vectors_and_says_so() -> None:
     [
         ("scattering-1", [[0.060306, 0.096634, 0.05652], [0.093008, 0.091501, 0.017207]]),
         ("whitened-scattering-1", [[-0.018754, 0.050402, -0.041734], [0.045091, 0.00513, -0.118793]]),
+        ("scattering-maps-1", [[-0.033776, 0.044306, -0.04199], [0.029142, 0.027321, -0.111266]]),
     ],
 )
 def test_a_version_stands_for_the_same_numbers_always(name: str, numbers: list[list[float]]) -> None:

@@ -1,0 +1,83 @@
+"""All scattering maps of an image, whitened across the maps: the features ``scattering-maps``, without a projection.
+
+Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
+costs accuracy there. But neighbouring maps are alike, so the coefficients have very different variances. This module
+whitens the maps of each position of an image, with one matrix for all positions. The matrix comes from the covariance
+of artificial images (``fl_sim.data.scattering``). It is small, because the covariance of all coefficients together is
+not needed. Neither looks at any data set, so both are public.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_sim.data.scattering import (
+    NUM_MAPS,
+    WITHIN,
+    dimension_of,
+    in_threads,
+    inverse_root,
+    normalised,
+    num_coefficients,
+    public_images,
+)
+
+_IMAGES: Final = 20  # images per batch
+
+
+def num_numbers(shape: tuple[int, ...]) -> int:
+    """Return the number of features of an image of ``shape``. Raises UserError as ``dimension_of`` does."""
+    dimension_of(shape)
+    return num_coefficients(shape)
+
+
+def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the whitened maps of ``images`` (n, channels, height, width): (n, numbers), of L2 norm at most 1.
+
+    The features of a record depend only on that record. Raises UserError for images of an unsuitable shape.
+    """
+    channels, height, width = images.shape[1:]
+    num_numbers((channels, height, width))
+    centre, matrix = mixing_of((channels, height, width))
+    found = _coefficients(images)
+    num_positions = found.shape[1] // len(centre)
+
+    def fill(rows: slice) -> None:
+        maps = torch.from_numpy(found[rows]).double().reshape(-1, len(centre), num_positions)
+        mixed = torch.einsum("nmp,mk->nkp", maps - centre[:, None], matrix).flatten(1)
+        longer = mixed.norm(dim=1, keepdim=True).clamp(min=1)
+        found[rows] = (mixed / longer * (1 - 2.0**-20)).float().numpy()  # float32 rounds to a norm of at most 1
+
+    in_threads(fill, len(found), _IMAGES)
+    return found
+
+
+@lru_cache(maxsize=2)
+def mixing_of(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
+    found = _coefficients(public_images(shape))
+    with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_mixing`` sets torch's number of threads
+        return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
+
+
+def _mixing(found: NDArray[np.float32], num_maps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.set_num_threads(1)  # for bit-identical results
+    rows = torch.from_numpy(found).double().reshape(len(found), num_maps, -1).transpose(1, 2)
+    centre, matrix = inverse_root(rows.flatten(0, 1))
+    lengths = ((rows - centre) @ matrix).flatten(1).norm(dim=1)
+    return centre, matrix / lengths.quantile(WITHIN)
+
+
+def _coefficients(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the normalised maps of ``images``, (n, numbers)."""
+    found = np.empty((len(images), num_coefficients(images.shape[1:])), dtype=np.float32)
+
+    def fill(rows: slice) -> None:
+        found[rows] = normalised(torch.from_numpy(images[rows].astype(np.float32)) / 255).flatten(1).numpy()
+
+    in_threads(fill, len(images), _IMAGES)
+    return found

@@ -1,0 +1,74 @@
+"""All scattering maps, whitened across the maps: each record by itself, nothing projected, and the formula by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fl_sim.data import load
+from fl_sim.data.scattering import NUM_MAPS, normalised, public_images
+from fl_sim.data.scattering_maps import maps_of, mixing_of, num_numbers
+from fl_sim.errors import UserError
+from fl_sim.testing_fixtures import FewerImages
+
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture
+def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewer_images: FewerImages) -> None:
+    """Fewer made-up images, whose features go neither from nor to other tests."""
+    monkeypatch.setenv("FL_SIM_FEATURES", str(tmp_path))
+    fewer_images(whitened=150)
+
+
+def flat(images: np.ndarray) -> np.ndarray:
+    """Return the normalised maps as rows of (image, position), with one column for each map."""
+    maps = normalised(torch.from_numpy(images.astype(np.float32)) / 255).numpy().astype(float)
+    return maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])
+
+
+@pytest.mark.parametrize(("shape", "numbers"), [((1, 8, 8), 324), ((1, 28, 28), 3969), ((3, 32, 32), 3888)])
+def test_no_number_of_the_transform_is_left_out(shape: tuple[int, ...], numbers: int) -> None:
+    assert num_numbers(shape) == numbers
+
+
+def test_what_cannot_be_scattered_is_refused() -> None:
+    with pytest.raises(UserError, match="images from 8x8 to 128x128 pixels"):
+        maps_of(np.zeros((2, 1, 8, 5), dtype=np.uint8))
+
+
+@pytest.mark.usefixtures("few")
+def test_the_maps_of_artificial_images_are_white() -> None:
+    rows = flat(public_images(SHAPE))
+    centre, matrix = (one.numpy() for one in mixing_of(SHAPE))
+    before, after = (np.linalg.eigvalsh(np.cov(one.T)) for one in (rows, (rows - centre) @ matrix))
+    assert np.abs(((rows - centre) @ matrix).mean(axis=0)).max() < 1e-9
+    assert before[-1] / np.median(before) > 20 * after[-1] / np.median(after)
+    lengths = np.linalg.norm(((rows - centre) @ matrix).reshape(len(rows) // 4, -1), axis=1)
+    assert (lengths <= 1).mean() == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.usefixtures("few")
+def test_each_record_is_whitened_by_itself_and_no_longer_than_one() -> None:
+    images = load("digits").train.inputs[:30]
+    found = maps_of(images)
+    centre, matrix = (one.numpy() for one in mixing_of(SHAPE))
+    expected = ((flat(images) - centre) @ matrix).reshape(30, 4, NUM_MAPS).transpose(0, 2, 1).reshape(30, -1)
+    expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
+    assert np.abs(found - expected).max() < 1e-5
+    assert np.linalg.norm(found.astype(float), axis=1).max() <= 1
+    assert np.abs(maps_of(images[7:8]) - found[7:8]).max() < 1e-6
+    assert math.sqrt(found.shape[1]) == 18
+
+
+@pytest.mark.usefixtures("few")
+def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
+    images, found = load("digits").train.inputs[:60], []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        mixing_of.cache_clear()
+        found.append(maps_of(images))
+    torch.set_num_threads(1)
+    assert np.array_equal(*found)
