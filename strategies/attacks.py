@@ -10,21 +10,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from clients.client_layer import ClientLayer
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, Promising, is_none, kind_of, off
+from fl_sim.local_plan import LocalPlan
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
-from fl_sim.types import Examples, Reply
+from fl_sim.types import Examples, LocalTask, Reply
 from strategies.aggregators import as_rows, cohort_size, from_row
 from strategies.algorithm import Central, Dealing, Sharing
 from strategies.layer import Layer, Tamper
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Attack(Protocol):
@@ -58,6 +63,31 @@ class Tampering(Protocol):
         all hostile clients, from 0. ``coins``: the client's random numbers, the same in every call.
         """
         ...
+
+
+@runtime_checkable
+class Planning(Protocol):
+    """An attack that changes the objective of hostile clients."""
+
+    def planned(self, plan: LocalPlan) -> LocalPlan:
+        """Return the local plan of a hostile client. ``plan``: its honest plan."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostilePlans(ClientLayer):
+    """The attack's half on clients: the ``hostile`` clients train by the plan of the attack."""
+
+    attack: Planning
+    hostile: frozenset[int]
+
+    def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
+        """Return the plan of the attack for a hostile client, and ``plan`` for other clients."""
+        return self.attack.planned(plan) if came.client in self.hostile else plan
+
+    def typical(self, plan: LocalPlan) -> LocalPlan:
+        """Return the plan of the attack, which every trainer of the run must support."""
+        return self.attack.planned(plan)
 
 
 @dataclass(frozen=True)
@@ -282,6 +312,15 @@ class HostileUpdates(Layer):
     def applies(cls, experiment: Any) -> bool:
         """Return True if the experiment has an attack."""
         return not is_none(experiment.attack)
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
+        """Return the half on clients of an attack that changes the objective of hostile clients, else None."""
+        del algorithm, model
+        attack = experiment.attack
+        if not isinstance(attack, Planning):
+            return None
+        return HostilePlans(attack, hostile_clients(experiment.attack, experiment.num_clients, experiment.seed))
 
     @classmethod
     def tampers(cls, experiment: Any, num_classes: int) -> Mapping[int, Tamper]:

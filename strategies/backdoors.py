@@ -12,6 +12,7 @@ from pydantic import Field
 
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices
+from fl_sim.local_plan import LocalPlan
 from fl_sim.types import Dataset, Examples, Reply
 from strategies.aggregators import as_rows
 from strategies.attacks import HostileClients, Seen, with_row
@@ -25,6 +26,8 @@ class Backdoor(HostileClients):
     square in four, and the hostile clients take turns in stamping one part each (DBA, Xie et al. 2020); models are
     tested with the whole square. ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients),
     for n clients of equal weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3).
+    ``loss_share``: hostile clients train on this share a of their loss plus (1 - a) times the squared distance to the
+    received model, so that their updates stay short (constrain-and-scale, equation 4, with a Euclidean distance).
 
     Each tested round and ``result.json`` have the attack success rate beside the accuracy: the share of the test
     records of other classes, with the trigger, that the model calls ``target``. These records have no feature skew.
@@ -37,6 +40,7 @@ class Backdoor(HostileClients):
     poisoned_share: float = Field(0.5, gt=0, le=1)
     parts: Literal[1, 4] = 1
     boost: float = Field(1.0, gt=0, le=1e6)
+    loss_share: float = Field(1.0, gt=0, le=1)
     computes_with_records: ClassVar[bool] = True
     stage: ClassVar[str] = "fl_sim.stages.backdoor:BackdoorSuccess"
 
@@ -86,6 +90,13 @@ class Backdoor(HostileClients):
             )
         test = dataset.test.take(others)
         return replace(test, inputs=self.stamped(test.inputs), labels=np.full_like(test.labels, self.target))
+
+    def planned(self, plan: LocalPlan) -> LocalPlan:
+        """Return the plan of a hostile client, with the squared distance to the received model in its loss."""
+        distance = 2 * (1 - self.loss_share)
+        return replace(
+            plan, gradient_scale=self.loss_share * plan.gradient_scale, proximal_mu=plan.proximal_mu + distance
+        )
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
         """Return ``boost`` times each update of a hostile client."""

@@ -12,13 +12,15 @@ import fl_sim
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.local_plan import LocalPlan
 from fl_sim.report.measures import measures
 from fl_sim.simulation.rounds import Rounds, procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.simulation.stage import titles_of
-from fl_sim.types import Cohort, Dataset, Examples, Reply, ServerState
+from fl_sim.types import Cohort, Dataset, Examples, LocalTask, Reply, ServerState
 from strategies.aggregators import WeightedMean
-from strategies.attacks import Seen, hostile_clients
+from strategies.algorithm import ONE_STEP
+from strategies.attacks import HostilePlans, Seen, hostile_clients
 from strategies.backdoors import Backdoor
 from strategies.fedavg import FedAvg
 
@@ -96,6 +98,25 @@ def test_one_client_with_a_boost_of_all_clients_replaces_the_model_exactly() -> 
     aggregate = WeightedMean().mean(Cohort(1, (*sent, *honest), 8, 8.0), "examples")
     assert aggregate is not None
     assert FedAvg().merge(ServerState(model), aggregate).params["w"].tolist() == wanted.tolist()
+
+
+def test_constrained_clients_stay_near_the_received_model(tmp_path: Path) -> None:
+    honest = LocalPlan(gradient_scale=2.0, proximal_mu=0.5)
+    assert Backdoor(loss_share=0.25).planned(honest) == LocalPlan(gradient_scale=0.5, proximal_mu=2.0)
+    assert Backdoor().planned(honest) == honest
+    half = HostilePlans(Backdoor(loss_share=0.25), frozenset({3}))
+    assert [half.planned(LocalTask(1, client, 5, 9, ONE_STEP, {}), honest) == honest for client in (2, 3)] == [
+        True,
+        False,
+    ]
+    settings = {**IID, "rounds": 2, "attack": {"kind": "backdoor", "boost": 10}, "local": {"learning_rate": 0.05}}
+
+    def ran(name: str, share: float) -> Any:
+        attack = {**settings["attack"], "loss_share": share}
+        return fl_sim.run({**settings, "attack": attack}, out=tmp_path / name, progress=False).facts["backdoor"]
+
+    assert ran("free", 1.0)["success_rate"] > 0.9
+    assert ran("held", 0.01)["success_rate"] < 0.5
 
 
 def test_success_is_counted_over_records_of_other_classes_alone() -> None:
