@@ -25,7 +25,8 @@ class TellLoss:
         training = TrainingJob.of(client)
         task, records, loss = training.job.task, training.job.records, 0.0
         if len(records):
-            loss = client.runtime.trainer.evaluate({**task.params, **task.statistics}, *records.tensors()).loss
+            trainer = client.runtime.sized(task).trainer
+            loss = trainer.evaluate({**task.params, **task.statistics}, *records.tensors()).loss
         training.check_bits()
         return RecordDict({"asked": MetricRecord({"loss": loss})})
 

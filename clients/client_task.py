@@ -77,6 +77,19 @@ class PredictingStart(Protocol):
         ...
 
 
+@runtime_checkable
+class Resizing(Protocol):
+    """The client side of an algorithm whose clients have models of different sizes (server side: ``Sizing``)."""
+
+    def size_in(self, task: LocalTask) -> float:
+        """Return the size of the client's model, in (0, 1]; 1 is the whole model."""
+        ...
+
+    def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
+        """Return the model of a ``size`` below 1: ``model`` with the shapes of ``params``, and any values."""
+        ...
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """The tensors of a message: ``params``, such as the global model, and ``groups``, further tensors by group."""
@@ -279,6 +292,20 @@ class ClientRuntime:
         """Return the trainer of this experiment's model: the compiled C++ trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0], self.precision)
 
+    def sized(self, task: LocalTask) -> "ClientRuntime":
+        """Return the client runtime for the size of the client's model in ``task``: this one for the whole model."""
+        algorithm = self.algorithm
+        if not isinstance(algorithm, Resizing) or (size := algorithm.size_in(task)) == 1:
+            return self
+        if size not in self._smaller:
+            self._smaller[size] = replace(self, model=algorithm.resized(self.model, task.params, size))
+        return self._smaller[size]
+
+    @cached_property
+    def _smaller(self) -> dict[float, "ClientRuntime"]:
+        """The client runtimes for smaller models, by size."""
+        return {}
+
     @cached_property
     def own_trainers(self) -> tuple[LocalTrainer, ...]:
         """Return the trainers that the algorithm defines, which take precedence over ``trainer``."""
@@ -292,8 +319,26 @@ class ClientRuntime:
         The first of ``own_trainers`` that supports a job executes this job. ``trainer`` executes all other jobs
         together. ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local
         plans have phases (``Phase``), all jobs are trained phase by phase. If the algorithm has courses
-        (``StepByStep``), all jobs are trained step by step.
+        (``StepByStep``), all jobs are trained step by step. Models of different sizes are trained one size after
+        another.
         """
+        runtimes = [self.sized(job.task) for job in jobs]
+        if all(one is self for one in runtimes):
+            return self.prepare_equal(jobs, stacked=stacked)
+        places = {id(one): [place for place, other in enumerate(runtimes) if other is one] for one in runtimes}
+        prepared = [
+            (mine, runtimes[mine[0]].prepare_equal([jobs[place] for place in mine], stacked=stacked))
+            for mine in places.values()
+        ]
+
+        def train_all() -> list[Trained]:
+            found = {place: one for mine, train in prepared for place, one in zip(mine, train(), strict=True)}
+            return [found[place] for place in range(len(jobs))]
+
+        return train_all
+
+    def prepare_equal(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
+        """Return the function of ``prepare`` for jobs of one size of models, that of this runtime."""
         if isinstance(algorithm := self.algorithm, StepByStep):
             if others := [name for name in ("trainers", "further") if hasattr(algorithm, name)]:
                 raise RunError(

@@ -152,8 +152,8 @@ class EvaluateOwn:
 
     def measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:
         """Return the client's models by name. ``validation``: the client's own validation records."""
-        runtime, algorithm = client.runtime, client.runtime.algorithm
-        training = TrainingJob.of(client, trains=self.trains)
+        training, algorithm = TrainingJob.of(client, trains=self.trains), client.runtime.algorithm
+        runtime = client.runtime.sized(training.job.task)
         measured = {
             name: MeasuredModel(partial(runtime.trainer.evaluate, params), partial(_network, runtime.model, params))
             for name, params in self._models(training).items()
@@ -170,9 +170,8 @@ class EvaluateOwn:
 
     def _models(self, training: TrainingJob) -> Mapping[str, Params]:
         """Return the tensors of the client's models by name, with the running statistics of BatchNorm layers."""
-        client = training.client
-        runtime, algorithm = client.runtime, client.runtime.algorithm
-        task, own = training.job.task, training.job.task.params
+        client, task, own = training.client, training.job.task, training.job.task.params
+        runtime, algorithm = client.runtime.sized(task), client.runtime.algorithm
         if isinstance(algorithm, OwnModel):
             with runtime.drawing("own model", client.number, task.server_round):
                 own = algorithm.own_model(task)
@@ -195,9 +194,10 @@ class EvaluateOwn:
     @staticmethod
     def _adapted(training: TrainingJob, algorithm: object) -> Trained:
         """Return the received model after the adaptation of the algorithm, or after one more round of training."""
-        runtime, job = training.client.runtime, training.job
+        job = training.job
+        runtime = training.client.runtime.sized(job.task)
         if not isinstance(algorithm, Adapting):
-            return runtime.prepare([job])()[0]
+            return training.client.runtime.prepare([job])()[0]
         with runtime.drawing("adapted", job.task.client, job.task.server_round):
             model = algorithm.adapted(job.task)
         training.check(algorithm.adapted)

@@ -102,7 +102,7 @@ class TrainingJob:
             layout = layout_of(task.params)
             shown = reduce(lambda some, layer: layer.shown(some), runtime.layers, records)
             with runtime.drawing("start", number, server_round):
-                task = algorithm.start(task, OnClient(shown, runtime.trainer, runtime.seed))
+                task = algorithm.start(task, OnClient(shown, runtime.sized(task).trainer, runtime.seed))
             check_layout("the parameters that start returns", task.params, layout)
         with runtime.drawing("plan", number, server_round):
             plan = algorithm.plan(task)

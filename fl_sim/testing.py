@@ -46,6 +46,7 @@ from strategies.algorithm import (
     Algorithm,
     PartialTraining,
     Sharing,
+    Sizing,
     Unfolding,
     first_state,
     groups_of,
@@ -179,8 +180,8 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 
 
 def _architecture(algorithm: Algorithm) -> str:
-    """Return the name of the model for a test: one with several layers if clients send only a part of the model."""
-    return "mlp" if isinstance(algorithm, Sending) else "logistic"
+    """Return the name of the model for a test: one with several layers if clients have only a part of it."""
+    return "mlp" if isinstance(algorithm, Sending | Sizing) else "logistic"
 
 
 def _model(algorithm: Algorithm) -> torch.nn.Module:

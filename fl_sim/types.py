@@ -380,6 +380,16 @@ class Traffic:
         return Traffic(self.down + other.down, self.up + other.up)
 
 
+class Load(NamedTuple):
+    """The load of one client in a round: its bytes, and its work for a training record as a share of the usual work.
+
+    The usual work is that of the whole model. Only clients with smaller models have less.
+    """
+
+    traffic: Traffic
+    work: float = 1.0
+
+
 @dataclass(frozen=True)
 class Aggregate:
     """The means over clients: the only view of a round that the server side of an algorithm has.

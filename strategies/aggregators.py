@@ -42,7 +42,7 @@ class WeightedMean(Settings):
         trained = _trained(cohort)
         if callable(weighting):
             for reply in trained:
-                _check_finite(reply, cohort.server_round)
+                check_finite(reply, cohort.server_round)
             weights = list(weighting(trained)) if trained else []
         else:
             weights = weights_of(trained, weighting)
@@ -54,7 +54,7 @@ class WeightedMean(Settings):
         # One number that is not finite makes the mean not finite. So single updates are checked only in that case.
         apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
         for reply in apart if is_finite(payloads) else cohort.replies:
-            _check_finite(reply, cohort.server_round)
+            check_finite(reply, cohort.server_round)
         return Aggregate(payloads, participation=cohort.participation(len(trained))) if trained else None
 
 
@@ -142,7 +142,7 @@ class Robust(Settings):
         there are too few updates for the rule.
         """
         for reply in cohort.replies:
-            _check_finite(reply, cohort.server_round)
+            check_finite(reply, cohort.server_round)
         if not (replies := _trained(cohort)):
             return None
         if (count := len(replies)) < (needed := self.fewest()):
@@ -203,7 +203,8 @@ def _has_finite_loss(reply: Reply) -> bool:
     return reply.loss is None or math.isfinite(reply.loss)
 
 
-def _check_finite(reply: Reply, server_round: int) -> None:
+def check_finite(reply: Reply, server_round: int) -> None:
+    """Raise Diverged, which names client and round, if an update or a training loss is not finite."""
     where = f"client {reply.client} in round {server_round}"
     if not _has_finite_loss(reply):
         raise Diverged(

@@ -6,6 +6,7 @@ methods ``init`` and ``merge``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
@@ -215,6 +216,23 @@ class Unfolding(Protocol):
 
 
 @runtime_checkable
+class Sizing(Protocol):
+    """The server side of an algorithm whose clients have models of different sizes, each a part of the server's model.
+
+    Sizes are public numbers in (0, 1]; 1 is the whole model. Clients build their models by ``Resizing``. A round layer
+    of the algorithm aggregates the updates, which have different shapes.
+    """
+
+    def size_of(self, client: int, server: ServerState) -> float:
+        """Return the size of a client's model in the coming round."""
+        ...
+
+    def sized(self, server: ServerState, size: float) -> ServerState:
+        """Return the server state whose model and broadcast tensors clients of ``size`` receive."""
+        ...
+
+
+@runtime_checkable
 class Alternating(Protocol):
     """An algorithm whose updates have other names and shapes from round to round, which repeat after ``turns``."""
 
@@ -356,6 +374,17 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, 
     write_guard.check(algorithm.finish)
     write_guard.check_bits(algorithm.finish)
     return update
+
+
+def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) -> list[tuple[float, ServerState, int]]:
+    """Return (size of models, server state that clients of this size receive, number of these clients).
+
+    Without models of different sizes, all ``clients`` have size 1 and receive ``server``.
+    """
+    if not isinstance(algorithm, Sizing):
+        return [(1.0, server, len(clients))]
+    sizes = Counter(algorithm.size_of(client, server) for client in clients)
+    return [(size, server if size == 1 else algorithm.sized(server, size), count) for size, count in sizes.items()]
 
 
 def groups_of(server: ServerState) -> Payloads:

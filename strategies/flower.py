@@ -26,7 +26,16 @@ from fl_sim.seeding import rng, seed_process
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Reply, ServerState, Size, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, Unfolding, groups_of, payload_template, turns_of, weighting_of
+from strategies.algorithm import (
+    Algorithm,
+    Sizing,
+    Unfolding,
+    groups_of,
+    payload_template,
+    states_sent,
+    turns_of,
+    weighting_of,
+)
 from strategies.answers import (
     Asking,
     Population,
@@ -50,7 +59,8 @@ class FederatedStrategy(Strategy):
     read. ``order``: the training task that every client receives: its settings; round number and learning rate are set
     in each round. ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``:
     the seed of the cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the
-    clients whose updates were used in the last round. ``layer``: the outermost layer of ``layers``. ``holders``: True
+    clients whose updates were used in the last round. ``late``: the clients of that round whose updates came too late.
+    ``layer``: the outermost layer of ``layers``. ``holders``: True
     for each client that is known to hold training records, shape (clients,); None: all clients hold records.
     """
 
@@ -72,10 +82,13 @@ class FederatedStrategy(Strategy):
     without_effect: Counter[str] = field(default_factory=Counter)
     layer: Layer = field(init=False)
     layers: list[Layer] = field(default_factory=list)
-    _by_turn: dict[int, _Expected] = field(default_factory=dict)
+    late: Sequence[int] = ()
+    _by_turn: dict[tuple[int, float], _Expected] = field(default_factory=dict)
+    _sized: tuple[ServerState | None, dict[float, ServerState]] = (None, {})
 
     def __post_init__(self) -> None:
         self.layer = _Innermost(self)
+        self._sizing = self.algorithm if isinstance(self.algorithm, Sizing) else None
 
     def wrap(self, layer: Layer) -> None:
         """Add ``layer`` as the new outermost layer."""
@@ -98,7 +111,7 @@ class FederatedStrategy(Strategy):
             self.population = find_population(grid, self.num_clients, timeout=60.0)
         seed_process(self.seed, "sampling", server_round)
         drawn = self.layer.cohort(server_round)
-        self.cohort, rate = drawn.clients, float(str(config["learning-rate"]))
+        self.cohort, self.late, rate = drawn.clients, drawn.late, float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate, most_steps=drawn.most_steps)
         self._sent = WriteGuard.of(groups_of(self.server))
         contents = self.contents(order, self.server, self.cohort.tolist())
@@ -150,18 +163,44 @@ class FederatedStrategy(Strategy):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes to and from one client in a round, the same for all clients; a mean if rounds differ."""
-        content, turns = self.content(self.order, self.server), turns_of(self.algorithm)
-        each = [self.traffic_with(content, server_round) for server_round in range(1, turns + 1)]
-        return Traffic(each[0].down, round(sum(one.up for one in each) / turns))
+        """Return the bytes to and from one client in a round; a mean if clients or rounds differ."""
+        states, total = states_sent(self.algorithm, self.server, range(self.num_clients)), Traffic(0, 0)
+        for size, _, count in states:
+            total += self.traffic_of(size) * count
+        return Traffic(round(total.down / self.num_clients), round(total.up / self.num_clients))
 
-    def traffic_with(self, content: RecordDict, server_round: int) -> Traffic:
-        """Return the bytes to and from one client in a round whose message to clients is ``content``."""
-        return Traffic(arrays.num_bytes(content), self._expected(server_round).num_bytes)
+    def traffic_of(self, size: float) -> Traffic:
+        """Return the bytes to and from one client in a round; a mean if rounds differ. ``size``: that of its model."""
+        content, turns = self.content(self.order, self.sized(self.server, size)), turns_of(self.algorithm)
+        ups = [self._expected(server_round, size).num_bytes for server_round in range(1, turns + 1)]
+        return Traffic(arrays.num_bytes(content), round(sum(ups) / turns))
+
+    def traffic_with(self, messages: Sequence[Message], server_round: int) -> Traffic:
+        """Return the bytes of a round, which is not merged yet: ``messages``, answers, and models for late clients."""
+        contents = {id(one.content): one.content for one in messages}
+        counts = Counter(id(one.content) for one in messages)
+        down = sum(arrays.num_bytes(contents[key]) * count for key, count in counts.items())
+        sizes, late = (Counter(map(self.size_of, clients)) for clients in (self.cohort.tolist(), self.late))
+        down += sum(self.traffic_of(size).down * count for size, count in late.items())
+        return Traffic(down, sum(self._expected(server_round, size).num_bytes * n for size, n in sizes.items()))
 
     def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
         """Return the content of a round's message to clients: task settings, global model and broadcast tensors."""
         return wire.task_content(order, server.params, self.broadcast(server))
+
+    def size_of(self, client: int) -> float:
+        """Return the size of a client's model in the coming round; 1 is the whole model."""
+        return 1.0 if self._sizing is None else self._sizing.size_of(client, self.server)
+
+    def sized(self, server: ServerState, size: float) -> ServerState:
+        """Return the server state for clients of ``size``, the same object for all of them."""
+        if self._sizing is None or size == 1:
+            return server
+        if self._sized[0] is not server:
+            self._sized = (server, {})
+        if size not in self._sized[1]:
+            self._sized[1][size] = self._sizing.sized(server, size)
+        return self._sized[1][size]
 
     def contents(self, order: wire.TaskConfig, server: ServerState, clients: Sequence[int]) -> dict[int, RecordDict]:
         """Return {client: content of its message}, with clients of the same content next to each other.
@@ -198,7 +237,7 @@ class FederatedStrategy(Strategy):
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
         """Return the update in a client's reply. Raises Malformed for an invalid reply, no reply or several replies."""
-        expected = self._expected(server_round)
+        expected = self._expected(server_round, self.size_of(client))
         reply = wire.read_update(client, content_of(replies), expected.template, self.most_examples, expected.packed)
         for half in reversed(self.on_clients):
             reply = half.unpacked(reply, expected.template, server_round)
@@ -223,17 +262,18 @@ class FederatedStrategy(Strategy):
             self.holders[reply.client] |= reply.num_examples > 0
         return int(self.holders.sum() if self.members is None else self.holders[self.members].sum())
 
-    def _expected(self, server_round: int) -> _Expected:
-        """Return what a client sends in round ``server_round``."""
-        turn = (server_round - 1) % turns_of(self.algorithm) + 1
-        if turn not in self._by_turn:
-            template = {**payload_template(self.algorithm, self.server, turn)}
+    def _expected(self, server_round: int, size: float) -> _Expected:
+        """Return what a client with a model of ``size`` sends in round ``server_round``."""
+        key = ((server_round - 1) % turns_of(self.algorithm) + 1, size)
+        if key not in self._by_turn:
+            server = self.sized(self.server, size)
+            template = {**payload_template(self.algorithm, server, key[0])}
             for half in self.on_clients:
-                template = _both(template, half.adds(self.server))
+                template = _both(template, half.adds(server))
             template = {name: flattened(params) for name, params in template.items()}
-            sizes = [half.packs(template, self.server.params) for half in self.on_clients]
-            self._by_turn[turn] = _Expected(template, {name: size for one in sizes for name, size in one.items()})
-        return self._by_turn[turn]
+            packed = [half.packs(template, server.params) for half in self.on_clients]
+            self._by_turn[key] = _Expected(template, {name: one for each in packed for name, one in each.items()})
+        return self._by_turn[key]
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         """Return the valid updates of the cohort. Under Global DP, missing or malformed updates are left out."""
@@ -295,8 +335,7 @@ class _Innermost(Layer):
             return Drawn(drawn if strategy.members is None else strategy.members[drawn])
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        del client
-        return server
+        return self.strategy.sized(server, self.strategy.size_of(client))
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         return replies
@@ -425,13 +464,10 @@ def run_round(
     asked = strategy.layer.consult(server_round, partial(strategy.ask, grid, order, timeout))
     config = ConfigRecord({"learning-rate": learning_rate})
     messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
+    traffic = strategy.traffic_with(messages, server_round) + asked
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
     size, metrics_of_layers = None if strategy.layer.hides_clients else len(messages), strategy.layer.metrics()
-    each = strategy.traffic_with(messages[0].content, server_round) if messages else strategy.traffic
-    traffic = None if size is None else each * size + asked
-    done = Round(server_round, size, loss, traffic, time.perf_counter() - start)
-    if traffic is not None:
-        traffic += Traffic(each.down, 0) * metrics_of_layers.get("late", 0)  # late clients only received the model
-    return replace(done, traffic=traffic, **metrics_of_layers)
+    done = Round(server_round, size, loss, None if size is None else traffic, time.perf_counter() - start)
+    return replace(done, **metrics_of_layers)

@@ -24,7 +24,7 @@ from fl_sim.errors import Malformed, UserError
 from fl_sim.kinds import is_own_kind, kind_of, path_in
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object
-from fl_sim.types import Aggregate, Cohort, Examples, LocalSettings, Payloads, Reply, ServerState, Traffic
+from fl_sim.types import Aggregate, Cohort, Examples, Load, LocalSettings, Payloads, Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins
 
@@ -67,11 +67,13 @@ class Drawn:
     """The cohort of a round.
 
     ``clients``: the client numbers, ascending. ``most_steps``: {client: the largest number of local steps for which the
-    client has time}. ``asked``: the clients that evaluated the model before the cohort was drawn.
+    client has time}. ``late``: the clients that receive the model, too, but whose updates come too late. ``asked``: the
+    clients that evaluated the model before the cohort was drawn.
     """
 
     clients: NDArray[np.int64]
     most_steps: Mapping[int, int] = field(default_factory=dict)
+    late: Sequence[int] = ()
     asked: tuple[int, ...] = ()
 
 
@@ -96,13 +98,13 @@ class Workload:
     """The amount of work of every client in a round, from which the virtual clock computes durations.
 
     ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
-    ``traffic``: sizes of a client's download and upload, in bytes. ``seconds(client, server_round)``: the virtual
-    duration of a client's turn in a round; always 0 without a virtual clock.
+    ``load_of``: a function from a client's number to its load in the coming round. ``seconds(client, server_round)``:
+    the virtual duration of a client's turn in a round; always 0 without a virtual clock.
     """
 
     sizes: NDArray[np.int64]
     settings: LocalSettings
-    traffic: Traffic
+    load_of: Callable[[int], Load]
     seconds: Callable[[int, int], float] = lambda client, server_round: 0.0  # noqa: ARG005 (named for callers)
 
 

@@ -54,7 +54,8 @@ class TimedRounds(Layer):
         self._asking = max((self._clock.asking_seconds(client, server_round) for client in inner.asked), default=0.0)
         is_partial = server.late == "partial"
         self._last = turnout(self._clock, server_round, drawn, deadline=server.deadline, partial=is_partial)
-        return Drawn(self._last.in_time, self._last.most_steps)
+        late = set(self._last.available.tolist()) - set(self._last.in_time.tolist())
+        return Drawn(self._last.in_time, self._last.most_steps, sorted(late))
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the fields of the round's line in ``rounds.jsonl``, with virtual duration and late clients."""
@@ -75,4 +76,4 @@ class TimedRounds(Layer):
 def clock_of(experiment: Any, work: Workload) -> Clock:
     """Return the virtual clock of the clients' devices. Raises UserError if ``devices`` do not fit the run."""
     fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
-    return Clock(fleet, work.sizes, work.settings, work.traffic, experiment.seed)
+    return Clock(fleet, work.sizes, work.settings, work.load_of, experiment.seed)

@@ -9,7 +9,7 @@ from fl_sim.settings import kinds_of
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "methods.md").read_text() + (DOCS / "partial-training.md").read_text().partition("## Adapters")[2]
 ROWS = {
-    kind: dict(re.findall(r"`(\w+)` ([\w.-]+)", cells))
+    kind: dict(re.findall(r"`(\w+)` (\([^)]*\)|[\w.-]+)", cells))
     for kind, cells in re.findall(r"^\| `([\w-]+)` \|([^|]*)\|", PAGE, re.MULTILINE)
 }
 NAMED_ALONE = {

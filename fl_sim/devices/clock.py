@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fl_sim.devices.settings import Fleet
 from fl_sim.seeding import rng
-from fl_sim.types import LocalSettings, Traffic
+from fl_sim.types import Load, LocalSettings
 
 LOOK_AGAIN_SECONDS = 1.0
 """Simulated seconds that the server waits before it looks for clients again, if no client was available."""
@@ -28,14 +28,14 @@ class Clock:
     """Computes the simulated seconds of clients' turns, independent of trained values and of real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
-    ``settings``: the settings of local training, such as epochs. ``traffic``: the bytes that a client downloads and
-    uploads in one turn. ``seed``: the seed of the random availability and jitter.
+    ``settings``: the settings of local training, such as epochs. ``load_of``: a function from a client's number to
+    its bytes and its work in one turn. ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet
     sizes: NDArray[np.int64]
     settings: LocalSettings
-    traffic: Traffic
+    load_of: Callable[[int], Load]
     seed: int
 
     def steps(self, client: int) -> int:
@@ -47,13 +47,13 @@ class Clock:
 
         ``server_round`` selects the random jitter (a factor of the duration).
         """
-        fleet = self.fleet
-        sending = self.traffic.down / fleet.download[client] + self.traffic.up / fleet.upload[client]
+        fleet, (traffic, work) = self.fleet, self.load_of(client)
+        sending = traffic.down / fleet.download[client] + traffic.up / fleet.upload[client]
         records = 0
         if size := int(self.sizes[client]):
             passes, rest = divmod(steps, self.settings.num_batches(size))
             records = passes * size + min(rest * self.settings.batch_size, size)
-        by_records = records * fleet.record_seconds[client]
+        by_records = records * work * fleet.record_seconds[client]
         taken = float(sending + steps * fleet.step_seconds[client] + by_records)
         return taken * self._jitter(client, server_round)
 
@@ -67,8 +67,8 @@ class Clock:
 
         An evaluation takes a third of a training step's seconds for each record: one pass in place of three.
         """
-        fleet, size = self.fleet, int(self.sizes[client])
-        taken = float(self.traffic.down / fleet.download[client] + size * fleet.record_seconds[client] / 3)
+        fleet, (traffic, work), size = self.fleet, self.load_of(client), int(self.sizes[client])
+        taken = float(traffic.down / fleet.download[client] + size * work * fleet.record_seconds[client] / 3)
         return taken * self._jitter(client, server_round)
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:

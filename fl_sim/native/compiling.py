@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
-SOURCES_DIGEST = "5eb8c6ce9ebc1a519b4510efab22ebd9"
+SOURCES_DIGEST = "cb76cfbf5426f96bd1f5ecf533cc74e1"
 """The ``sources_digest`` of this version.
 
 A copy of fl-sim without C++ sources uses this digest to find a kernel of the same version.

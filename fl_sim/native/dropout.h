@@ -1,4 +1,4 @@
-// Dropout (Srivastava et al. 2014): random masks for the forward and the backward pass of a minibatch.
+// Dropout (Srivastava et al. 2014): random masks for the forward and the backward pass of a minibatch, and factors of outputs.
 #pragma once
 
 #include "graph.h"
@@ -28,9 +28,11 @@ class Dropout {
         for (size_t index = 0; index < graph.layers.size(); index++) {
             const double probability = graph.layers[index].dropout;
             masks_.push_back({});
-            if (probability == 0) continue;
+            if (!graph.layers[index].is_changed()) continue;
             Mask& mask = masks_.back();
-            mask.least = uint32_t(probability * 4294967296.0), mask.scale = float(1 / (1 - probability));
+            mask.least = uint32_t(probability * 4294967296.0);
+            mask.scale = float(graph.layers[index].factor / (1 - probability));
+            if (probability == 0) continue;
             mask.features = graph.nodes[index + 1].image.features();
             mask.kept.resize(groups * mask.features * BYTES);
         }
@@ -43,7 +45,7 @@ class Dropout {
     void draw(int groups) {
         uint64_t number = 0;
         for (Mask& mask : masks_)
-            if (mask.scale != 0) draw(mask, number++, groups);
+            if (mask.features != 0) draw(mask, number++, groups);
         passes_++;
     }
 
@@ -55,6 +57,10 @@ class Dropout {
         for (int channel = 0; channel < image.channels; channel++)
             for (int y = 0; y < image.height; y++) {
                 vec* line = values + image.line(channel, y);
+                if (mask.features == 0) {
+                    for (int x = 0; x < image.width; x++) line[x] *= mask.scale;
+                    continue;
+                }
                 for (int x = 0; x < image.width; x++, kept += BYTES) {
                     int32_t bits = 0;
                     std::memcpy(&bits, kept, BYTES);
@@ -68,8 +74,8 @@ class Dropout {
 
     struct Mask {
         uint32_t least = 0;         // the least draw for which a number is kept
-        float scale = 0;            // the factor of numbers that are kept; 0: the layer has no dropout
-        long features = 0;          // the number of the layer's outputs
+        float scale = 0;            // the factor of numbers that are kept; 0: the layer has neither dropout nor a factor
+        long features = 0;          // the number of the layer's outputs; 0: the layer has no dropout, and all are kept
         std::vector<uint8_t> kept;  // [group][feature][byte]
     };
 

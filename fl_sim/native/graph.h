@@ -49,7 +49,7 @@ struct Graph {
         for (int index = first_linear; index < num_layers; index++)
             if (layers[index].kind != LINEAR || layers[index].source != index) return;
         while (first_trained < first_linear && layers[first_trained].num_weights() == 0) first_trained++;
-        if (first_linear < num_layers && layers.back().dropout == 0) num_params = at;
+        if (first_linear < num_layers && !layers.back().is_changed()) num_params = at;
     }
 
     // Allocates the memory for minibatches of ``groups`` groups, of which ``origins`` are no derivative groups.
@@ -114,7 +114,7 @@ struct Graph {
     bool may_share(int sum, int part) const {
         if (layers[sum].kind != ADD || layers[sum].source == layers[sum].other) return false;
         const int later = std::max(layers[sum].source, layers[sum].other);
-        if (layers[later - 1].dropout > 0) return false;  // its mask is applied to the gradient in place
+        if (layers[later - 1].is_changed()) return false;  // its mask or factor is applied to the gradient in place
         for (int index = part; index < sum; index++) {
             const bool reads = layers[index].source == part || (layers[index].kind == ADD && layers[index].other == part);
             if (reads && index >= later - 1) return false;

@@ -208,7 +208,7 @@ ClippedSums* clipped_sums_for(const Request& request) {
                     {request.input_shape[0], request.input_shape[1], request.input_shape[2]});
         if (graph.num_params != request.num_params) return nullptr;
         for (const Layer& layer : graph.layers)
-            if (layer.kind == NORM || layer.kind == DROP || layer.dropout > 0) return nullptr;
+            if (layer.kind == NORM || layer.kind == DROP || layer.is_changed()) return nullptr;
         const long by_record = std::max(1L, graph.layers[graph.first_linear].weight);
         const int groups = int(std::clamp<long>(MOST_BY_RECORD / by_record, 1, MOST_GROUPS));
         graph.reserve(groups, groups);

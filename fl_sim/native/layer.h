@@ -10,7 +10,7 @@
 namespace {
 
 enum Kind { CONV = 0, POOL = 1, RELU = 2, LINEAR = 3, NORM = 4, ADD = 5, AVERAGE = 6, DROP = 7 };
-constexpr int FIELDS = 17;  // the number of fields in a layer's description; layers.py names them
+constexpr int FIELDS = 18;  // the number of fields in a layer's description; layers.py names them
 constexpr long MOST_NUMBERS = 1L << 30;  // the most numbers of one record in one node, so that 32-bit counters do not overflow
 constexpr int MOST_WIDE = 1 << 15;       // the largest side of a kernel, and the largest border, for the same reason
 
@@ -55,6 +55,7 @@ struct Layer {
     int parts;                        // NORM: the number of parts into which the channels are divided
     float epsilon;                    // NORM: the number that is added to the variance
     float dropout;                    // the probability that dropout sets an output to zero, see dropout.h
+    float factor;                     // the factor of the outputs in training
     Image in, out;                    // the sizes of input and output, with the widest border that a reading layer needs
     int before_height, before_width;  // the height and width of a convolution's output before pooling
     long weight, bias;                // the indices of its first weight and its first bias among all parameters
@@ -81,6 +82,7 @@ struct Layer {
         if (kind == NORM) return out.channels;
         return kind == LINEAR ? long(out.channels) * in.features() : 0;
     }
+    bool is_changed() const { return dropout > 0 || factor != 1; }  // by dropout or a factor, after its own computation
     long num_biases() const { return has_bias ? out.channels : 0; }
 };
 
@@ -95,16 +97,16 @@ inline bool has_window(const int32_t* field, const Image& in) {
     return true;
 }
 
-inline float dropout_of(const int32_t* field) {
-    float probability;
-    std::memcpy(&probability, field + 16, sizeof probability);
-    return probability;
+inline float number_in(const int32_t* field) {
+    float number;
+    std::memcpy(&number, field, sizeof number);
+    return number;
 }
 
 // Returns true if ``field`` describes a supported layer that fits an input of the sizes ``in``.
 inline bool is_known(const int32_t* field, const Image& in) {
     if (field[10] && field[0] != CONV) return false;  // only convolutions are fused with pooling
-    if (!(dropout_of(field) >= 0 && dropout_of(field) < 1)) return false;
+    if (!(number_in(field + 16) >= 0 && number_in(field + 16) < 1 && number_in(field + 17) >= 0)) return false;
     switch (field[0]) {
         case CONV: return field[1] > 0 && field[15] == in.channels && has_window(field, in);
         case POOL: return has_window(field, in);
@@ -126,8 +128,8 @@ inline Layer read_layer(const int32_t* field, const Image& in) {
     layer.has_bias = field[8], layer.relu = field[9] || layer.kind == RELU, layer.pooled = field[10];
     layer.source = field[11], layer.other = field[12];
     layer.parts = field[13];
-    std::memcpy(&layer.epsilon, field + 14, sizeof layer.epsilon);
-    layer.dropout = dropout_of(field);
+    layer.epsilon = number_in(field + 14), layer.dropout = number_in(field + 16);
+    layer.factor = field[17] ? number_in(field + 17) : 1.0f;
     layer.in = layer.out = in;
     if (layer.kind == LINEAR) layer.out = {field[1], 1, 1};
     if (layer.kind == AVERAGE) layer.out.height = layer.out.width = 1;

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim.models import ResidualBlock
+from fl_sim.narrow_models import ScaledConv2d, ScaledLinear
 from fl_sim.params import Layout, layout_of
 
 KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
@@ -17,12 +18,12 @@ KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
 _CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE, _DROP = range(len(KINDS))
 _KINDS: dict[type[nn.Module], int] = {
     nn.Conv2d: _CONV, nn.MaxPool2d: _POOL, nn.ReLU: _RELU, nn.Linear: _LINEAR, nn.GroupNorm: _NORM,
-    nn.AdaptiveAvgPool2d: _AVERAGE,
+    nn.AdaptiveAvgPool2d: _AVERAGE, ScaledConv2d: _CONV, ScaledLinear: _LINEAR,
 }  # fmt: skip
 _HALVING = {"kernel_y": 2, "kernel_x": 2, "stride_y": 2, "stride_x": 2, "padding_y": 0, "padding_x": 0}
 FIELDS = (
     "kind", "outputs", "kernel_y", "kernel_x", "stride_y", "stride_x", "padding_y", "padding_x", "bias", "relu",
-    "pooled", "source", "other", "parts", "epsilon", "inputs", "dropout",
+    "pooled", "source", "other", "parts", "epsilon", "inputs", "dropout", "factor",
 )  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -39,7 +40,7 @@ linear layers.
 class Stack:
     """The layers of a model as arrays of integers, which the compiled trainer (kernel) reads.
 
-    ``layers``: int32, (layers, 17), one row per layer with the columns ``FIELDS``. ``input_shape``: int32, (3,),
+    ``layers``: int32, (layers, 18), one row per layer with the columns ``FIELDS``. ``input_shape``: int32, (3,),
     either (channels, height, width) or (features, 1, 1). ``layout``: the names and shapes of the parameters, in
     their order in memory.
     """
@@ -83,7 +84,8 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
-    ends_linear = is_known and rows.rows[-1]["kind"] == _LINEAR and not rows.rows[-1].keys() & {"relu", "dropout"}
+    last = rows.rows[-1] if is_known else {}
+    ends_linear = last.get("kind") == _LINEAR and not last.keys() & {"relu", "dropout", "factor"}
     if not ends_linear or len(set(rows.seen)) < len(rows.seen) or not _plain_parameters(model):
         return None
     return Stack(
@@ -219,7 +221,7 @@ def _add(rows: _Rows, module: nn.Module) -> bool:
         return (module.start_dim, module.end_dim) == (1, -1)
     if type(module) is nn.Dropout:
         return rows.drop(module.p)
-    wants_flat = {nn.Linear: True, nn.ReLU: rows.is_flat}.get(type(module), False)
+    wants_flat = {nn.Linear: True, ScaledLinear: True, nn.ReLU: rows.is_flat}.get(type(module), False)
     row = _row(module) if wants_flat == rows.is_flat else None
     if row is not None:
         rows.append(row)
@@ -256,6 +258,8 @@ def _row(module: nn.Module) -> dict[str, int] | None:
         is_known = is_known and _add_window(row, module)
     elif isinstance(module, nn.MaxPool2d):
         is_known = not module.ceil_mode and not module.return_indices and _add_window(row, module)
+    if isinstance(module, ScaledLinear | ScaledConv2d) and module.factor != 1:
+        row["factor"] = _bits(module.factor)
     return row if is_known else None
 
 

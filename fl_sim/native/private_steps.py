@@ -87,8 +87,9 @@ class PrivateDraws:
 
 
 def is_supported(stack: Stack) -> bool:
-    """Return True if the compiled trainer has private steps for a model: one without normalisation and dropout."""
-    return all(KINDS[row["kind"]] not in {"norm", "dropout"} and not row["dropout"] for row in rows_of(stack))
+    """Return True if the compiled trainer has private steps for a model: without normalisation, dropout and factors."""
+    rows = rows_of(stack)
+    return all(KINDS[row["kind"]] not in {"norm", "dropout"} and not row["dropout"] | row["factor"] for row in rows)
 
 
 def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> Trained:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -19,20 +19,24 @@ from safetensors.torch import load_file
 from threadpoolctl import threadpool_limits
 
 from clients.client_layer import ClientLayer
-from clients.client_task import ClientRuntime, ClientTask
+from clients.client_task import ClientRuntime, ClientTask, Resizing
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, kind_of, replaces_records
 from fl_sim.local_plan import LocalAlgorithm
+from fl_sim.narrow_models import products
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
-from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params, Traffic
+from fl_sim.types import Augment, Dataset, Examples, Load, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew, Parts, RecordSkew
 from strategies.layer import Tamper, Workload, layer_kinds
+
+if TYPE_CHECKING:
+    from strategies.flower import FederatedStrategy
 
 PADDING = 4
 """Pixels of padding on every side of a training image, before a random crop is cut out, as in He et al. 2016."""
@@ -124,14 +128,23 @@ def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
     return np.array([settings.num_steps(size) for size in sizes.tolist()], dtype=np.int64)[which]
 
 
-def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
+def workload_of(job: Job, num_synthetic: int, strategy: "FederatedStrategy") -> Workload:
     """Return each client's numbers of records, local steps and bytes in a round, for the times of simulated devices.
 
-    ``num_synthetic``: the number of synthetic records that all clients train on. ``traffic``: the bytes to and from one
-    client.
+    ``num_synthetic``: the number of synthetic records that all clients train on.
     """
+    algorithm, shape = strategy.algorithm, job.dataset.input_shape
+
+    @lru_cache
+    def load_of(size: float) -> Load:
+        traffic = strategy.traffic_of(size)
+        if size == 1 or not isinstance(algorithm, Resizing):
+            return Load(traffic)
+        small = algorithm.resized(job.model(), strategy.sized(strategy.server, size).params, size)
+        return Load(traffic, products(small, shape) / products(job.model(), shape))
+
     settings = local_settings(job, job.experiment.local.learning_rate)
-    return Workload(sizes_trained_on(job, num_synthetic), settings, traffic)
+    return Workload(sizes_trained_on(job, num_synthetic), settings, lambda client: load_of(strategy.size_of(client)))
 
 
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:

@@ -114,7 +114,7 @@ class Rounds(Procedure):
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         """Return the function that executes one round: the clients train, and the server merges their updates."""
         del out
-        strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy.traffic))
+        strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy))
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
 
     def _measured(self, made: Round, rate: float, run: Run) -> RoundRecord:

@@ -94,7 +94,7 @@ class AsynchronousRounds(Rounds):
             coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
             return map(int, in_random_order(experiment.num_clients, coins))
 
-        clock = clock_of(experiment, workload_of(self.job, log.num_pooled, strategy.traffic))
+        clock = clock_of(experiment, workload_of(self.job, log.num_pooled, strategy))
         schedule = Schedule(clock, order_of, self.server.concurrency, self.server.step_size)
         server = _Server(self, strategy, grid, out / run_directory.STATE, log, schedule)
         server.resume(len(log.rounds))

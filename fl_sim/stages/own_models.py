@@ -29,7 +29,7 @@ from fl_sim.stages.own_measures import HELD_OUT, TITLES, OwnMeasures, worse_than
 from fl_sim.store.run_directory import MOST_LISTED
 from fl_sim.training.records import Records
 from fl_sim.types import Params, ServerState, Traffic
-from strategies.algorithm import first_state
+from strategies.algorithm import first_state, states_sent
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -243,9 +243,11 @@ class OwnModels(Stage):
 
     def _traffic(self, server: ServerState) -> Traffic:
         experiment, times = self.job.experiment, self._times
-        down = arrays.num_bytes(wire.task_content(wire.BLANK, server.params, server.broadcast))
-        up = 8 * 3 * self.job.dataset.num_classes * 2
-        return Traffic(down, up) * (times * experiment.num_clients)
+        up, total = 8 * 3 * self.job.dataset.num_classes * 2, Traffic(0, 0)
+        for _, state, count in states_sent(experiment.algorithm, server, range(experiment.num_clients)):
+            content = wire.task_content(wire.BLANK, state.params, state.broadcast)
+            total += Traffic(arrays.num_bytes(content), up) * (times * count)
+        return total
 
 
 def _in_words(measures: Mapping[str, float], how: str) -> str:

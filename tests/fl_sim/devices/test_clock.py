@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fl_sim.devices.clock import Clock, Schedule, ServerStep, turnout
 from fl_sim.devices.settings import Fleet
-from fl_sim.types import LocalSettings, Traffic
+from fl_sim.types import Load, LocalSettings, Traffic
 
 SETTINGS = LocalSettings(0.1, 0.0, 0.0, batch_size=4, epochs=2)
 
@@ -22,7 +22,7 @@ def clock(
     """Return the clock of clients with a download of 100 and an upload of 10 bytes a second, 50 bytes each way."""
     ones = np.ones(len(step))
     fleet = Fleet(np.array(step), record * ones, 100 * ones, 10 * ones, availability * ones, jitter)
-    return Clock(fleet, np.array(sizes), SETTINGS, Traffic(50, 50), seed=1)
+    return Clock(fleet, np.array(sizes), SETTINGS, lambda _: Load(Traffic(50, 50)), seed=1)
 
 
 def test_a_turn_is_the_models_way_the_steps_and_the_updates_way() -> None:
@@ -49,6 +49,12 @@ def test_jitter_and_availability_are_drawn_for_each_turn_and_the_same_again() ->
     assert shaken.available(1).mean() == pytest.approx(0.25, abs=0.08)
     assert (shaken.available(1) == shaken.available(1)).all()
     assert (shaken.available(1) != shaken.available(2)).any()
+
+
+def test_half_the_work_takes_half_the_time_of_records_and_all_of_the_time_of_steps() -> None:
+    whole = clock([0.25], [10], record=0.5)
+    half = replace(whole, load_of=lambda _: Load(Traffic(50, 50), 0.5))
+    assert whole.seconds(0, 1, 3) - half.seconds(0, 1, 3) == pytest.approx(10 * 0.5 / 2)
 
 
 def test_a_round_lasts_as_long_as_its_slowest_client() -> None:
@@ -87,7 +93,7 @@ def test_the_steps_that_fit_are_the_most_that_do(
 def test_the_model_comes_by_the_download_and_the_update_goes_by_the_upload() -> None:
     """All four numbers differ, so that no two of them can change places."""
     fleet = Fleet(np.zeros(2), np.ones(2), np.array([100.0, 40.0]), np.array([10.0, 5.0]), np.ones(2))
-    ways = Clock(fleet, np.array([0, 0]), SETTINGS, Traffic(down=600, up=70), seed=1)
+    ways = Clock(fleet, np.array([0, 0]), SETTINGS, lambda _: Load(Traffic(down=600, up=70)), seed=1)
     assert ways.seconds(0, 1, 0) == pytest.approx(600 / 100 + 70 / 10)
     assert ways.seconds(1, 1, 0) == pytest.approx(600 / 40 + 70 / 5)
 
@@ -119,9 +125,8 @@ def clock_without_sending(speeds: list[float], availability: float = 1.0, jitter
     count = len(speeds)
     fast = np.full(count, np.inf)
     fleet = Fleet(np.array(speeds), np.zeros(count), fast, fast, np.full(count, availability), jitter)
-    return Clock(
-        fleet, np.full(count, 10), LocalSettings(0.1, 0.0, 0.0, batch_size=10, epochs=1), Traffic(8, 8), seed=3
-    )
+    settings = LocalSettings(0.1, 0.0, 0.0, batch_size=10, epochs=1)
+    return Clock(fleet, np.full(count, 10), settings, lambda _: Load(Traffic(8, 8)), seed=3)
 
 
 def schedule(speeds: list[float], concurrency: int, buffer: int, **others: float) -> Schedule:
@@ -226,7 +231,7 @@ class Attended(Clock):
 
 def test_who_was_not_there_is_asked_first_when_the_server_looks_again_in_the_order_of_asking() -> None:
     usual = clock_without_sending([1.0] * 4)
-    attended = Attended(usual.fleet, usual.sizes, usual.settings, usual.traffic, usual.seed)
+    attended = Attended(usual.fleet, usual.sizes, usual.settings, usual.load_of, usual.seed)
     events = Schedule(attended, lambda number: [1, 0, 2, 3], concurrency=1, buffer=3)
     step = events.next_step()
     assert [turn.client for turn in step.arrived] == [2, 1, 0]

@@ -19,7 +19,7 @@ def test_relu_and_pooling_are_fused_in_either_order() -> None:
     def model(*between: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *between, nn.Flatten(), nn.Linear(64, 10))
 
-    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
+    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0]
     assert rows(model(nn.ReLU(), nn.MaxPool2d(2)), (1, 8, 8))[0] == fused
     assert rows(model(nn.MaxPool2d(2), nn.ReLU()), (1, 8, 8))[0] == fused
     assert len(rows(model(nn.MaxPool2d(3, 2, 1)), (1, 8, 8))) == 3  # another window stays a layer
@@ -92,7 +92,7 @@ def test_a_linear_layer_on_images_is_left_to_pytorch() -> None:
 
 def test_our_models() -> None:
     taken = {name for name, made in MODELS.items() if describe(made((3, 16, 16), 10), (3, 16, 16)) is not None}
-    assert taken == set(MODELS)
+    assert taken == set(MODELS) - {"random-features"}
 
 
 def test_a_block_reads_its_input_twice() -> None:

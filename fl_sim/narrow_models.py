@@ -1,0 +1,145 @@
+"""Narrow models: a model with fewer channels in every layer, and the places of its parameters in the whole model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fl_sim.errors import UserError
+from fl_sim.models import ResidualBlock
+from fl_sim.params import Layout, head_weight
+from fl_sim.types import Params
+
+Places: TypeAlias = Mapping[str, tuple[torch.Tensor, ...]]
+"""{name: indices}: ``whole[name][indices]`` is a parameter of the narrow model."""
+
+_PASSED = (
+    nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d,
+    nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Dropout,
+)  # fmt: skip
+"""The layers without parameters, which take any number of channels."""
+
+_WINDOW = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer whose outputs are multiplied by ``factor`` in training, but not in evaluation."""
+
+    factor: float = 1.0
+    draws_random_numbers = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (batch, inputs) to (batch, outputs)."""
+        outputs = super().forward(inputs)
+        return outputs * self.factor if self.training else outputs
+
+
+class ScaledConv2d(nn.Conv2d):
+    """A convolution whose outputs are multiplied by ``factor`` in training, but not in evaluation."""
+
+    factor: float = 1.0
+    draws_random_numbers = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (batch, channels, h, w) to (batch, output channels, h', w')."""
+        outputs = super().forward(inputs)
+        return outputs * self.factor if self.training else outputs
+
+
+def check_narrowable(model: nn.Module) -> None:
+    """Raise UserError, which names the layer, if ``model`` has layers that cannot be cut, or nothing to cut."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        is_known = kind in {nn.Sequential, ResidualBlock, nn.Linear, nn.GroupNorm, *_PASSED}
+        is_known = is_known or (kind is nn.Conv2d and module.groups == 1)
+        if not is_known or (kind is nn.GroupNorm and not module.affine):
+            raise UserError(
+                f"a model of less width cannot be cut from layer {name or 'model'} ({kind.__name__}): known are "
+                "sequences of nn.Linear, nn.Conv2d with groups=1, nn.GroupNorm, activations, pooling and ResNet-8's "
+                "blocks; take niid-cnn, dafl-cnn, mlp, 2nn, niid-mlp or resnet"
+            )
+    params = dict(model.named_parameters())
+    if frozen := [name for name, value in params.items() if not value.requires_grad]:
+        raise UserError(f"a model of less width has no frozen parameters, and {frozen[0]} is frozen: train all of them")
+    if sum(value.ndim > 1 for value in params.values()) < 2:
+        raise UserError("a model of one layer has no channels between layers to cut: take a model of several layers")
+
+
+def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
+    """Return ``model`` with the shapes of ``params``, whose values it does not take.
+
+    ``factor``: in training, the outputs of all layers but the last are multiplied by it. A group of nn.GroupNorm keeps
+    its number of channels if that divides the number of channels that are left. Otherwise it gets the greatest common
+    divisor of both.
+    """
+    small, head = copy.deepcopy(model), head_weight(params)
+    for name, module in [*small.named_modules()]:
+        weight = params.get(f"{name}.weight")
+        if weight is None:
+            continue
+        made, (outputs, *inputs) = module, weight.shape
+        if isinstance(module, nn.GroupNorm):
+            each = math.gcd(module.num_channels // module.num_groups, outputs)
+            made = nn.GroupNorm(outputs // each, outputs, module.eps, device="meta")
+        elif isinstance(module, nn.Linear):
+            made = ScaledLinear(inputs[0], outputs, module.bias is not None, device="meta")
+        elif isinstance(module, nn.Conv2d):
+            same: Any = {part: getattr(module, part) for part in _WINDOW}
+            made = ScaledConv2d(inputs[0], outputs, bias=module.bias is not None, device="meta", **same)
+        if isinstance(made, ScaledLinear | ScaledConv2d) and f"{name}.weight" != head:
+            made.factor = factor
+        parent, _, last = name.rpartition(".")
+        setattr(small.get_submodule(parent), last, made.to_empty(device=module.weight.device))
+    return small
+
+
+def cut(params: Params, places: Places) -> Params:
+    """Return copies of the parameters of the narrow model from those of the whole model."""
+    return {name: value[places[name]] for name, value in params.items()}
+
+
+@lru_cache(maxsize=64)
+def places_of(layout: Layout, width: float, first: int = 0) -> Places:
+    """Return the places of a model of ``width`` in the whole model, whose names and shapes are ``layout``.
+
+    Of K channels the narrow model has the next ceil(``width`` K), in ascending order, from channel ``first`` on, and
+    from 0 again after the last one. So K decides which channels are left, as both ends of a shortcut need. The inputs
+    of the first layer and the outputs of the last one are whole.
+    """
+    head = head_weight({name: torch.empty(shape, device="meta") for name, shape in layout})
+    places, last = dict[str, tuple[torch.Tensor, ...]](), 0
+    for name, shape in layout:
+        is_last = name.rpartition(".")[0] == head.rpartition(".")[0]
+        outputs = torch.arange(shape[0]) if is_last else _channels(shape[0], width, first)
+        if len(shape) == 1:
+            places[name] = (outputs,)
+            continue
+        inputs = torch.arange(shape[1])
+        if last:  # not the first layer
+            each = 1 if len(shape) > 2 else shape[1] // last  # a linear layer may read several pixels of a channel
+            inputs = (_channels(shape[1] // each, width, first)[:, None] * each + torch.arange(each)).flatten()
+        places[name] = (outputs[:, None], inputs[None, :])
+        last = shape[0]
+    return places
+
+
+def _channels(count: int, width: float, first: int) -> torch.Tensor:
+    return ((first + torch.arange(math.ceil(width * count))) % count).sort().values
+
+
+def products(model: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Return the number of products of weights and inputs in the forward pass of one record of ``input_shape``."""
+    counts = list[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            each = module.weight[0].numel()
+            module.register_forward_hook(lambda _, __, made, each=each: counts.append(made[0].numel() * each))
+    with torch.no_grad():
+        model(torch.zeros(1, *input_shape))
+    return sum(counts)

@@ -1,0 +1,146 @@
+"""HeteroFL: clients of different widths train the first channels of every layer (Diao et al. 2021, section 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import head_shape, layout_of
+from fl_sim.seeding import rng
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
+from strategies.algorithm import FEDAVG, Averaging
+from strategies.widths import CLASSES, ROUND, WIDTH, check_one_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fl_sim.narrow_models import Places
+
+
+def _several(value: object) -> object:
+    """Return a tuple of one number for a number, and any other value unchanged."""
+    return (value,) if isinstance(value, int | float) else value
+
+
+class HeteroFL(Averaging):
+    """A client of width s has the first ceil(s K) of the K channels of every layer, and trains this small model.
+
+    Only inputs and logits are whole. Each entry of the model moves by the mean update of the clients of the round that
+    have it, weighted by their numbers of records. An entry that none of them has stays as it is. Clients receive, train
+    and send small models alone, so bytes, memory and time are those of small models. The whole model is evaluated.
+
+    ``rates``: client i has width ``rates``[i mod their number]; repeat a rate for a larger share of clients. ``mode``
+    "fix": widths stay. With "dynamic" each client has a random one of ``rates`` in every round, drawn from the numbers
+    of client and round alone, so it is the same in every run. Widths are public.
+
+    ``scaler``: in training, the outputs of all layers but the last are divided by s, as in the paper. A norm follows
+    each layer of the paper's models and takes this factor out again. Without norms, small widths then diverge easily,
+    so ``scaler`` is false by default. ``masked``: classes that a client
+    lacks leave the softmax, and the client does not count for their rows of the last layer. For this it tells the
+    server which classes it holds. In the released code such logits are 0 and stay in the softmax, and all clients have
+    the same weight. A group of nn.GroupNorm keeps its number of channels where that divides those that are left.
+    BatchNorm, with statistics from a pass over all clients at the end, is not here.
+    """
+
+    kind: Literal["heterofl"] = "heterofl"
+    title: ClassVar[str] = "HeteroFL"
+    layer: ClassVar[str] = "strategies.widths:MeanOfHolders"
+    needs_head: ClassVar[bool] = True
+    knobs: ClassVar[str] = (
+        "algorithm.scaler divides the outputs of each layer by the width, which only a norm undoes: leave it out"
+    )
+    rates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_several)] = Field(
+        (1.0, 0.5, 0.25, 0.125, 0.0625), min_length=1
+    )
+    mode: Literal["fix", "dynamic"] = "fix"
+    scaler: bool = False
+    masked: bool = True
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that need updates of one shape, or that no sum over holders fits."""
+        check_one_size(self, experiment)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        del experiment
+        said = list[str]()
+        if self.mode == "dynamic" and len(set(self.rates)) == 1:
+            said.append(off("algorithm.mode=dynamic", "all rates are the same"))
+        if set(self.rates) == {1.0}:
+            said.append(off("algorithm.rates=1", "models are whole" if self.masked else FEDAVG))
+        return said
+
+    def mean_only(self) -> str:
+        """Return the reason for error messages: updates have different shapes."""
+        return "updates of clients of different widths have different shapes"
+
+    def note(self) -> str:
+        """Return the note for tables: the evaluated model, and what clients tell the server."""
+        told = "; clients tell which classes they hold" if self.masked else ""
+        return f"{self.title}: the whole model is evaluated, and bytes are those of the clients' small models{told}."
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round: the model, the width 1, and the number of rounds so far."""
+        return ServerState(params, {WIDTH: {"rate": torch.ones(1)}}, {ROUND: {"number": torch.zeros(1)}})
+
+    def size_of(self, client: int, server: ServerState) -> float:
+        """Return the width of a client in the coming round."""
+        if self.mode == "fix":
+            return self.rates[client % len(self.rates)]
+        return self.rates[int(rng(0, "widths", client, _round(server)).integers(len(self.rates)))]
+
+    def sized(self, server: ServerState, size: float) -> ServerState:
+        """Return the server state that clients of width ``size`` receive."""
+        from fl_sim.narrow_models import cut  # noqa: PLC0415 (it loads torch)
+
+        params = cut(server.params, self.places(server, size))
+        return ServerState(params, {**server.broadcast, WIDTH: {"rate": torch.tensor([size])}}, server.memory)
+
+    def places(self, server: ServerState, size: float) -> Places:
+        """Return the places of the parameters of a model of width ``size`` in the whole model, in the coming round."""
+        from fl_sim.narrow_models import places_of  # noqa: PLC0415 (as above)
+
+        return places_of(layout_of(server.params), size, self.first_channel(_round(server)))
+
+    def first_channel(self, rounds: int) -> int:
+        """Return the first channel of small models, after a number of ``rounds``."""
+        del rounds
+        return 0
+
+    def size_in(self, task: LocalTask) -> float:
+        """Return the width of the client's model."""
+        return float(task.broadcast[WIDTH]["rate"]) if WIDTH in task.broadcast else 1.0
+
+    def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
+        """Return ``model`` with the shapes of ``params``, for clients of width ``size``."""
+        from fl_sim.narrow_models import narrowed  # noqa: PLC0415 (as above)
+
+        return narrowed(model, params, 1 / size if self.scaler else 1.0)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the local plan: without ``masked`` that of FedAvg, else with classes left out of the softmax."""
+        if not self.masked:
+            return LocalPlan()
+        return LocalPlan(logit_shift=torch.where(torch.tensor(task.class_counts) > 0, 0.0, -math.inf))
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update of the small model and, with ``masked``, a 1 for each class of the client, else a 0."""
+        update = super().finish(task, trained)
+        if self.masked:
+            counts = task.class_counts or (0,) * head_shape(task.params)[0]
+            update.payloads[CLASSES] = {"held": (torch.tensor(counts) > 0).float()}
+        return update
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state: the model plus each entry's mean update, and one round more."""
+        merged = super().merge(server, aggregate)
+        return ServerState(merged.params, merged.broadcast, {ROUND: {"number": torch.tensor([_round(server) + 1.0])}})
+
+
+def _round(server: ServerState) -> int:
+    return int(server.memory[ROUND]["number"])

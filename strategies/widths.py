@@ -1,0 +1,105 @@
+"""The round layer of models of different widths: each entry of the model is averaged over the clients that have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from fl_sim.errors import UserError
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, hides_clients, is_none, is_own, kind_of
+from fl_sim.params import flattened, head_names
+from fl_sim.types import Aggregate, Cohort, ServerState
+from strategies.aggregators import check_finite
+from strategies.layer import Beginning, Layer, layer_kinds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from strategies.algorithm import Algorithm
+
+WIDTH: Final = "width"
+"""Name of the broadcast tensors with the width of the client's model."""
+
+ROUND: Final = "round"
+"""Name of the server's memory with the number of rounds so far."""
+
+CLASSES: Final = "classes"
+"""Name of the payload that tells the classes of a client."""
+
+
+def check_one_size(algorithm: object, experiment: Choices) -> None:
+    """Raise ValueError for settings that are for models of one size, and do not fit ``algorithm``."""
+    local, what = experiment.local, f"algorithm {kind_of(algorithm)} cannot run with"
+    if (aggregator := kind_of(experiment.aggregator)) != "mean":
+        why = "this aggregator compares or bounds updates of one shape"
+        if hides_clients(experiment.aggregator):
+            why = "the number of clients behind an entry is secret, so a fixed noise would not fit its mean"
+        raise ValueError(
+            f"{what} aggregator {aggregator}: each entry of the model is the mean over those clients that have it, "
+            f"and {why}; leave aggregator out, or take fedavg"
+        )
+    refused = {
+        "compress": (kind_of(experiment.compress), is_none(experiment.compress)),
+        "attack": (kind_of(experiment.attack), experiment.attack.clients == 0),
+        "server": (kind_of(experiment.server), kind_of(experiment.server) == "synchronous"),
+        "local.privacy": (kind_of(local.privacy), is_none(local.privacy)),
+        "local.batch_norm": (local.batch_norm, local.batch_norm == "none"),
+        "local.personal": (local.personal, local.personal == "none"),
+        "model.trainable": (experiment.model.trainable, experiment.model.trainable == "all"),
+    }
+    for name, (value, is_usual) in refused.items():
+        if not is_usual:
+            raise ValueError(
+                f"{what} {name}={value}, which is for models of one size, and clients have models of different "
+                f"sizes here: leave {name} out, or take fedavg"
+            )
+
+
+class MeanOfHolders(Layer):
+    """Averages each entry of the model over the clients that have it, by their numbers of records."""
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError beside a round layer of the user's own, which may expect updates of one shape."""
+        del beginning
+        if own := [kind for kind in layer_kinds(experiment) if is_own(kind)]:
+            raise UserError(
+                f"algorithm {kind_of(experiment.algorithm)} has updates of different shapes, and {own[0].__name__}, a "
+                "round layer of your own, expects one shape: leave out one of the two"
+            )
+
+    @classmethod
+    def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
+        """Return ``server`` unchanged. Raises UserError for a model whose layers cannot be cut."""
+        from fl_sim.narrow_models import check_narrowable  # noqa: PLC0415 (it loads torch)
+
+        del experiment
+        check_narrowable(model)
+        return server
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the mean update of each entry, and 0 for an entry that no client of the cohort has.
+
+        If all clients have the whole model, this is the mean of the aggregator.
+        """
+        algorithm_of_widths: Any = algorithm
+        sizes = {one.client: algorithm_of_widths.size_of(one.client, server) for one in cohort.replies}
+        trained = [one for one in cohort.replies if one.num_examples]
+        if set(sizes.values()) <= {1.0} and not any(CLASSES in one.payloads for one in trained):
+            return self.inner.aggregate(cohort, algorithm, server)
+        head = head_names(server.params)
+        total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in server.params.items()}
+        weights = {name: torch.zeros_like(value) for name, value in total.items()}
+        for reply in cohort.replies:
+            check_finite(reply, cohort.server_round)
+        for reply in trained:
+            places = algorithm_of_widths.places(server, sizes[reply.client])
+            classes = reply.payloads[CLASSES]["held"] > 0 if CLASSES in reply.payloads else torch.ones(())
+            for name, delta in reply.payloads["delta"].items():
+                share = reply.num_examples * torch.ones_like(delta, dtype=torch.float64)
+                if name in head and classes.ndim:
+                    share *= classes.reshape(-1, *[1] * (delta.ndim - 1))
+                total[name][places[name]] += share * delta
+                weights[name][places[name]] += share
+        mean = {name: (value / weights[name].clamp(min=1)).to(server.params[name]) for name, value in total.items()}
+        return Aggregate({"delta": flattened(mean)}, cohort.participation(len(trained))) if trained else None
