@@ -33,6 +33,8 @@ class Oort(GuidedSampler):
     The paper has the root mean square of the losses of records; clients here send the mean loss. The term of time has
     t_i as in the released code; the paper has the rounds since. T is fixed as a percentile, as at the start of the
     released code, and the pacer that raises T over the rounds is left out.
+
+    ``cohort_size``: the number of clients in a round. ``alpha``: the exponent above; with 0, durations do not count.
     """
 
     kind: Literal["oort"] = "oort"
