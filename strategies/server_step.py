@@ -1,0 +1,63 @@
+"""The round layer for a step of the server after the mean, which looks at the models of all clients of the round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fl_sim.errors import UserError
+from fl_sim.params import add
+from fl_sim.types import Aggregate, Cohort, Params, ServerState
+from strategies.layer import Layer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from strategies.algorithm import Algorithm
+    from strategies.layer import Beginning
+
+Step: TypeAlias = Callable[[Params, list[Params], int], Params]
+"""A function (mean model, models of the round's clients, round) -> the server's model after the round."""
+
+
+@dataclass
+class ServerStep(Layer):
+    """The layer that keeps the models of a round, and lets ``step`` change the mean model.
+
+    ``models``: the models of the last round's clients with records, in the order of clients. ``step`` is set by a stage
+    before the first round.
+    """
+
+    models: list[Params] = field(default_factory=list)
+    step: Step | None = None
+    _round: int = 0
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> ServerStep:
+        """Return the layer, which has no state of its own."""
+        del experiment, out, progress
+        return cls()
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if clients send anything else than the difference of their whole model."""
+        if beginning.sent.keys() != {"delta"} or beginning.sent["delta"].keys() != beginning.server.params.keys():
+            raise UserError(
+                f"algorithm {experiment.algorithm.kind} needs the whole model of each client: leave local.personal out"
+            )
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate, and keep the models of all clients with records."""
+        self._round = cohort.server_round
+        held = [reply for reply in cohort.replies if reply.num_examples]
+        self.models = [add(server.params, reply.payloads["delta"]) for reply in held]
+        return self.inner.aggregate(cohort, algorithm, server)
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the server state after the step."""
+        merged = self.inner.merge(algorithm, server, aggregate)
+        if self.step is None:
+            return merged
+        return replace(merged, params=self.step(merged.params, self.models, self._round))
