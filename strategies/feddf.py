@@ -33,8 +33,8 @@ class FedDF(Averaging):
 
     kind: Literal["feddf"] = "feddf"
     title: ClassVar[str] = "FedDF"
-    layer: ClassVar[str] = "strategies.server_step:ServerStep"
-    stage: ClassVar[str] = "fl_sim.stages.distillation:Distillation"
+    layer: ClassVar[str] = "strategies.server_step:StepOnModels"
+    stage: ClassVar[str] = "fl_sim.stages.distillation:EnsembleDistillation"
     proxy: str = Field("none", min_length=1)
     steps: int = Field(1000, ge=1, le=10**6)
     distillation_rate: float = Field(1e-3, gt=0)

@@ -23,7 +23,7 @@ Step: TypeAlias = Callable[[Params, list[Params], int], Params]
 
 
 @dataclass
-class ServerStep(Layer):
+class StepOnModels(Layer):
     """The layer that keeps the models of a round, and lets ``step`` change the mean model.
 
     ``models``: the models of the last round's clients with records, in the order of clients. ``step`` is set by a stage
@@ -35,7 +35,7 @@ class ServerStep(Layer):
     _round: int = 0
 
     @classmethod
-    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> ServerStep:
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> StepOnModels:
         """Return the layer, which has no state of its own."""
         del experiment, out, progress
         return cls()

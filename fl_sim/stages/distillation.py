@@ -22,13 +22,13 @@ from fl_sim.training.records import Source
 from fl_sim.types import Params
 from strategies.feddf import FedDF, distilled, ensemble_logits
 from strategies.layer import found_in
-from strategies.server_step import ServerStep
+from strategies.server_step import StepOnModels
 
 _BATCH = 500
 """Records per forward pass of the ensemble."""
 
 
-class Distillation(Stage):
+class EnsembleDistillation(Stage):
     """The stage at the server. No client is asked for anything."""
 
     titles: ClassVar[Mapping[str, str]] = {
@@ -40,14 +40,14 @@ class Distillation(Stage):
         super().__init__(job)
         assert isinstance(job.experiment.algorithm, FedDF)
         self.settings = job.experiment.algorithm
-        self._layer = ServerStep()
+        self._layer = StepOnModels()
         self._ensemble: float | None = None
 
     def before(self, run: Run) -> None:
         """Give the round layer its step, if there are public records."""
         if not self.job.predicts_classes:
             raise UserError("algorithm feddf distils predictions of classes, and this model has none: take fedavg")
-        self._layer = found_in(run.strategy.layer, ServerStep)
+        self._layer = found_in(run.strategy.layer, StepOnModels)
         if self.settings.proxy != "none":
             self._layer.step = partial(self._distil, proxy_records(self.job, self.settings.proxy))
 
