@@ -67,10 +67,8 @@ class FedDF(Averaging):
 
     def note(self) -> str:
         """Return the note for tables."""
-        return (
-            f"FedDF: after each round {self.steps:,} steps of distillation on {self.proxy}, unlabelled; the ensemble's "
-            "accuracy is an upper bound that keeps the models of all clients."
-        )
+        steps = "no distillation" if self.proxy == "none" else f"{self.steps:,} steps on {self.proxy}, unlabelled"
+        return f"FedDF: {steps}; the ensemble's accuracy is an upper bound that keeps the models of all clients."
 
 
 def distilled(

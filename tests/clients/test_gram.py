@@ -59,6 +59,7 @@ def test_one_record_moves_the_sums_by_at_most_their_sensitivity(
     longest = 1.0 if protection is None else longest_private(6, CLASSES, protection)
     vector = vectors_of(feature[None], 1.0, longest)[0] * STEP
     assert float(np.linalg.norm(vector)) <= 1
+    assert vector.any() == np.isfinite(feature).all()
     gram, by_class = products_of(feature[None], np.array([label]), CLASSES, 1.0, longest)
     moved = math.hypot(float(np.linalg.norm(triangle_of(gram))), float(np.linalg.norm(by_class)))
     assert moved <= SENSITIVITY
