@@ -34,9 +34,10 @@ class HeteroFL(Averaging):
     have it, weighted by their numbers of records. An entry that none of them has stays as it is. Clients receive, train
     and send small models alone, so bytes, memory and time are those of small models. The whole model is evaluated.
 
-    ``rates``: client i has width ``rates``[i mod their number]; repeat a rate for a larger share of clients. ``mode``
-    "fix": widths stay. With "dynamic" each client has a random one of ``rates`` in every round, drawn from the numbers
-    of client and round alone, so it is the same in every run. Widths are public.
+    ``rates``: of n rates each occurs once among clients 0 to n - 1, once among the next n, and so on, in random orders.
+    So widths do not follow the classes of a split by client number. Repeat a rate for a larger share of clients.
+    ``mode`` "fix": widths stay. With "dynamic" each client has a random one of ``rates`` in every round. The numbers of
+    client and round alone decide the draws, so they are the same in every run. Widths are public.
 
     ``scaler``: in training, the outputs of all layers but the last are divided by s, as in the paper. A norm follows
     each layer of the paper's models and takes this factor out again. Without norms, small widths then diverge easily,
@@ -91,7 +92,8 @@ class HeteroFL(Averaging):
     def size_of(self, client: int, server: ServerState) -> float:
         """Return the width of a client in the coming round."""
         if self.mode == "fix":
-            return self.rates[client % len(self.rates)]
+            block, place = divmod(client, len(self.rates))
+            return self.rates[int(rng(0, "order of widths", block).permutation(len(self.rates))[place])]
         return self.rates[int(rng(0, "widths", client, _round(server)).integers(len(self.rates)))]
 
     def sized(self, server: ServerState, size: float) -> ServerState:

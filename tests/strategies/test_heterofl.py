@@ -40,6 +40,16 @@ def by(kind: str, rates: Any = WIDTHS, **more: Any) -> dict[str, Any]:
     return {"algorithm": {"kind": kind, "rates": rates, **more}}
 
 
+def test_each_block_of_clients_has_each_rate_once_and_widths_do_not_follow_client_numbers() -> None:
+    algorithm = HeteroFL(rates=(1.0, 0.5, 0.25, 0.125, 0.0625))
+    server = algorithm.init({})
+    widths = [algorithm.size_of(client, server) for client in range(100)]
+    blocks = [widths[start : start + 5] for start in range(0, 100, 5)]
+    assert all(sorted(block) == sorted(algorithm.rates) for block in blocks)
+    assert all(len({block[place] for block in blocks}) > 3 for place in range(5))  # class i mod 10 meets all widths
+    assert widths == [algorithm.size_of(client, server) for client in range(100)]
+
+
 def initial(**settings: Any) -> Params:
     return detached(job_of(experiment_from({**SETTINGS, **settings})).model().named_parameters())
 
@@ -100,7 +110,7 @@ def test_an_entry_is_the_mean_over_its_holders_and_their_weights_add_up_to_1(mas
     assert means is not None
     for name, value in before.items():
         total, weights = torch.zeros_like(value), torch.zeros_like(value)
-        for client, width in enumerate((0.25, 0.5, 0.25)):
+        for client, width in enumerate(algorithm.size_of(client, server) for client in range(3)):
             mask = torch.zeros_like(value)
             mask[places_of(layout_of(before), width)[name]] = 1
             if masked and name.startswith("7."):
