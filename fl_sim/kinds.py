@@ -212,6 +212,15 @@ class Sealing(Protocol):
 
 
 @runtime_checkable
+class ReadingFurther(Protocol):
+    """A settings class whose code reads a further data set, such as public records for the server."""
+
+    def further_data(self) -> str:
+        """Return the name of the data set; "" for none. A run does not resume if the user's own records change."""
+        ...
+
+
+@runtime_checkable
 class Budgeted(Protocol):
     """A settings class with a privacy budget."""
 

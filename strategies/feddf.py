@@ -61,6 +61,10 @@ class FedDF(Averaging):
         del experiment
         return [off("algorithm.proxy=none", FEDAVG)] if self.proxy == "none" else []
 
+    def further_data(self) -> str:
+        """Return the name of the data set with the public records."""
+        return "" if self.proxy == "none" else self.proxy
+
     def mean_only(self) -> str:
         """Return the reason why robust aggregators do not fit."""
         return "its server distils all models of the round, also those that a robust aggregator leaves out"

@@ -1,5 +1,6 @@
 """The identity of a run's inputs, in addition to its settings: digests of the user's own records and code."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from fl_sim.data import fingerprint, is_own, sealed_content
 from fl_sim.data.naming import own_name, parts_of
 from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
+from fl_sim.kinds import ReadingFurther
 from fl_sim.own_code import digests, edited
 from fl_sim.store import private
 
@@ -88,7 +90,9 @@ class Identity:
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
     """Return the identity of ``experiment``: digests of its present records and of its code as imported."""
     data = experiment.data
-    records = fingerprint(data, data_root, with_test=True) if is_own(data) else ""
+    further = experiment.algorithm.further_data() if isinstance(experiment.algorithm, ReadingFurther) else ""
+    read = [fingerprint(name, data_root, with_test=True) for name in (data, further) if name and is_own(name)]
+    records = read[0] if len(read) == 1 else hashlib.sha256("".join(read).encode()).hexdigest() if read else ""
     return Identity(records, digests(_modules(experiment)), experiment.is_private, data, data_root)
 
 

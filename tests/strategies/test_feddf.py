@@ -157,3 +157,16 @@ def test_a_proxy_that_is_missing_or_of_another_shape_or_kind_is_refused(
 def test_tables_have_the_ensemble_as_a_table_of_its_own() -> None:
     titles = titles_of([experiment_from({"algorithm": "feddf"})])
     assert "upper bound" in titles["ensemble.accuracy_percent"]
+
+
+def test_a_run_whose_public_records_have_changed_does_not_resume(
+    digits_proxy: Callable[..., str], tmp_path: Path
+) -> None:
+    proxy = digits_proxy()
+    settings = {**QUICK, "algorithm": {"kind": "feddf", "proxy": proxy, "steps": 2}}
+    run(experiment_from(settings), tmp_path / "run")
+    with np.load(tmp_path / "proxy.npz") as held:
+        others = {name: held[name] // 2 if name == "x_train" else held[name] for name in held}
+    np.savez(tmp_path / "proxy.npz", **others)
+    with pytest.raises(UserError, match="other records"):
+        run(experiment_from({**settings, "rounds": 3}), tmp_path / "run")
