@@ -58,7 +58,8 @@ def same(left: Path, right: Path) -> bool:
 
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_clients_without_records_change_no_bit_of_any_algorithm(algorithm: str, tmp_path: Path) -> None:
-    model = "mlp" if hasattr(kinds_of("algorithm")[algorithm], "sends") else "logistic"
+    needs_body = any(hasattr(kinds_of("algorithm")[algorithm], name) for name in ("sends", "size_of"))
+    model = "mlp" if needs_body else "logistic"
     run(experiment(HOLDERS, algorithm=algorithm, model=model), tmp_path / "few")
     run(experiment(HOLDERS + 5, algorithm=algorithm, model=model), tmp_path / "many")
     assert same(tmp_path / "few", tmp_path / "many")

@@ -81,6 +81,7 @@ KINDS = sorted(
     for one in kinds_of("algorithm").values()
     if issubclass(one, Averaging)
     and not hasattr(one, "sends")  # the model here is a head alone
+    and not hasattr(one, "size_of")  # which refuse frozen parameters
     and "model" not in getattr(one, "starts_with", {})  # which train adapters
 )
 
