@@ -22,7 +22,7 @@ class TellLoss:
 
     def run(self, client: Client) -> RecordDict:
         """Return the message with the mean cross-entropy; 0 for a client without records."""
-        training = TrainingJob.of(client)
+        training = TrainingJob.of(client, trains=False)
         task, records, loss = training.job.task, training.job.records, 0.0
         if len(records):
             trainer = client.runtime.sized(task).trainer

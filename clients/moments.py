@@ -4,7 +4,7 @@ The moments are stored as vectors, to which noise can be added.
 """
 
 import math
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from fl_sim.importing import torch
 
 Array: TypeAlias = NDArray[np.float64]
+
+LONGEST: Final = math.sqrt(3)
+"""The largest norm of a record's contribution (1, u, uu') to the moments. u is the record's feature, with |u| <= 1."""
 
 
 def triangle_of(matrix: Array) -> Array:

@@ -22,16 +22,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from clients.moments import Array, moments_of, num_moments
+from clients.moments import LONGEST, Array, moments_of, num_moments
 from clients.policy import KEY, PaidNoise, Policy, open_ledger, pay
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import noise_multiplier
 from fl_sim.privacy.ledger import Receipt
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.store.tensors import write_private
-
-LONGEST: Final = math.sqrt(3)
-"""The largest norm of a record's contribution (1, u, uu') to the moments. u is the record's feature, with |u| <= 1."""
 
 _RELEASE: Final = "moments.safetensors"
 

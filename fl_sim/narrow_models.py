@@ -28,28 +28,24 @@ _PASSED = (
 _WINDOW = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
-class ScaledLinear(nn.Linear):
-    """A linear layer whose outputs are multiplied by ``factor`` in training, but not in evaluation."""
+class _Scaled(nn.Module):
+    """Base class of layers whose outputs are multiplied by ``factor`` in training, but not in evaluation."""
 
     factor: float = 1.0
     draws_random_numbers = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (batch, inputs) to (batch, outputs)."""
-        outputs = super().forward(inputs)
+        """Return the outputs of the layer without a factor, times ``factor`` in training."""
+        outputs: torch.Tensor = super().forward(inputs)
         return outputs * self.factor if self.training else outputs
 
 
-class ScaledConv2d(nn.Conv2d):
-    """A convolution whose outputs are multiplied by ``factor`` in training, but not in evaluation."""
+class ScaledLinear(_Scaled, nn.Linear):
+    """A linear layer with a factor."""
 
-    factor: float = 1.0
-    draws_random_numbers = False
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (batch, channels, h, w) to (batch, output channels, h', w')."""
-        outputs = super().forward(inputs)
-        return outputs * self.factor if self.training else outputs
+class ScaledConv2d(_Scaled, nn.Conv2d):
+    """A convolution with a factor."""
 
 
 def check_narrowable(model: nn.Module) -> None:

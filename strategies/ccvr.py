@@ -6,31 +6,28 @@ Luo et al. 2021.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from clients.moments import Array, moments_of, num_moments
+from clients.moments import LONGEST, Array, moments_of, num_moments
 from fl_sim.errors import Diverged, UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, kind_of, replaces_records
 from fl_sim.params import is_finite, trainable
-from fl_sim.settings import Settings
 from fl_sim.types import Params
 from strategies.algorithm import Central
+from strategies.feature_sums import MOST_BYTES, SumsOfFeatures
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from clients.private_moments import Protection
     from fl_sim.privacy.mechanisms import Noise
 
-_LONGEST: Final = 2**28  # most bytes of a client's moments: half of the most bytes of a message on Flower's runtime
 
-
-class CCVR(Settings):
+class CCVR(SumsOfFeatures):
     """Clients send moments of the features of each class; the server trains the head on samples from class Gaussians.
 
     ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training of the head
@@ -47,6 +44,7 @@ class CCVR(Settings):
     title: ClassVar[str] = "CCVR"
     stage: ClassVar[str] = "fl_sim.stages.ccvr:Calibration"
     released: ClassVar[str] = "class moments"
+    sensitivity: ClassVar[float] = LONGEST
     of_initial_model: ClassVar[bool] = False
     samples_per_class: int = Field(200, ge=1, le=10**6)
     learning_rate: float = Field(0.01, gt=0)
@@ -79,20 +77,6 @@ class CCVR(Settings):
             f"distributions, at learning rate {rates}, epochs {epochs}; last is the accuracy after that."
         )
         return [line]
-
-    @property
-    def is_private(self) -> bool:
-        """Return True if clients send their moments with noise, that is under differential privacy."""
-        return self.epsilon is not None
-
-    @property
-    def protection(self) -> Protection | None:
-        """Return the privacy parameters for the clients' moments, or None if these are sent without noise."""
-        if self.epsilon is None:
-            return None
-        from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)
-
-        return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
 
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
         """Return the shape of a client's class moments."""
@@ -134,10 +118,10 @@ class CCVR(Settings):
 
     def check_head(self, num_features: int, num_classes: int) -> None:
         """Raise UserError if a client's moments are too large for one message, or if ``epsilon`` is too small."""
-        if (size := 8 * num_classes * num_moments(num_features)) > _LONGEST:
+        if (size := 8 * num_classes * num_moments(num_features)) > MOST_BYTES:
             raise UserError(
                 f"calibrate ccvr: moments of {num_features} features and {num_classes} classes are {size >> 20} MiB a "
-                f"client, more than {_LONGEST >> 20}: take a model with fewer units before its last layer"
+                f"client, more than {MOST_BYTES >> 20}: take a model with fewer units before its last layer"
             )
         if self.protection is None:
             return

@@ -6,7 +6,7 @@ Zhuang et al. 2025 (AFL, "analytic federated learning") and Fanì et al. 2024 (F
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -16,19 +16,16 @@ from clients.moments import Array
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, is_none, kind_of
-from fl_sim.settings import Settings
 from fl_sim.types import Dataset
+from strategies.feature_sums import MOST_BYTES, SumsOfFeatures
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from clients.private_moments import Protection
     from fl_sim.privacy.mechanisms import Noise
 
-_LONGEST: Final = 2**28  # most bytes of a client's sums: half of the most bytes of a message on Flower's runtime
 
-
-class Ridge(Settings):
+class Ridge(SumsOfFeatures):
     """The head of the model in closed form: W = (sum G_i + lambda I)^-1 sum B_i.
 
     Client i sends G_i = sum z z' and B_i = sum z y' over its records. z is a record's feature, the input of the initial
@@ -47,6 +44,7 @@ class Ridge(Settings):
 
     kind: str = ""
     released: ClassVar[str] = "products of features"
+    sensitivity: ClassVar[float] = SENSITIVITY
     of_initial_model: ClassVar[bool] = True
     ridge: float = Field(0.1, gt=0)
     clipping_norm: float | None = Field(None, gt=0)
@@ -65,20 +63,6 @@ class Ridge(Settings):
             )
         return self
 
-    @property
-    def is_private(self) -> bool:
-        """Return True if clients send their sums with noise, that is under differential privacy."""
-        return self.epsilon is not None
-
-    @property
-    def protection(self) -> Protection | None:
-        """Return the privacy parameters for the clients' sums, or None if these are sent without noise."""
-        if self.epsilon is None:
-            return None
-        from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)
-
-        return Protection(self.epsilon, self.delta, self.clipping_norm or 0.0, self.noise, SENSITIVITY)
-
     def check_data(self, dataset: Dataset, features: str) -> None:
         """Raise UserError for more records than have exact sums."""
         del features
@@ -90,10 +74,10 @@ class Ridge(Settings):
 
     def check_head(self, num_features: int, num_classes: int) -> None:
         """Raise UserError if a client's sums are too large for one message, or if ``epsilon`` is too small."""
-        if (size := 8 * num_products(num_features, num_classes)) > _LONGEST:
+        if (size := 8 * num_products(num_features, num_classes)) > MOST_BYTES:
             raise UserError(
                 f"{self.kind}: products of {num_features} features are {size >> 20} MiB a client, more than "
-                f"{_LONGEST >> 20}: take a model with fewer units before its last layer"
+                f"{MOST_BYTES >> 20}: take a model with fewer units before its last layer"
             )
         try:
             self._longest(num_features, num_classes)

@@ -247,44 +247,38 @@ def test_global_dp_of_a_private_start(worlds: Both, noise_multiplier: float, bri
     assert 0.95 * noise_multiplier**-2 < spent <= noise_multiplier**-2 * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 8.0])
-@pytest.mark.parametrize("length", [0.2, 1.0, 1e4])
-def test_moments(worlds: Both, epsilon: float, length: float) -> None:
-    protection = Protection(epsilon, 1e-5, 2.0, "seeded")
+def _check_sums(worlds: Both, protection: Protection, length: float, release: Callable[..., object]) -> None:
+    """Compare worlds with and without a record, whose feature is ``length`` times the clipping norm 2."""
     draw = np.random.default_rng(2)
     features, labels = draw.normal(size=(30, 4)), draw.integers(0, 3, 30)
     features[7] *= length * 2 / np.linalg.norm(features[7])
 
-    def release(*, there: bool) -> None:
+    def released(*, there: bool) -> None:
         rows = features.copy()
         if not there:
             rows[7] = math.nan  # counts as no record
-        private_moments(rows, labels, 3, protection, NOISE)
+        release(rows, labels)
 
-    found, claimed = worlds(release).gaussian, protection.event.noise_multiplier**-2
+    found, claimed = worlds(released).gaussian, protection.event.noise_multiplier**-2
     assert found <= claimed * (1 + 1e-12)
     if length >= 1:
         assert found > 0.95 * claimed
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 8.0])
+@pytest.mark.parametrize("length", [0.2, 1.0, 1e4])
+def test_moments(worlds: Both, epsilon: float, length: float) -> None:
+    protection = Protection(epsilon, 1e-5, 2.0, "seeded")
+    _check_sums(worlds, protection, length, lambda rows, labels: private_moments(rows, labels, 3, protection, NOISE))
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 8.0])
 @pytest.mark.parametrize("length", [0.2, 1.0, 1e4])
 def test_products(worlds: Both, epsilon: float, length: float) -> None:
     protection = Protection(epsilon, 1e-5, 0.0, "seeded", SENSITIVITY)
-    draw = np.random.default_rng(2)
-    features, labels = draw.normal(size=(30, 4)), draw.integers(0, 3, 30)
-    features[7] *= length * 2 / np.linalg.norm(features[7])
-
-    def release(*, there: bool) -> None:
-        rows = features.copy()
-        if not there:
-            rows[7] = math.nan  # counts as no record
-        private_products(rows, labels, 3, 2.0, protection, NOISE)
-
-    found, claimed = worlds(release).gaussian, protection.event.noise_multiplier**-2
-    assert found <= claimed * (1 + 1e-12)
-    if length >= 1:
-        assert found > 0.95 * claimed
+    _check_sums(
+        worlds, protection, length, lambda rows, labels: private_products(rows, labels, 3, 2.0, protection, NOISE)
+    )
 
 
 def records_of(generator: object, *, there: bool) -> PrivateRecords:

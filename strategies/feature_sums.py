@@ -1,0 +1,41 @@
+"""The privacy settings of methods whose clients send sums of their features once, such as CCVR."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
+
+from fl_sim.settings import Settings
+
+if TYPE_CHECKING:
+    from clients.private_moments import Protection
+
+MOST_BYTES: Final = 2**28
+"""The most bytes of a client's sums: half of the most bytes of a message on Flower's runtime."""
+
+
+class SumsOfFeatures(Settings):
+    """Base class of settings for sums of features, with or without noise.
+
+    ``sensitivity``: the largest L2 norm of what one record adds to the sums.
+    """
+
+    if TYPE_CHECKING:  # fields of each subclass, in its own order, which the names of runs depend on
+        epsilon: float | None
+        delta: float
+        clipping_norm: float | None
+        noise: Literal["secret", "seeded"]
+    sensitivity: ClassVar[float]
+
+    @property
+    def is_private(self) -> bool:
+        """Return True if clients send their sums with noise, that is under differential privacy."""
+        return self.epsilon is not None
+
+    @property
+    def protection(self) -> Protection | None:
+        """Return the privacy parameters for the clients' sums, or None if these are sent without noise."""
+        if self.epsilon is None:
+            return None
+        from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)
+
+        return Protection(self.epsilon, self.delta, self.clipping_norm or 0.0, self.noise, self.sensitivity)
