@@ -210,6 +210,18 @@ def has_own_loss(
     return isinstance(build(name, input_shape, num_classes, 0, batch_norm=batch_norm, vocabulary=vocabulary), OwnLoss)
 
 
+def products(model: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Return the number of products of weights and inputs in the forward pass of one record of ``input_shape``."""
+    counts = list[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            each = module.weight[0].numel()
+            module.register_forward_hook(lambda _, __, made, each=each: counts.append(made[0].numel() * each))
+    with torch.no_grad():
+        model(torch.zeros(1, *input_shape))
+    return sum(counts)
+
+
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise UserError(

@@ -127,15 +127,3 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
 
 def _channels(count: int, width: float, first: int) -> torch.Tensor:
     return ((first + torch.arange(math.ceil(width * count))) % count).sort().values
-
-
-def products(model: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Return the number of products of weights and inputs in the forward pass of one record of ``input_shape``."""
-    counts = list[int]()
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            each = module.weight[0].numel()
-            module.register_forward_hook(lambda _, __, made, each=each: counts.append(made[0].numel() * each))
-    with torch.no_grad():
-        model(torch.zeros(1, *input_shape))
-    return sum(counts)

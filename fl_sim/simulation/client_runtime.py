@@ -26,7 +26,7 @@ from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, kind_of, replaces_records
 from fl_sim.local_plan import LocalAlgorithm
-from fl_sim.narrow_models import products
+from fl_sim.models import products
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors

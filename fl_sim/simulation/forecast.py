@@ -209,7 +209,7 @@ def features_work(job: Job, body: FrozenBody) -> Work:
         return _awaited(job, lambda: job.source(examples))
 
     return Work(
-        f"features of {BATCH} records of {job.experiment.data} before the head of {job.experiment.model}",
+        f"features of {BATCH} records of {short_label(job.experiment.data)} before the head of {job.experiment.model}",
         _kind(job.experiment, "features"), 0.0, batches, ready, BATCH, most=MOST_MEASURED // BATCH,
         clock=time.perf_counter,  # threads compute the features
     )  # fmt: skip

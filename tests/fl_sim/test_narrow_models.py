@@ -9,8 +9,8 @@ from torch import nn
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan
-from fl_sim.models import MODELS, build
-from fl_sim.narrow_models import check_narrowable, cut, narrowed, places_of, products
+from fl_sim.models import MODELS, build, products
+from fl_sim.narrow_models import check_narrowable, cut, narrowed, places_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached, layout_of

@@ -13,7 +13,8 @@ from fl_sim.engines.arrays import float32_bytes
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.narrow_models import cut, places_of, products
+from fl_sim.models import products
+from fl_sim.narrow_models import cut, places_of
 from fl_sim.params import detached, layout_of, num_parameters
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
