@@ -133,6 +133,15 @@ class Layer:
     reserved: ClassVar[str] = ""
     """Name of the layer's own tensors in payloads and client state, or a prefix of names that ends in "/"."""
 
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a method of an earlier version, which nobody would call."""
+        super().__init_subclass__()
+        if "relabels" in vars(cls):
+            raise TypeError(
+                f"layer {cls.__name__} defines relabels, which is now called tampers: rename it, and let its functions "
+                "take and return the records (fl_sim.types.Examples), not the labels alone"
+            )
+
     @classmethod
     def applies(cls, experiment: Any) -> bool:
         """Return True if this layer wraps the rounds of ``experiment``."""

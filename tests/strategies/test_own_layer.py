@@ -297,3 +297,8 @@ def test_one_class_is_the_layer_of_one_setting_alone() -> None:
     both = experiment_from({**QUICK, "aggregator": TwiceMean(), "algorithm": Watched()})
     with pytest.raises(UserError, match="Marks is the layer of two settings"):
         layer_kinds(both)
+
+
+def test_a_method_of_an_earlier_version_is_refused_with_its_new_name() -> None:
+    with pytest.raises(TypeError, match=r"layer Old defines relabels, which is now called tampers"):
+        type("Old", (Layer,), {"relabels": classmethod(lambda cls, experiment, num_classes: {})})
