@@ -36,8 +36,8 @@ class BackdoorSuccess(Stage):
         return {"backdoor_success_rate": self._success}
 
     def after(self, run: Run) -> None:
-        """Measure the final model, unless that is done already."""
-        if self._round != len(run.log.rounds):
+        """Measure the final model, unless that is done already, or no test record may be read."""
+        if self.job.experiment.evaluate.tests(is_last=True) and self._round != len(run.log.rounds):
             self._measure(run, len(run.log.rounds))
 
     def _measure(self, run: Run, server_round: int) -> None:

@@ -160,6 +160,13 @@ def test_an_unfinished_run_has_the_rate_of_its_last_model(tmp_path: Path, stop_a
     assert fl_sim.run(settings, out=tmp_path / "cut", progress=False).facts["backdoor"] == whole
 
 
+def test_a_run_that_reads_no_test_record_has_no_rate(tmp_path: Path) -> None:
+    measured = {"test": "never", "validation": 0.2}
+    settings = {**IID, "model": "logistic", "rounds": 1, "attack": "backdoor", "evaluate": measured}
+    facts = fl_sim.run(settings, out=tmp_path / "run", progress=False).facts["backdoor"]
+    assert "success_rate" not in facts
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
