@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022): W + (alpha / r) B A in place of a layer's weights W, which stay frozen.
+"""Low-rank adapters (LoRA, Hu et al. 2022): a layer computes with W + (alpha / r) B A, and its weights W are frozen.
 
-An adapted layer keeps the names of its parameters, and gets ``lora_A`` (r, inputs) and ``lora_B`` (outputs, r), for
-embeddings ``lora_embedding_A`` and ``lora_embedding_B``. Its attribute ``weight`` is the sum, also for code that reads
-the weights past ``forward``, as fast paths of PyTorch do.
+A layer with an adapter keeps the names of its parameters. It gets two further parameters: A, shape (r, inputs), and B,
+shape (outputs, r). Their names are ``lora_A`` and ``lora_B``, or ``lora_embedding_A`` and ``lora_embedding_B`` for
+embeddings. The attribute ``weight`` of the layer is W + (alpha / r) B A. So code that reads ``weight`` without a call
+of ``forward``, such as fast paths of PyTorch, computes the same outputs.
 """
 
 import math
@@ -19,16 +20,17 @@ from fl_sim.seeding import rng
 from fl_sim.types import Params
 
 LORA: Final = "lora"
-"""The word for adapters in ``model.trainable``; ``lora_`` is a part of the names of their parameters, as in PEFT."""
+"""The word for adapters in ``model.trainable``. The names of an adapter's parameters contain ``lora_``, as in PEFT."""
 
 SCALE: Final = "lora_scale"
 """The name of the frozen parameter alpha / r in an adapted layer."""
 
 
 class Adapted(nn.Module):
-    """The additions to a layer with an adapter.
+    """The base class of layers with an adapter.
 
-    ``factors``: the names of A and B. ``lora_scale``: alpha / r, a frozen parameter. ``lora_dropout``: that of inputs.
+    ``factors``: the names of A and B. ``lora_scale``: alpha / r, a frozen parameter. ``lora_dropout``: the dropout rate
+    of the adapter's inputs.
     """
 
     factors: ClassVar[tuple[str, str]] = ("lora_A", "lora_B")
@@ -37,7 +39,7 @@ class Adapted(nn.Module):
 
     @property
     def base(self) -> torch.Tensor:
-        """Return the layer's own weights W."""
+        """Return the frozen weights W of the layer."""
         return self._own("weight")
 
     @property
@@ -57,12 +59,12 @@ class Adapted(nn.Module):
 
     @property
     def is_turned(self) -> bool:
-        """Return True for an embedding, whose W has the inputs (the tokens) first."""
+        """Return True for an embedding: its W has shape (inputs, outputs), where inputs are tokens."""
         return isinstance(self, nn.Embedding)
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Return True if the adapter has dropout; the trainers ask every layer for this."""
+        """Return True if the adapter has dropout. Trainers read this attribute of every layer."""
         return self.lora_dropout > 0
 
     def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ class LoraLinear(Adapted, nn.Linear):  # type: ignore[override]  # its weight is
     """A linear layer with an adapter."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (..., inputs) to (..., outputs); outside of training by the merged weights."""
+        """Map (..., inputs) to (..., outputs). In evaluation mode, the weights are W + (alpha / r) B A."""
         if not self.training:
             return functional.linear(inputs, self.weight, self.bias)
         inner = functional.linear(self.dropped(inputs), self.a)
@@ -87,10 +89,10 @@ class LoraLinear(Adapted, nn.Linear):  # type: ignore[override]  # its weight is
 
 
 class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is a property
-    """A convolution with an adapter. A is a convolution to r channels, and B one of 1 x 1 pixels (Conv-LoRA)."""
+    """A convolution with an adapter (Conv-LoRA): A is a convolution to r channels, and B is a 1 x 1 convolution."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (n, channels, h, w) to (n, outputs, h', w'); outside of training by the merged weights."""
+        """Map (n, channels, h, w) to (n, outputs, h', w'). In evaluation mode, the weights are W + (alpha / r) B A."""
         if not self.training or (self.groups > 1 and not self.lora_dropout):
             whole: torch.Tensor = self._conv_forward(inputs, self.weight, self.bias)
             return whole
@@ -108,7 +110,7 @@ class LoraEmbedding(Adapted, nn.Embedding):  # type: ignore[override]  # its wei
     factors: ClassVar[tuple[str, str]] = ("lora_embedding_A", "lora_embedding_B")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (n, length) tokens to (n, length, width); outside of training by the merged weights."""
+        """Map (n, length) tokens to (n, length, width). In evaluation mode, the weights are W + (alpha / r) B A."""
         if not self.training:
             return functional.embedding(inputs, self.weight, self.padding_idx)
         kept = functional.embedding(inputs, self.base, self.padding_idx)
@@ -119,7 +121,10 @@ class LoraEmbedding(Adapted, nn.Embedding):  # type: ignore[override]  # its wei
 _ADAPTED: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
     nn.Linear: LoraLinear, nn.Conv2d: LoraConv2d, nn.Embedding: LoraEmbedding,
 }  # fmt: skip
-"""{class of a layer: the class with an adapter}. A subclass may use its weights in other ways, so it gets none."""
+"""{class of a layer: class of the layer with an adapter}.
+
+Subclasses get no adapter, as they may use weights differently.
+"""
 
 
 def adapt(
@@ -134,11 +139,12 @@ def adapt(
 ) -> None:
     """Add adapters to the linear layers, convolutions and embeddings of ``model``, in place.
 
-    ``targets``: the names of these layers, or the ends of their names after a dot; empty for all of them. ``without``:
-    parameters that are trained themselves; their layers get no adapter. B begins at 0, so the model
-    computes what it did. A's numbers are uniform within 1 / sqrt(inputs), as in PEFT, from ``seed`` alone: they are
-    equal on all clients. With ``rank`` 0 nothing is added. A rank above the smaller side of a layer's W is this side.
-    Raises UserError if the model has no such layer, or none with a name in ``targets``.
+    ``targets``: the names of the layers with adapters, or the ends of their names after a dot; empty for all of these
+    layers. ``without``: names of parameters that are trained without an adapter; their layers get no adapter. ``rank``:
+    the rank of all adapters; with 0, no adapter is added. If W has fewer rows or columns than ``rank``, this smaller
+    number is the rank of its adapter. B is initially 0, so adapters do not change the model's outputs. A is initially
+    uniform in [-a, a] with a = 1 / sqrt(inputs), as in PEFT. A depends on ``seed`` only, so all clients have the same
+    A. Raises UserError if the model has no such layer, or no layer with a name in ``targets``.
     """
     shared = _shared_in(model)
     places = [
@@ -186,15 +192,15 @@ def product(
 
 
 def adapted_in(model: nn.Module) -> dict[str, Any]:
-    """Return the layers of ``model`` with adapters by name."""
+    """Return {name: layer} of the layers of ``model`` that have adapters."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted)}
 
 
 def merged(model: nn.Module, params: Params) -> Params:
-    """Return the parameters of the model without adapters: ``params``, and W + (alpha / r) B A for adapted layers.
+    """Return the parameters of the model without adapters: an adapted layer has the weights W + (alpha / r) B A.
 
-    ``model``: provides the layers, and W where ``params`` lack it. ``params`` with all adapters of the model. If the
-    model has no adapters, ``params`` are returned unchanged.
+    ``params``: the parameters of ``model``, with those of all adapters. If ``params`` has no W for a layer, W is taken
+    from ``model``. If the model has no adapters, ``params`` is returned unchanged.
     """
     if not (layers := adapted_in(model)):
         return params
@@ -209,7 +215,7 @@ def merged(model: nn.Module, params: Params) -> Params:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Take all adapters out of ``model``, in place, and return it. Its weights are merged."""
+    """Remove all adapters from ``model``, in place, and return ``model``. W becomes W + (alpha / r) B A."""
     for layer in adapted_in(model).values():
         with torch.no_grad():
             layer.base.copy_(layer.weight)
@@ -224,7 +230,7 @@ def _is_called(name: str, target: str) -> bool:
 
 
 def _shared_in(model: nn.Module) -> set[int]:
-    """Return the ids of the layers whose weights stand at two places of ``model``, such as a tied embedding."""
+    """Return the ids of the layers that share a parameter with another layer of ``model``, such as a tied embedding."""
     owners: dict[int, set[int]] = {}
     for layer, weight in _owned(model):
         owners.setdefault(id(weight), set()).add(id(layer))

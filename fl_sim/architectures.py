@@ -20,10 +20,10 @@ from fl_sim.own_code import in_one_line, package_folders
 from fl_sim.types import Params
 
 _SMALL: Final = 64
-"""Images with shorter sides are small for architectures that were made for 224x224 pixels."""
+"""Images with shorter sides, in pixels, are too small for architectures that were made for 224x224 pixels."""
 
 _OWN_TOKENS: Final = 0.9
-"""A model's own tokenizer has at least this share of the model's tokens. Some models have a few more, left empty."""
+"""The smallest share of a model's tokens that the model's own tokenizer uses. Some models have a few unused tokens."""
 
 _CONFIG: Final = "config.json"
 
@@ -36,15 +36,15 @@ class ImageModel:
     kind: str
 
     def files(self) -> tuple[Path, ...]:
-        """Return no file: the weights are random."""
+        """Return an empty tuple: the weights are random, so there is no file."""
         return ()
 
     def weights(self) -> Params:
-        """Return no weights: they are random."""
+        """Return an empty dictionary: the weights are random."""
         return {}
 
     def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
-        """Return a remark if the images are small for this model."""
+        """Return a warning if the images are too small for this model."""
         del vocabulary
         height, width = input_shape[1:]
         if min(height, width) >= _SMALL:
@@ -98,7 +98,7 @@ class Timm(ImageModel):
             raise _missing("timm", f"timm:{self.name}", "timm") from error
         if not timm.is_model(self.name):
             raise _unknown("timm", self.name, timm.list_models())
-        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")  # as of vision transformers
+        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")  # as in vision transformers
         sized = {"img_size": (height, width)} if is_fixed else {}
         model: nn.Module = timm.create_model(
             self.name, pretrained=False, num_classes=num_classes, in_chans=channels, **sized
@@ -110,15 +110,16 @@ class Timm(ImageModel):
 class HuggingFace:
     """A model of transformers in a local folder, or in a folder of an installed package.
 
-    A folder of a model for sequence classification gives this model. Any other folder gives its encoder, the mean over
-    the tokens, and a linear head, as sentence transformers compute a text's vector. The weights are the folder's.
+    If the folder has a model for sequence classification, this model is used. Otherwise the model is the folder's
+    encoder, the mean of its outputs over all tokens (as in sentence transformers), and a linear head. The initial
+    weights are those in the folder.
     """
 
     name: str
     kind: Literal["hf"] = "hf"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> nn.Module:
-        """Return the model with random weights. Raises UserError for records that are no tokens."""
+        """Return the model with random weights. Raises UserError if the records are not sequences of tokens."""
         transformers, folder = self._library(), self._folder()
         config = self._config(transformers, folder)
         if not vocabulary:
@@ -148,7 +149,10 @@ class HuggingFace:
         return (folder / _CONFIG, *found)
 
     def weights(self) -> Params:
-        """Return the folder's weights, with the names of the model that ``build`` returns, without a new head."""
+        """Return the weights in the folder, without the weights of a new head.
+
+        Their names are those of the model of ``build``.
+        """
         transformers, folder = self._library(), self._folder()
         is_classifier = self._is_classifier(self._config(transformers, folder))
         auto = transformers.AutoModelForSequenceClassification if is_classifier else transformers.AutoModel
@@ -162,7 +166,7 @@ class HuggingFace:
         return {name: value for name, value in named.items() if is_classifier or not name.startswith("head.")}
 
     def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
-        """Return a remark if the records probably come from another tokenizer than the model's own."""
+        """Return a warning if the records probably come from another tokenizer than the model's own."""
         del input_shape
         known = getattr(self._config(self._library(), self._folder()), "vocab_size", 0)
         if vocabulary >= _OWN_TOKENS * known:
@@ -208,7 +212,7 @@ class MeanOfTokens(nn.Module):
     def __init__(self, body: nn.Module, width: int, num_classes: int) -> None:
         super().__init__()
         if getattr(body, "pooler", None) is not None:
-            body.register_module("pooler", None)  # a layer of pretraining, which the mean does not use
+            body.register_module("pooler", None)  # a layer for pretraining, which has no effect on the mean
         self.body = body
         self.config = body.config
         self.head = nn.Linear(width, num_classes)
@@ -229,7 +233,7 @@ def _missing(library: str, model: str, extra: str) -> UserError:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Let transformers print no warnings and no progress bars in this block; what matters is checked here."""
+    """Switch off the warnings and progress bars of transformers in this block: fl-sim itself checks the model."""
     say, before = transformers.utils.logging, transformers.utils.logging.get_verbosity()
     say.set_verbosity(logging.ERROR)
     say.disable_progress_bar()

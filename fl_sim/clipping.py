@@ -10,11 +10,12 @@ from typing import Final
 class Clipping:
     """The rule that bounds the L2 norm of a record's gradient by the clipping norm C.
 
-    Without a choice, a gradient g with a norm above C is scaled down to the norm C. If ``by_layer``, the rule acts on
-    the part of each trained layer by itself. A layer is the parameters of one module. The norm of each of L layers is C
-    / sqrt(L), or the one in ``layer_norms``, {layer: norm}. Then C is the root of the sum of their squares (McMahan et
-    al. 2018, section 2.1). With ``stability`` > 0, every gradient becomes C g / (|g| + ``stability``), which is shorter
-    than C (AUTO-S; Bu et al. 2023, section 4). A gradient that is not finite counts as zeros, with all its layers.
+    By default, a gradient g with a norm above C is scaled down to the norm C. If ``by_layer`` is True, the gradient of
+    each trained layer is scaled down separately. A layer is the parameters of one module. The largest norm of each of L
+    layers is C / sqrt(L). If ``layer_norms``, {layer: norm}, is given, the largest norms are these numbers, and C is
+    the square root of the sum of their squares (McMahan et al. 2018, section 2.1). If ``stability`` is above 0, every
+    gradient g becomes C g / (|g| + ``stability``), with a norm below C (AUTO-S; Bu et al. 2023, section 4). A gradient
+    with NaN or infinity is replaced by zeros in all layers.
 
     So one record moves the sum of all gradients by at most C under each rule.
     """
@@ -24,23 +25,26 @@ class Clipping:
     stability: float = 0.0
 
     def norm(self, clipping_norm: float, names: Iterable[str]) -> float:
-        """Return C for a training of the parameters ``names``. ``clipping_norm``: C without ``layer_norms``."""
+        """Return C if the parameters ``names`` are trained.
+
+        ``clipping_norm``: the value of C without ``layer_norms``.
+        """
         if not self.layer_norms:
             return clipping_norm
         return math.hypot(*(self.layer_norms[layer] for layer in self.parts(names)))
 
     def shares(self, names: Iterable[str]) -> list[float]:
-        """Return the norm of each of the ``parts``, divided by C. The squares of the shares add up to 1."""
+        """Return the largest norm of each part in ``parts``, divided by C. The squares of the results add up to 1."""
         parts = self.parts(names)
         if not self.layer_norms:
             return [1 / math.sqrt(len(parts))] * len(parts)
         return [self.layer_norms[layer] / self.norm(0.0, names) for layer in parts]
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the parameters of each part that is clipped by itself, {part: names}, both in the order of names.
+        """Return {part: names of its parameters} for the parts that are clipped separately, in the order of ``names``.
 
-        Without ``by_layer`` there is one part, with the name "". Raises ValueError if the parameters of a layer do not
-        stand together.
+        Without ``by_layer`` there is one part, with the name "". Raises ValueError if parameters of another layer are
+        between the parameters of a layer.
         """
         order, found = list(names), dict[str, list[str]]()
         for name in order:

@@ -1,8 +1,8 @@
 """Models of other libraries: their sources by name, and the form of their inputs and outputs.
 
-fl-sim calls a model with one tensor of records and takes one tensor of logits. A model of transformers takes ids and a
-mask, and returns a table of tensors. Hooks at the model translate; its code, its names and its weights stay as they
-are.
+fl-sim passes one tensor of records to a model, and expects one tensor of logits. A model of the library transformers
+has two inputs, token ids and a mask, and returns several named tensors. PyTorch hooks convert inputs and outputs, so
+the model's code, names and weights need no change.
 """
 
 import inspect
@@ -29,26 +29,30 @@ SOURCES: Final = "fl_sim.model"
 class ModelSource(Protocol):
     """A source of architectures by name, such as torchvision for ``torchvision:resnet18``.
 
-    An entry point in the group SOURCES gives the class its name. The class is called with the name of an architecture.
+    An entry point in the group SOURCES defines the name of the source. The class has one argument, the name of an
+    architecture.
     """
 
     def build(self, input_shape: Shape, num_classes: int, vocabulary: int) -> nn.Module:
-        """Return the model with random weights. Raises UserError for an unknown name and for unfit records.
+        """Return the model with random weights. Raises UserError for an unknown name, and for records of a wrong kind.
 
         ``vocabulary``: the number of different tokens in records of tokens, padding included; 0 for other records.
         """
         ...
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the model's own weights, whose digest is part of a run; empty for random weights."""
+        """Return the files with the model's own weights; empty for random weights.
+
+        A run stores a digest of these files.
+        """
         ...
 
     def weights(self) -> Params:
-        """Return the model's own weights under the names of the built model; empty for random weights."""
+        """Return the model's own weights, with the names of the parameters of ``build``; empty for random weights."""
         ...
 
     def note(self, input_shape: Shape, vocabulary: int) -> str:
-        """Return a remark for the user about this model with these records; empty without one.
+        """Return a warning for the user about this model with such records; empty if there is none.
 
         ``vocabulary``: as for ``build``.
         """
@@ -69,7 +73,7 @@ def source_of(name: str) -> ModelSource | None:
 
 
 def take_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> None:
-    """Let a model whose forward takes ``input_ids`` receive records of tokens as ids and a mask.
+    """Add a hook that converts records of tokens to ids and a mask, if ``forward`` has the input ``input_ids``.
 
     ``path``: the model's name for messages. ``length``: the number of tokens of a record. ``vocabulary``: the number of
     different tokens, padding included. Raises UserError as ``check_tokens`` does.
@@ -82,10 +86,10 @@ def take_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> No
 
 
 def take_logits(path: str, model: nn.Module, output: Any, num_classes: int) -> Any:
-    """Return the logits in ``output``, and let the model return them alone from now on.
+    """Return the logits in ``output``, and change the model so that it returns only the logits.
 
-    ``path``: the model's name for messages. ``output``: what the model returned for two records. Raises UserError,
-    with the names of what it returned, if the logits are not known among them.
+    ``path``: the model's name for messages. ``output``: the output of the model for two records. Raises UserError, with
+    the names of all tensors in ``output``, if it is unclear which tensor has the logits.
     """
     parts = _parts(output)
     if not parts:
@@ -105,7 +109,7 @@ def take_logits(path: str, model: nn.Module, output: Any, num_classes: int) -> A
 
 
 def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> None:
-    """Raise UserError if the records have more tokens, or other tokens, than a model of transformers knows.
+    """Raise UserError if records are too long for a model of transformers, or have tokens that the model does not know.
 
     ``path``, ``length``, ``vocabulary``: as for ``take_tokens``.
     """
@@ -119,7 +123,7 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
         )
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            most = table.num_embeddings - table.padding_idx - 1  # RoBERTa counts positions from here
+            most = table.num_embeddings - table.padding_idx - 1  # RoBERTa's positions begin after the padding id
     if isinstance(most, int) and length > most:
         raise UserError(
             f"model {path!r} has {most:,} positions, and the records have {length:,} tokens: set data.max_length={most}"
@@ -128,12 +132,12 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
 
 @dataclass(frozen=True)
 class _Ids:
-    """A hook that turns records of tokens into ids and a mask, which is 1 for tokens and 0 for padding.
+    """A hook that converts records of tokens to ids and a mask. The mask is 1 for tokens and 0 for padding.
 
-    With a mask, the model receives no more positions than the longest record of the batch has tokens.
+    If ``has_mask`` is True, padding after the longest record of the batch is removed.
 
-    ``padding``: the id of padding in the model; None if it has none. In records, 0 is padding. Where the model's own
-    token 0 is no padding, its tokens are one higher in records (fl_sim.data.tokens).
+    ``padding``: the id of padding in the model; None if the model has no such id. In records, padding is 0. If 0 is not
+    the id of padding in the model, the model's id i is the token i + 1 in records (fl_sim.data.tokens).
     """
 
     padding: int | None
@@ -141,7 +145,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # the model's own code calls it with names
+        if not given:  # a call by the model's own code, with named inputs
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
@@ -151,7 +155,10 @@ class _Ids:
 
 @dataclass(frozen=True)
 class _Logits:
-    """A hook that takes the logits from the output of a model. ``name``: their name or place there."""
+    """A hook that replaces the output of a model by its logits.
+
+    ``name``: the name or index of the logits in the output.
+    """
 
     name: str | int
 
@@ -161,7 +168,7 @@ class _Logits:
 
 
 def _parts(output: Any) -> dict[str | int, Any]:
-    """Return the parts of a table, a list or a named tuple by name or place; empty for anything else."""
+    """Return {name or index: part} of a mapping, a list or a tuple; empty for any other value."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, tuple) and hasattr(output, "_asdict"):

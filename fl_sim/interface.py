@@ -86,7 +86,7 @@ class TableResult:
 
         return markdown(self.table)
 
-    _repr_markdown_ = to_markdown  # called by Jupyter
+    _repr_markdown_ = to_markdown  # Jupyter calls this method
 
     def to_pandas(self) -> Any:
         """Return ``table.csv`` as a pandas DataFrame with one row per run; shares are in percent.

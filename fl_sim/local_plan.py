@@ -235,7 +235,7 @@ class LocalPlan:
 
     Raises UserError for a shift or a scale together with ``mix``: the averaged record with which a batch is mixed may
     come from another client, with classes that this client does not hold. So a correction of logits by the client's own
-    label counts has no meaning there.
+    label counts has no meaning for such a record.
     """
 
     gradient_offset: Params | None = None
@@ -270,7 +270,7 @@ class LocalPlan:
         """Return the names of the fields that differ from their defaults (``fields_in_use``)."""
         kind: Any = type(self)
         used, held = [], vars(self)
-        for name, default in _defaults(kind):  # most values are the default object: the comparison by ``is`` is fast
+        for name, default in _defaults(kind):  # most values are the default object, so ``is`` is tried first
             if held[name] is not default and (held[name] == default) is not True:  # tensor == number is a tensor
                 used.append(name)
         return frozenset(used)

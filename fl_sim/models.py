@@ -75,10 +75,11 @@ def logistic(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 class RandomFeatures(nn.Module):
-    """Logistic regression on an input, and on 2,000 frozen random directions of it that pass through ReLU.
+    """Logistic regression on the input and on 2,000 random features: ReLU of frozen random projections of the input.
 
-    The input is scaled to the norm sqrt(d) of its d numbers, and all features together to the root of their number. So
-    the head's input has a public norm, and depends on no other record. The directions have the seed of the model.
+    The input, d numbers, is scaled to the L2 norm sqrt(d). The vector of all m inputs of the head is scaled to the norm
+    sqrt(m). So this norm is public, and the head's input depends on no other record. The projections are drawn from the
+    seed of the model.
     """
 
     WIDTH: Final = 2000
@@ -92,7 +93,8 @@ class RandomFeatures(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, *input_shape) to (batch, classes)."""
         unit = _to_root(inputs.flatten(1))
-        # float64: a product's rounding may depend on the size of the batch, and here it is lost in that of float32.
+        # In float64, because the rounding of a product may depend on the batch size. Rounding to float32 removes the
+        # effect.
         random = torch.relu(unit.double() @ self.directions.double()).to(unit.dtype)
         logits: torch.Tensor = self.head(_to_root(torch.cat([unit, random], dim=1)))
         return logits
@@ -164,10 +166,10 @@ def build(
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
     number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
-    ``prepare``: a function that changes the new model in place. Two equal such functions change the models of a library
-    alike, which are tested once for each. Raises UserError for an unknown name, and for a user's own model that cannot
-    be trained here. If ``batch_norm`` is set, raises
-    UserError for a model without BatchNorm layers.
+    ``prepare``: a function that changes the new model in place. Two functions that are equal must make the same change;
+    a model of a library is tested only once for equal functions. Raises UserError for an unknown name, and for a user's
+    own model that cannot be trained here. If ``batch_norm`` is set, raises UserError for a model without BatchNorm
+    layers.
     """
     own = None
     if ":" in name:
@@ -197,7 +199,7 @@ def build(
 def is_tried(
     name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm, vocabulary: int, prepare: Prepare
 ) -> bool:
-    """Return True if ``build`` has made and tested such a model of a library, with any seed, in this process."""
+    """Return True if ``build`` has tested a library's model with these arguments and any seed in this process."""
     source = source_of(name)
     return source is not None and (source, input_shape, num_classes, batch_norm, vocabulary, prepare) in _TRIED
 
@@ -249,7 +251,7 @@ def _build_own(
 ) -> nn.Module:
     """Return the model from the user's factory at the import path ``path``, after a test on two records.
 
-    ``trial``: two records of the data set as models receive them, with real tokens and categories (None: random ones).
+    ``trial``: two records of the data set, in the form in which models receive records; None: two random records.
 
     Raises UserError, which names the model and the requirement, if the factory fails or the model does not fit. A model
     must be a module that maps (n, *input_shape) float32 records to (n, classes) float32 logits. Its parameters must be
@@ -285,10 +287,10 @@ def _build_own(
                 _check_drawn(path, before, other)
             if vocabulary:
                 _check_vocabulary(path, model, trial, vocabulary)
-            _check_again(path, model, trial, logits)  # after the buffers, whose message is clearer
+            _check_again(path, model, trial, logits)  # last, because the error messages about buffers are clearer
             _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():
-            for name, buffer in running_in(model).items():  # changed by the trial
+            for name, buffer in running_in(model).items():  # undo the change by the test
                 buffer.copy_(before[name])
     return model
 
@@ -301,7 +303,7 @@ _CURE: Final = (
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
 """Pairs (import path, factory or source) that passed a check: two calls with one seed gave equal models."""
 _TRIED: Final[set[Hashable]] = set()
-"""Models of libraries that passed all checks, with any seed: (source, ..., the function that prepares them)."""
+"""The arguments of the library models that passed all tests, without the seed: (source, ..., ``prepare``)."""
 
 
 def _factory(path: str) -> Callable[..., Any]:
@@ -364,7 +366,7 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of the two records ``trial`` in training mode. Every call seeds all generators equally.
+    """Return the logits of the two records ``trial`` in training mode. All generators get the same seed in each call.
 
     For a model with a loss of its own, return the losses of the two records.
     """
@@ -382,7 +384,10 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
 
 
 def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabulary: int) -> None:
-    """Raise UserError if the model cannot take the highest token of the data, which two records need not contain."""
+    """Raise UserError if the model fails for the highest token of the data.
+
+    The test on two records may not contain it.
+    """
     try:
         _logits(path, model, torch.full_like(trial, vocabulary - 1))
     except UserError as error:
@@ -393,7 +398,7 @@ def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabula
 
 
 def _check_logits(path: str, logits: Any, shape: tuple[int, ...]) -> None:
-    """Raise UserError unless ``logits`` are trainable float32 numbers, ``shape`` for each of two records."""
+    """Raise UserError unless ``logits`` has float32 numbers with a gradient, of shape (2, *shape)."""
     if not isinstance(logits, torch.Tensor):
         raise UserError(
             f"model {path!r} returns {type(logits).__name__} for a batch, not a tensor of logits: return only logits"

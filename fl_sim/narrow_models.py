@@ -1,4 +1,7 @@
-"""Narrow models: a model with fewer channels in every layer, and the places of its parameters in the whole model."""
+"""Narrow models: models with fewer channels in every layer.
+
+Their parameters are parts of the whole model's parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +26,33 @@ _PASSED = (
     nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d,
     nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Dropout,
 )  # fmt: skip
-"""The layers without parameters, which take any number of channels."""
+"""The layers without parameters. They work with any number of channels."""
 
 _WINDOW = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
 class _Scaled(nn.Module):
-    """Base class of layers whose outputs are multiplied by ``factor`` in training, but not in evaluation."""
+    """Base class of layers whose outputs are multiplied by ``factor`` in training mode only."""
 
     factor: float = 1.0
     draws_random_numbers = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the layer without a factor, times ``factor`` in training."""
+        """Return the outputs of the layer, multiplied by ``factor`` in training mode."""
         outputs: torch.Tensor = super().forward(inputs)
         return outputs * self.factor if self.training else outputs
 
 
 class ScaledLinear(_Scaled, nn.Linear):
-    """A linear layer with a factor."""
+    """A linear layer whose outputs are multiplied by a factor in training mode."""
 
 
 class ScaledConv2d(_Scaled, nn.Conv2d):
-    """A convolution with a factor."""
+    """A convolution whose outputs are multiplied by a factor in training mode."""
 
 
 def check_narrowable(model: nn.Module) -> None:
-    """Raise UserError, which names the layer, if ``model`` has layers that cannot be cut, or nothing to cut."""
+    """Raise UserError if no narrow model can be made of ``model``. The message names the layer that prevents this."""
     for name, module in model.named_modules():
         kind = type(module)
         is_known = kind in {nn.Sequential, ResidualBlock, nn.Linear, nn.GroupNorm, *_PASSED}
@@ -68,11 +71,11 @@ def check_narrowable(model: nn.Module) -> None:
 
 
 def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
-    """Return ``model`` with the shapes of ``params``, whose values it does not take.
+    """Return a copy of ``model`` whose parameters have the shapes of ``params``. Their values are undefined.
 
-    ``factor``: in training, the outputs of all layers but the last are multiplied by it. A group of nn.GroupNorm keeps
-    its number of channels if that divides the number of channels that are left. Otherwise it gets the greatest common
-    divisor of both.
+    ``factor``: in training mode, the outputs of all layers except the last are multiplied by ``factor``. The number of
+    channels in a group of nn.GroupNorm becomes the greatest common divisor of the old number and the layer's new number
+    of channels.
     """
     small, head = copy.deepcopy(model), head_weight(params)
     for name, module in [*small.named_modules()]:
@@ -96,17 +99,19 @@ def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
 
 
 def cut(params: Params, places: Places) -> Params:
-    """Return copies of the parameters of the narrow model from those of the whole model."""
+    """Return copies of the narrow model's parameters. ``params``: the parameters of the whole model."""
     return {name: value[places[name]] for name, value in params.items()}
 
 
 @lru_cache(maxsize=64)
 def places_of(layout: Layout, width: float, first: int = 0) -> Places:
-    """Return the places of a model of ``width`` in the whole model, whose names and shapes are ``layout``.
+    """Return {name: indices} of the parameters of a narrow model in the whole model.
 
-    Of K channels the narrow model has the next ceil(``width`` K), in ascending order, from channel ``first`` on, and
-    from 0 again after the last one. So K decides which channels are left, as both ends of a shortcut need. The inputs
-    of the first layer and the outputs of the last one are whole.
+    ``layout``: names and shapes of the whole model's parameters. ``width``: the share of channels that the narrow model
+    has, in (0, 1]. Of a layer's K channels, numbered from 0, the narrow model has ceil(``width`` * K): channel
+    ``first`` and the channels after it. After channel K - 1 comes channel 0. Indices are ascending. Layers with the
+    same K have the same channels, which a shortcut connection requires. The narrow model has all inputs of the first
+    layer, and all outputs of the last layer.
     """
     head = head_weight({name: torch.empty(shape, device="meta") for name, shape in layout})
     places, last = dict[str, tuple[torch.Tensor, ...]](), 0
@@ -118,7 +123,7 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
             continue
         inputs = torch.arange(shape[1])
         if last:  # not the first layer
-            each = 1 if len(shape) > 2 else shape[1] // last  # a linear layer may read several pixels of a channel
+            each = 1 if len(shape) > 2 else shape[1] // last  # pixels of a channel in a linear layer
             inputs = (_channels(shape[1] // each, width, first)[:, None] * each + torch.arange(each)).flatten()
         places[name] = (outputs[:, None], inputs[None, :])
         last = shape[0]

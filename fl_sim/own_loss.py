@@ -1,7 +1,7 @@
 """Models with a loss of their own, such as a language model, which predicts the next token at every place of a text.
 
-Such a model has a method ``loss_of(inputs, labels)``. It returns the loss and the number of right predictions of each
-record. All other models have the cross-entropy between their logits, (n, classes), and the labels.
+Such a model has a method ``loss_of(inputs, labels)``. The method returns the loss and the number of right predictions
+of each record. All other models have the cross-entropy between their logits, (n, classes), and the labels.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class OwnLoss(Protocol):
     def loss_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> Outcome:
         """Return the outcome for inputs (n, *input shape) with labels (n,), which the model may ignore.
 
-        The losses are differentiable. A record's numbers depend on this record alone.
+        The losses are differentiable. The numbers of a record must not depend on other records.
         """
         ...
 
@@ -58,7 +58,7 @@ def losses_of(model: nn.Module) -> Callable[[Mapping[str, torch.Tensor], torch.T
 
 
 def check_own_loss(model: nn.Module, *asked: Any) -> None:
-    """Raise UserError if a model with a loss of its own meets a plan or settings that change a cross-entropy.
+    """Raise UserError if a model has a loss of its own, and the plan or settings change a cross-entropy.
 
     ``asked``: the local plan and the local settings.
     """

@@ -44,7 +44,7 @@ class InOneLine:
 
 @dataclass(frozen=True)
 class Short:
-    """The marker of a group of settings for which a text may stand: the text is the value of the group's ``field``.
+    """The marker of a group of settings that may be given as a text, which is the value of the group's ``field``.
 
     So ``model=resnet`` sets ``model.name``, and ``model.weights=PATH`` sets another field of the same group.
     """
@@ -56,7 +56,7 @@ class Short:
         return core_schema.no_info_before_validator_function(self.to_table, handler(source))
 
     def to_table(self, value: Any) -> Any:
-        """Return the table of a group for a text, and any other value unchanged."""
+        """Return ``value`` as a table if it is a text; return any other value unchanged."""
         return {self.field: value} if isinstance(value, str) else value
 
 
@@ -64,7 +64,7 @@ class Settings(BaseModel):
     """The base class of settings: frozen; refuses unknown keys, NaN, infinity, and integers of more than 64 bits."""
 
     model_config = ConfigDict(
-        defer_build=True,  # builds no validators of classes that the user did not choose
+        defer_build=True,  # so validators are built only for classes that the user chose
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -126,7 +126,7 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 
 
 def spelt_out(field: FieldInfo | None, value: Any) -> Any:
-    """Return the value of a settings field as a table, if it is the text of a group's short form."""
+    """Return ``value`` as a table if it is the short form of a group of settings; otherwise return it unchanged."""
     short = next((mark for mark in field.metadata if isinstance(mark, Short)), None) if field is not None else None
     return value if short is None else short.to_table(value)
 
@@ -215,7 +215,7 @@ TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")
 
 
 def model_line(written: Mapping[str, Any]) -> str:
-    """Return the settings of a model in one line: its name, and all others that are ``written``, but no digest."""
+    """Return the settings of a model in one line: its name, then the settings in ``written`` except the digest."""
     options = [f"{name}={value}" for name, value in written.items() if name not in {"name", "digest"}]
     return ", ".join([str(written.get("name", "")), *options])
 

@@ -17,10 +17,10 @@ from fl_sim.own_loss import Outcome
 TokenFactory: TypeAlias = Callable[[int, int, int], nn.Module]
 """A function (vocabulary, maximum length, number of classes) -> model."""
 
-_EMBEDDING: Final = 8  # of LEAF's Shakespeare models
-_WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # of the transformers
-_FAR_BELOW: Final = -1e30  # in place of minus infinity: the softmax of a text without tokens is finite
-_DEVIATION: Final = 0.02  # of the initial embeddings, as in GPT-2
+_EMBEDDING: Final = 8  # the width in LEAF's Shakespeare models
+_WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # sizes of the transformers
+_FAR_BELOW: Final = -1e30  # in place of minus infinity, so that the softmax of an empty text is finite
+_DEVIATION: Final = 0.02  # standard deviation of the initial embeddings, as in GPT-2
 
 
 class GatedRecurrent(nn.Module):
@@ -64,7 +64,7 @@ class LongShortTerm(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small transformer (Vaswani et al. 2017) with the norm before each part: two layers of 128 numbers, four heads.
+    """A small transformer (Vaswani et al. 2017) with two layers of width 128, four heads, and norms before each part.
 
     The head receives the mean over the tokens of a text, so the model classifies texts.
     """
@@ -89,7 +89,10 @@ class Transformer(nn.Module):
         return logits
 
     def _states(self, tokens: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
-        """Return the states, (batch, length, width). ``sees``: a mask, (..., length, length), of the seen places."""
+        """Return the states, (batch, length, width).
+
+        ``sees``: the attention mask, (..., length, length), True if seen.
+        """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states: torch.Tensor = self.embedding(tokens) + self.positions(places)
         for block in self.blocks:
@@ -99,10 +102,10 @@ class Transformer(nn.Module):
 
 
 class Decoder(Transformer):
-    """A small language model: each place of a text sees the places before it, and predicts the next token.
+    """A small language model: at each position of a text, it predicts the next token from the tokens so far.
 
     The loss of a text is the mean cross-entropy of its predictions. The labels of the records are ignored. Padding is
-    neither seen nor predicted.
+    neither an input of attention nor predicted.
     """
 
     def __init__(self, vocabulary: int, length: int) -> None:
@@ -117,7 +120,7 @@ class Decoder(Transformer):
         return logits
 
     def loss_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> Outcome:
-        """Return the loss and the right predictions of each text. A text of one token has none."""
+        """Return the loss and the number of right predictions of each text. A text of one token has no prediction."""
         del labels
         tokens = trimmed(inputs.long())
         targets, logits = tokens[:, 1:], self(tokens)[:, :-1]
@@ -128,7 +131,7 @@ class Decoder(Transformer):
 
 
 class Block(nn.Module):
-    """One layer of a transformer: attention and a perceptron, each after a norm and beside a shortcut."""
+    """One layer of a transformer: attention and a perceptron, each with a norm before it and a shortcut connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class Block(nn.Module):
         """Map states (batch, length, width) to states of the same shape. ``sees``: as in ``Transformer``."""
         parts = self.mixed(self.norms[0](states)).unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
-        # In plain operations: scaled_dot_product_attention has no batching rule on CPUs, which vmap needs.
+        # Not by scaled_dot_product_attention: on CPUs it has no batching rule, which vmap needs.
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
         attended = scores.masked_fill(~sees, _FAR_BELOW).softmax(-1) @ value
         states = states + self.out(attended.transpose(1, 2).flatten(2))
@@ -156,9 +159,9 @@ def _at_last(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def trimmed(tokens: torch.Tensor) -> torch.Tensor:
-    """Return ``tokens`` (batch, length) up to the end of the longest text of the batch: padding takes no time.
+    """Return ``tokens`` (batch, length) without the columns that contain only padding, to save time.
 
-    Under ``vmap`` the shape may not depend on the numbers, so the tokens are returned unchanged.
+    Under ``vmap``, a shape may not depend on values, so the tokens are returned unchanged.
     """
     try:
         used = (tokens != 0).any(0).nonzero()

@@ -1,4 +1,4 @@
-"""The setting ``model.trainable``: which parameters of a model are trained and sent. All others stay frozen.
+"""The setting ``model.trainable``: the parameters of a model that are trained and sent. All others are frozen.
 
 A frozen parameter has ``requires_grad=False`` and its initial value, which every process builds or loads for itself. It
 is never sent, aggregated, clipped or noised (``fl_sim.params.trainable``).
@@ -25,11 +25,11 @@ _MOST_NAMES: Final = 20
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """The part of a model that is trained, as the group of settings ``model`` defines it.
+    """The part of a model that is trained, from the settings in the group ``model``.
 
-    ``trainable``: words such as ``head``, and names of parameters or modules, with commas between. ``rank``, ``alpha``,
-    ``dropout`` and ``target_modules``, names with commas between: the settings of adapters (``fl_sim.adapters``).
-    ``seed``: the seed of the adapters' first values.
+    ``trainable``: words such as ``head``, and names of parameters or modules, separated by commas. ``rank``, ``alpha``,
+    ``dropout``, ``target_modules`` (names separated by commas): the settings of adapters (``fl_sim.adapters``).
+    ``seed``: the seed of the adapters' initial values.
     """
 
     trainable: str = "all"
@@ -40,10 +40,10 @@ class TrainedPart:
     target_modules: str = ""
 
     def __call__(self, model: nn.Module) -> None:
-        """Freeze all other parameters of ``model``, after adapters are added if the settings ask for them.
+        """Add the adapters that the settings ask for to ``model``, then freeze all parameters that are not trained.
 
-        BatchNorm layers without a trained parameter stay in evaluation mode, so their statistics stay, too. Raises
-        UserError for names that the model lacks, and if no parameter would be trained.
+        BatchNorm layers without a trained parameter stay in evaluation mode, so their running statistics never change.
+        Raises UserError for names that the model lacks, and if no parameter would be trained.
         """
         if self.trainable == "all":
             return
@@ -66,7 +66,7 @@ class TrainedPart:
                 layer.train = _stays  # type: ignore[method-assign,assignment]
 
     def in_words(self, model: nn.Module) -> str:
-        """Return a sentence about the frozen parameters of ``model``, which this object prepared."""
+        """Return a sentence about the frozen parameters of ``model``, after this object was applied to it."""
         named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
         sizes = [num_parameters(part) for part in (trainable(model), named)]
         return (
@@ -76,24 +76,25 @@ class TrainedPart:
 
 
 def whole(model: nn.Module, params: Params) -> Params:
-    """Return all parameters of ``model`` under the names that it has without adapters, which are merged.
+    """Return all parameters of ``model`` without adapters: an adapted layer has the weights W + (alpha / r) B A.
 
-    ``params``: the trained parameters, those of adapters among them. All others have the values of ``model``, unless
-    ``params`` has them, too.
+    ``params``: the trained parameters, including those of adapters. Parameters that are not in ``params`` have their
+    values in ``model``.
     """
     return merged(model, {**fixed_in(model), **params})
 
 
 def as_made(model: nn.Module) -> nn.Module:
-    """Return ``model`` with the layers that its factory made, in place: adapters are merged and taken out."""
+    """Remove all adapters from ``model``, in place, and return ``model``. Its outputs do not change."""
     return without_adapters(model)
 
 
 def train_alone(model: nn.Module, names_of: Callable[[list[str], list[str]], Collection[str]]) -> None:
-    """Freeze all parameters of ``model`` but those that ``names_of`` returns, in place.
+    """Freeze all parameters of ``model``, in place, except those with the names that ``names_of`` returns.
 
-    ``names_of``: the algorithm's function of the names that are trained so far, and of all others. Raises UserError for
-    its ValueError, for unknown names and for none.
+    ``names_of``: a function of the algorithm. Its arguments are the names of the trained parameters, and the names of
+    all other parameters. Raises UserError if the function raises ValueError, or if it returns an unknown name or no
+    name.
     """
     named, trained = dict(model.named_parameters()), trainable(model)
     try:
@@ -176,4 +177,4 @@ def _has(named: Mapping[str, torch.Tensor]) -> str:
 
 
 def _stays(mode: bool = True) -> None:  # noqa: FBT001, FBT002 (torch's own)
-    """Leave a frozen BatchNorm layer in evaluation mode, in place of ``nn.Module.train``."""
+    """Do nothing: this function replaces ``train`` of a frozen BatchNorm layer, which stays in evaluation mode."""

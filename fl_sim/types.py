@@ -17,7 +17,7 @@ from fl_sim.importing import torch
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
-    Params = Mapping  # torch is not imported yet when settings are read
+    Params = Mapping  # without the type of tensors, because settings are read before torch is imported
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
 The tensors are read-only, because many objects of one process share them. Many are views of one vector
@@ -223,9 +223,10 @@ class LocalSettings:
         """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
-        if self.epochs % 1 == 0:  # the usual case, without the slow Fraction
+        if self.epochs % 1 == 0:  # the usual case, without Fraction, which is slow
             return int(self.epochs) * self.num_batches(num_examples)
-        # The decimal that the user wrote: in binary, 0.7 * 10 is more than 7, and would be rounded up to 8.
+        # Fraction computes with the decimal number that the user wrote. With floats, 1.1 * 10 is above 11 and becomes
+        # 12.
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:
@@ -381,9 +382,9 @@ class Traffic:
 
 
 class Load(NamedTuple):
-    """The load of one client in a round: its bytes, and its work for a training record as a share of the usual work.
+    """The load of one client in a round: its bytes, and its work for a training record, divided by the usual work.
 
-    The usual work is that of the whole model. Only clients with smaller models have less.
+    The usual work is the work of the whole model. Only clients with smaller models have less work.
     """
 
     traffic: Traffic

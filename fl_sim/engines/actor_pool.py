@@ -16,7 +16,7 @@ from fl_sim.engines.ray_start import DIRECT, ENVIRONMENT, RayResources, import_p
 from fl_sim.errors import RunError
 
 # isort: split
-import ray  # after ray_start, which sets the environment variables that Ray reads during its import
+import ray  # after ray_start, because it sets environment variables that Ray reads during the import
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

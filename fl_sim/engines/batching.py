@@ -35,12 +35,12 @@ CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
-"""The number of minibatch steps in a batch of messages. They take far more time than the overhead of a batch."""
+"""The number of minibatch steps in a batch of messages. These steps take far longer than the fixed time for a batch."""
 
 _FIRST_STEPS = 4  # minibatch steps in the first batch; each next batch has 4 more, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
-"""Bounds in seconds of the estimated duration of a batch of messages. The overhead of a call is only 4 ms."""
+"""Bounds in seconds of the estimated duration of a batch of messages. The fixed time for a call is only 4 ms."""
 
 MAX_DEATHS = 10
 """The number of dead workers after which an exchange of messages is given up. A new worker takes seconds to start."""
@@ -60,8 +60,9 @@ class ClientBatching:
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round, by the client's number. ``stack``: the number of
     clients that are trained together in one batch. With ``stack`` 1, a batch gets clients until it has the larger
-    number of ``STEPS_AT_A_TIME`` and ``least_steps`` minibatch steps. Fewer steps are not worth another thread.
-    ``most_clients``: the largest number of clients in a batch, since all of their models are in memory at once.
+    number of ``STEPS_AT_A_TIME`` and ``least_steps`` minibatch steps. A batch with fewer steps would cost more time in
+    a further thread than it saves. ``most_clients``: the largest number of clients in a batch, since all of their
+    models are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -135,8 +136,8 @@ class Exchange(Generic[Call]):
 
     ``fresh``: the messages that were not handed out yet. ``running``: the batch of every unfinished call; ``begin``
     adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that a message
-    asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order. The clients that
-    are trained together decide the last bits of the result.
+    asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
+    rounding of a result depends on the clients that are trained together.
 
     If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, so that the
     client that kills its worker is found. Running a client twice is safe, since client states are keyed by round.
@@ -183,7 +184,7 @@ class Exchange(Generic[Call]):
         if self.stack > 1:
             return [self._next() for _ in range(min(self.stack, len(self.fresh)))]
         known = [1 / max(seconds, _TINY) for seconds in (step_seconds, *others) if seconds < math.inf]
-        typical = sum(known) / len(known) if known else 1.0  # a worker of unknown speed counts as an average one
+        typical = sum(known) / len(known) if known else 1.0  # for a worker of unknown speed
         speeds = [1 / max(one, _TINY) if one < math.inf else typical for one in (step_seconds, *others)]
         share = speeds[0] / sum(speeds)
         guided, fair = math.ceil(self._left * share / 2), math.ceil((self._left + self._under_way) * share)

@@ -99,7 +99,7 @@ class LocalGrid(Grid):
 
 @dataclass(frozen=True)
 class Groups:
-    """The settings of client tasks that several clients answer in one computation.
+    """The settings of client tasks that are computed for several clients together.
 
     ``tasks``: the names of these tasks. ``handler``: the function that answers a batch. ``threads``: the number of
     threads that are reserved for these tasks.
@@ -109,7 +109,7 @@ class Groups:
     handler: GroupHandler
     threads: int
 
-    _LEAST, _MOST = 3, 10  # below 3 clients Python's overhead is a third of a step; above 10 there is no further gain
+    _LEAST, _MOST = 3, 10  # below 3 clients Python takes a third of a step's time; above 10 there is no further gain
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Return the messages of an exchange in batches of 3 to 10 clients, about one batch or more for each thread."""
@@ -122,9 +122,9 @@ class InProcessGrid(LocalGrid):
 
     ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
     other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
-    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks that several
-    clients answer in one computation; these tasks have threads of their own. A hanging client cannot be interrupted in
-    its own process: ``timeout`` is checked between batches only.
+    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks that are
+    computed for several clients together; separate threads execute these tasks. A hanging client cannot be interrupted
+    in its own process: ``timeout`` is checked between batches only.
     """
 
     def __init__(

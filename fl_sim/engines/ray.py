@@ -30,7 +30,7 @@ from fl_sim.engines.remote import DriverStore, Encryption, Parcel, RemoteWorkers
 from fl_sim.store.files import read_whole
 
 # isort: split
-import ray  # after ray_start, which sets the environment variables that Ray reads during its import
+import ray  # after ray_start, because it sets environment variables that Ray reads during the import
 from ray.exceptions import RayActorError, RayError
 
 MOST_WITH_A_CALL = 2**20
@@ -116,7 +116,7 @@ class RayGrid(LocalGrid):
                     if calls := [*pool.calls, *pool.starting]:
                         self._wait(exchange, calls, min(left, LOOK_SECONDS))
                     elif exchange.waiting:
-                        check_node(self._node)  # without this machine's node, no other can be reached
+                        check_node(self._node)  # other nodes are reached through this machine's node
                         pool.wait_for_nodes()
             finally:
                 pool.end_busy()  # workers still busy after a deadline or Ctrl-C; the next exchange starts new ones
@@ -208,7 +208,7 @@ class RayGrid(LocalGrid):
         for question in heard:
             with suppress(RayError):
                 call, replies = asked[question], self._encryption.decrypt(ray.get(question))
-                batch = exchange.running[call]  # the worker may already answer its next call: filter the replies
+                batch = exchange.running[call]  # without replies of the worker's next call, which may have begun
                 ids = {message.metadata.message_id for message in batch}
                 own = [reply for reply in replies if reply.metadata.reply_to_message_id in ids]
                 progress[call] = self._stored(batch, own)
@@ -253,7 +253,7 @@ class _Outbox:
         content = parcel.content
         if id(content) not in self._known:
             number, sent = self._share(content)
-            self._known[id(content)] = number, content  # keeps the object, so that no other object gets its id
+            self._known[id(content)] = number, content  # keeps the content in memory, so that its id stays unique
             self.contents[number] = sent
         for name, path in parcel.files.items():
             if name not in self._files:

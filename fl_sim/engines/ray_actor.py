@@ -10,7 +10,7 @@ import ray
 
 from fl_sim.importing import importing
 
-with importing():  # Ray imports this file in a new process, which has imported nothing else
+with importing():  # Ray imports this file first in a new process
     import torch
     from flwr.app import Message, RecordDict
     from flwr.clientapp import ClientApp

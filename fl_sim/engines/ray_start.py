@@ -28,13 +28,13 @@ CONNECT_SECONDS = 5.0
 ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a FutureWarning in every process
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints a paragraph per dead actor, to standard output
-    "RAY_worker_niceness": "0",  # else actors run at nice 15: every other process takes precedence
+    "RAY_worker_niceness": "0",  # else actors run at nice 15, with less priority than all other processes
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_TELEMETRY_ENABLED": "0",
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a Ray of our own listens on 127.0.0.1, as on Linux
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # our own Ray listens on 127.0.0.1, as on Linux
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
 """Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger calls
@@ -70,7 +70,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
     Raises UserError if Ray cannot be joined, or lacks room for an actor or the requested GPU share.
     """
     if not resources.address and not ray.is_initialized():
-        # A Ray of our own gets all requested actors, even if there are fewer processors.
+        # A Ray that this process starts gets all requested actors, even with fewer processors.
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         room = int(processors / resources.cpus) if resources.cpus else processors
         num_actors = min(num_clients, resources.actors or max(1, room))
@@ -214,7 +214,7 @@ def _room_for(resources: RayResources) -> int:
     Raises UserError if the requested actors do not fit.
     """
     processors = _total("CPU")
-    if not processors and resources.address:  # machines join later
+    if not processors and resources.address:  # machines may join later
         return resources.actors or MANY
     room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))
     if room < max(1, resources.actors):

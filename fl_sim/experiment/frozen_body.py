@@ -1,8 +1,9 @@
-"""Features once: where a frozen body is followed by a trained head, the body computes each record's features once.
+"""Features of a frozen body: if only the head of a model is trained, the body computes each record's features once.
 
-The features are the inputs of the head. They are a function of the record alone, so a round trains the head on stored
-features. They are defined in batches of a constant size, in which no record changes another one's bits. So the stored
-features are those that every process computes.
+The body is all layers of a model before its head, the last layer. The features of a record are the inputs of the head,
+and depend on this record alone. So the features are stored, and a round trains the head on the stored features. They
+are computed in batches of a constant size, in which no record changes the bits of another record's features. So every
+process would compute the same features.
 """
 
 import copy
@@ -33,11 +34,14 @@ BATCH: Final = 64
 """The number of records in a forward pass. It is constant, because the shape of a batch decides its rounding."""
 
 _CLOSE: Final = 1e-5
-"""Features that differ by no more than this differ by rounding."""
+"""Features with a difference of at most this number count as equal: the difference comes from rounding."""
 
 _FILE: Final = "features.safetensors"
 _VERSION: Final = 1
-"""Increase it when features get other numbers. Old cache files are then ignored."""
+"""The version of the cache files. Increase the version if a change of the code changes features.
+
+Older cache files are then ignored.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,7 @@ class FrozenBody:
     """A model's frozen body, followed by its trained head.
 
     ``model``: the whole model, in evaluation mode, on the device that computes features. ``head``: the head alone, on
-    the CPU; its parameters have the names that they have in the model. ``size``: the number of features of a record.
+    the CPU; its parameters have the same names as in ``model``. ``size``: the number of features of a record.
     ``batch``: the number of records in a forward pass.
     """
 
@@ -63,7 +67,7 @@ class FrozenBody:
         place, identity = self.place(dataset)
 
         def fits(found: Arrays) -> bool:
-            start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))  # finds a body whose code has changed
+            start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))  # to detect changed code
             return all(found[name].shape == (len(part), self.size) for name, part in parts.items()) and np.array_equal(
                 found["test"][: len(start)], self.features_of(start, dataset)
             )
@@ -84,7 +88,8 @@ class FrozenBody:
     def features_of(self, examples: Examples, dataset: Dataset) -> NDArray[np.float32]:
         """Return the features of ``examples``, records of ``dataset``, shape (records, ``size``).
 
-        A batch has texts of one length, because its padding would change their rounding. It is filled with repetitions.
+        All texts of a batch have the same length, because padding would change the rounding of their features. A batch
+        with too few records is filled with repeated records.
         """
         used = (examples.inputs != 0) * np.arange(1, examples.inputs.shape[1] + 1) if dataset.vocabulary else None
         lengths = np.zeros(len(examples)) if used is None else used.max(axis=1)
@@ -124,11 +129,14 @@ def parts_of(dataset: Dataset) -> dict[str, Examples]:
 
 
 class _Entered(Exception):  # noqa: N818 (it is no error)
-    """Ends a forward pass before the head. ``args``: the positional and the named inputs of the head."""
+    """The exception that ends a forward pass before the head.
+
+    ``args``: the positional and the named inputs of the head.
+    """
 
 
 def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not: str) -> FrozenBody | str:
-    """Return the frozen body of ``model``, or the reason why every step must compute it; "" without a frozen body.
+    """Return the frozen body of ``model``, the reason if its features cannot be stored, or "" if it has no frozen body.
 
     ``trial``: two normalised records. ``why_not``: a reason in the settings; empty without one.
     """
@@ -152,13 +160,13 @@ def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not
     alone: nn.Module = copy.deepcopy(head)
     for part in reversed(name.split(".")):
         alone = nn.Sequential(OrderedDict([(part, alone)]))
-    # To move the model itself would move the parameters that it shares.
+    # A copy is moved to the GPU, because the model's frozen parameters are shared with other models.
     placed = whole if device.type == "cpu" else copy.deepcopy(whole).to(device)
     return FrozenBody(placed, alone, features.shape[1], batch)
 
 
 def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the features of normalised ``inputs``. ``model``: of a ``FrozenBody``, so its head is not called."""
+    """Return the features of normalised ``inputs``. ``model``: that of a ``FrozenBody``; its head is not called."""
     device = next(model.parameters()).device
     try:
         with torch.inference_mode(), arithmetic(device):
@@ -170,7 +178,10 @@ def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return the features of two records, and a reason if they are unsuitable. Later passes end before the head."""
+    """Return the pair (features of two records, reason if they are unsuitable, else "").
+
+    All later forward passes of ``model`` end before its head.
+    """
     calls: list[tuple[Any, Any]] = []
     head = head_of(model)
     hook = head.register_forward_pre_hook(lambda _, given, named: calls.append((given, named)), with_kwargs=True)
@@ -192,10 +203,11 @@ def _stop(head: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> NoR
 
 
 def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> tuple[int, str]:
-    """Return the number of records of a batch in which no record changes the bits of another one, or a reason.
+    """Return the pair (size of a batch in which no record changes the bits of another record's features, reason).
 
-    It is 1 where a batch of ``BATCH`` records has no such arithmetic, as in layers of three outputs. The reason says
-    why the ``features`` of ``trial`` are no function of the record alone. ``model`` is in evaluation mode afterwards.
+    The size is ``BATCH`` if possible. Otherwise it is 1, for example for layers with three outputs. The reason is empty
+    if features depend on their record alone, and else states their other cause. ``features``: the features of
+    ``trial``, two records. ``model`` is in evaluation mode afterwards.
     """
     with process_alone():
         before = process_state()

@@ -25,12 +25,12 @@ from fl_sim.settings import OneOf, Settings, by_default, known_model, model_line
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
-_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # the pattern of names with commas between
+_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # the pattern of names that are separated by commas
 _CONSTANT = "the learning rate is the same in every round"
 
 
 def _joined(value: Any) -> Any:
-    """Return a list of names, as settings files may have it, in one text."""
+    """Return a list of names as one text with commas; any other value is returned unchanged."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
@@ -38,19 +38,22 @@ class Model(Settings):
     """The model: its architecture, the weights from which it starts, and the part that is trained.
 
     ``name``: the name of a model, an architecture of a library (torchvision:NAME, timm:NAME, hf:FOLDER), or the import
-    path of a function that makes it; left out: a model that suits the data. ``weights``: the file of weights from which
-    the model starts, or a run directory, whose last model it is; left out: the weights in the folder of hf:FOLDER, for
-    all other models random weights, as "none" gives them. The file is a safetensors file or a ``state_dict`` of
-    PyTorch, without other Python objects. A head (last layer) for another number of classes is replaced by a new one.
-    ``digest``: the SHA-256 of this file. A run stores the digest at its start, to detect a later change of the file.
+    path of a function that returns a model. Left out: a model that suits the data. ``weights``: the file with the
+    initial weights of the model, or the directory of a run whose last model has the weights. Left out: for hf:FOLDER
+    the weights in this folder, and for all other models random weights. "none": random weights. The file is a
+    safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A head (last layer) for another
+    number of classes is replaced by a new head. ``digest``: the SHA-256 of this file. A run stores the digest at its
+    start, to detect a later change of the file.
 
-    ``trainable``: the parameters that are trained and sent; all others stay as they are at the start. "head" is the
-    last linear layer, "last:2" the last two layers with parameters, "bias" and "norm" are the parameters of this kind.
-    "lora" adds adapters to linear layers, convolutions and embeddings, and trains these alone; a model that has some
-    (names with lora_) gets no others. Names of parameters or modules are possible, too, and several with commas. "all"
-    is what the model itself does not freeze. ``rank``, ``alpha`` and ``dropout`` are of adapters: W + (alpha / rank) B
-    A, with dropout of their inputs in training. ``target_modules``: the layers with adapters, by name or by the end of
-    their names, such as "query,value"; left out: all that can be adapted.
+    ``trainable``: the parameters that are trained and sent; all other parameters keep their initial values. "head" is
+    the last linear layer. "last:2" is the last two layers with parameters. "bias" is all biases, and "norm" is all
+    parameters of normalisation layers. "lora" adds adapters to linear layers, convolutions and embeddings, and trains
+    only the adapters. A model that already has adapters (names with lora_) gets no further adapters. Names of
+    parameters or modules are possible, too; several are separated by commas. "all" is all parameters that the model
+    itself does not freeze. ``rank``: the rank r of an adapter: its matrices B, with r columns, and A, with r rows,
+    change the weights W of a layer to W + alpha / r * B A. ``alpha``: the factor alpha of an adapter. ``dropout``: the
+    dropout rate of an adapter's inputs in training. ``target_modules``: the layers with adapters, by name or by the end
+    of their names, such as "query,value". Left out: all layers that can have an adapter.
     """
 
     name: Annotated[str, AfterValidator(known_model)] = ""
@@ -83,7 +86,7 @@ class Model(Settings):
 
     @property
     def origin(self) -> str:
-        """The file of the initial weights, or the model whose source has them."""
+        """The file of the initial weights, or the name of the model if its library provides the weights."""
         return self.weights or self.name
 
     @model_validator(mode="after")
@@ -94,7 +97,7 @@ class Model(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> Any:
-        """Write the name alone if all other settings have their defaults, as older versions did."""
+        """Write only the name if all other settings have their defaults, so that old files stay valid."""
         written: dict[str, Any] = write(self)
         return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
 
@@ -111,7 +114,7 @@ class Model(Settings):
 
     @property
     def _options(self) -> list[str]:
-        """The names of all settings beside the name that do not have their default values."""
+        """The names of the settings that differ from their defaults, without the setting ``name``."""
         fields = type(self).model_fields
         return [name for name in fields if name != "name" and getattr(self, name) != fields[name].default]
 

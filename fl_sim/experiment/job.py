@@ -92,41 +92,41 @@ class Job:
     def model(self) -> nn.Module:
         """Return the model that is trained, with its initial weights, on the CPU. Its inputs are ``records``.
 
-        It is the experiment's model, or the head of this model alone. On the CPU all of these models share the frozen
-        parameters, which nobody may change.
+        The model is the experiment's model, or only its head if features are stored. On the CPU, all of these models
+        share their frozen parameters, so no code may change these parameters.
         """
         if isinstance(self.body, FrozenBody):
             return copy.deepcopy(self.body.head)
-        # To move a copy to a GPU would move the shared parameters.
+        # On a GPU each model needs its own copy of the frozen parameters.
         return copied(self._first[0]) if self.device.type == "cpu" else self.whole_model()
 
     def whole_model(self) -> nn.Module:
-        """Return the experiment's model with its initial weights, on the CPU, as the caller's own copy."""
+        """Return a new copy of the experiment's whole model with its initial weights, on the CPU."""
         return copy.deepcopy(self._first[0])
 
     def built(self, seed: int) -> nn.Module:
-        """Return the experiment's whole model, on the CPU. ``seed``: decides its random weights."""
+        """Return the experiment's whole model, on the CPU. ``seed``: the seed of its random weights."""
         if seed == self.experiment.seed_of_model:
             return self.whole_model()  # building a model of a library takes seconds
         return self._placed(seed)[0]
 
     @cached_property
     def body(self) -> FrozenBody | str:
-        """The frozen body whose features are computed once, or the reason why steps compute it; "" without one."""
+        """The frozen body of the model, the reason if its features cannot be stored, or "" without a frozen body."""
         return body_of(self._first[0], self.two_records, self.device, _uses_records(self.experiment))
 
     @cached_property
     def records(self) -> Dataset:
-        """The data set whose records are the inputs of ``model``: that of the experiment, or its features."""
+        """The data set of the inputs of ``model``: the experiment's data set, or its features if a body is frozen."""
         return self.body.entered(self.dataset) if isinstance(self.body, FrozenBody) else self.dataset
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one record of ``records``."""
+        """The shape of one record in ``records``."""
         return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
 
     def source(self, examples: Examples) -> Source:
-        """Return ``examples``, some records of ``dataset``, on the device, as inputs of ``model``."""
+        """Return ``examples``, which are records of ``dataset``, as inputs of ``model`` on the job's device."""
         if not isinstance(self.body, FrozenBody):
             return resident(examples, self.dataset, self.device)
         features = torch.from_numpy(self.body.features_of(examples, self.dataset))
@@ -134,12 +134,12 @@ class Job:
 
     @property
     def fixed(self) -> Params:
-        """The tensors of the whole model that training never changes (no copies)."""
+        """The tensors of the whole model that training never changes. They are not copied."""
         return fixed_in(self._first[0])
 
     @cached_property
     def placed(self) -> Placed:
-        """The tensors of the initial model that do not come unchanged from the file of weights."""
+        """The tensors of the initial model that differ from the tensors in the file of weights, such as a new head."""
         return self._first[1]
 
     @cached_property
@@ -164,7 +164,7 @@ class Job:
         return model, prepare.placed[-1] if prepare.placed else Placed()
 
     def whole(self, params: Params) -> Params:
-        """Return all parameters of the model, as a user expects them in a file. ``params``: the trained ones.
+        """Return all parameters of the model, for a file of weights. ``params``: the trained parameters.
 
         Frozen parameters have their initial values, unless ``params`` has them, too.
         """
@@ -179,7 +179,7 @@ class Job:
 
     @property
     def model_in_words(self) -> list[str]:
-        """Lines about the model for the user: its weights, its library's remark, and its trained part; often none."""
+        """Lines of text about the model: its weights, a remark of its library, its trained part; possibly none."""
         chosen, dataset = self.experiment.model, self.dataset
         source = source_of(chosen.name)
         said = [
@@ -223,10 +223,11 @@ class Job:
 
 @dataclass(frozen=True)
 class _Preparation:
-    """Puts weights and adapters into a new model, and freezes the parameters that the settings do not train.
+    """A function that copies weights into a new model, adds adapters, and freezes the parameters that are not trained.
 
-    ``settings``: the model's and the algorithm's settings. Preparations with equal settings differ in the adapters'
-    random values alone. ``placed``: what came from the file of weights, for each model that was prepared.
+    ``settings``: the settings of the model and of the algorithm. Two preparations with equal settings differ only in
+    the random values of adapters. ``placed``: for each prepared model, its tensors that differ from the file of
+    weights.
     """
 
     settings: tuple[str, str]
@@ -238,7 +239,7 @@ class _Preparation:
 
     @classmethod
     def of(cls, job: Job, seed: int) -> "_Preparation":
-        """Return the preparation of the models of ``job``. ``seed``: decides the adapters' random values."""
+        """Return the preparation of the models of ``job``. ``seed``: the seed of the adapters' random values."""
         chosen, algorithm = job.experiment.model, job.experiment.algorithm
         alone = algorithm if isinstance(algorithm, PartialTraining) else None
         settings = chosen.model_dump_json(), "" if alone is None else repr(alone)
@@ -246,7 +247,10 @@ class _Preparation:
         return cls(settings, part, job.weights, chosen.origin, alone)
 
     def __call__(self, model: nn.Module) -> None:
-        """Change ``model`` in place. Raises UserError if weights, names or the trained part do not fit it."""
+        """Change ``model`` in place.
+
+        Raises UserError if the weights, the names or the trained part do not fit the model.
+        """
         if self.weights:
             self.placed.append(place(model, self.weights, self.origin))
         self.part(model)
@@ -298,7 +302,7 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
 
 
 def _uses_records(experiment: Experiment) -> str:
-    """Return a phrase with the setting whose code needs the records themselves in rounds; empty without one."""
+    """Return a phrase that names a setting whose code reads the records in every round; empty if there is none."""
     if experiment.local.augment != "none":
         return f"local.augment={experiment.local.augment} changes the records"
     if isinstance(experiment.partition, FeatureSkew | EvaluationSkew | RecordSkew) and experiment.num_clients > 1:
@@ -404,8 +408,8 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
 def _weights(experiment: Experiment) -> Params:
     """Return the tensors from which the experiment's model starts; empty for random weights.
 
-    Raises UserError if a run that promises privacy would start from a run on the same data, whose cost no epsilon here
-    covers.
+    Raises UserError if a run that promises privacy would start from a model that was trained on the same data. The
+    epsilon of the new run would not cover the cost of that training.
     """
     model = experiment.model
     common = {*parts_of(experiment.data)} & {*parts_of(records_of(model.weights))} if model.weights else set()

@@ -7,9 +7,9 @@ file, with one assignment of its records to clients. The name of the subfolder i
 settings, another generator or a deleted pool finds the same ledger. Another seed, label column, range or test part
 makes another deal. The privacy costs of all deals are added up.
 
-Earlier versions named the outer folder by the reading of the file, and the deal by its settings. Such ledgers are still
-used. When a run needs the ledger of a client in an old folder, the run notes the old folder in the subfolder
-``earlier``. From then on, the privacy costs in the old folder are added, too.
+Earlier versions gave other names to both folders. Their ledgers are still used. When a run needs a client's ledger in
+an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From then on, the privacy costs
+in the old folder are added, too.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _EARLIER: Final = "earlier"
 
 @dataclass(frozen=True)
 class JointCost:
-    """The privacy cost to one record, of everything that was published from the records of a data set.
+    """The total privacy cost of one record: the cost of all published outputs about the records of a data set.
 
     ``shares``: the largest number of releases (published outputs) about one record. A client's synthetic records for
     one pool count as one release.
@@ -87,8 +87,8 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
     """Return a sentence on the joint privacy cost, for the privacy statement about one set of synthetic records.
 
-    ``together``: the joint privacy cost of everything published about the same records. None if unknown on this
-    machine.
+    ``together``: the joint privacy cost of all published outputs about the same records. None if the cost is unknown on
+    this machine.
     """
     if together is None:
         return (

@@ -64,7 +64,7 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        if _is_skewed(experiment):  # float32 like the clients' own records, because one tensor must hold both
+        if _is_skewed(experiment):  # float32: one tensor holds them with the clients' own records
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
@@ -79,7 +79,7 @@ def runtime_for(
     initial = detached(trainable(model).items())
     model = model.to(job.device)
 
-    @lru_cache(maxsize=2**16)  # each call waits for the GPU: once for each client, not in every round
+    @lru_cache(maxsize=2**16)  # cached, because each computation waits for the GPU
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
         return records(client, synthetic).class_counts(job.dataset.num_classes)
 
@@ -243,7 +243,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
 
 
 def _tampers(job: Job) -> dict[int, Tamper]:
-    """Return {client: function that changes its records} for the clients that train on changed records."""
+    """Return {client: function that changes the client's records} for clients that train on changed records."""
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
     return {client: tamper for kind in kinds for client, tamper in kind.tampers(job.experiment, num_classes).items()}
 
@@ -330,7 +330,7 @@ def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
 
 
 def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
-    """Return ``examples`` with the inputs and labels that the partition gives to ``client``, before any noise."""
+    """Return ``examples`` with the inputs and labels of ``client`` by its partition, before feature noise is added."""
     experiment, num_classes = job.experiment, job.dataset.num_classes
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):

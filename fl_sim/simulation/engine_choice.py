@@ -157,7 +157,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    if isinstance(job.experiment.algorithm, StepByStep):  # each step is a call of the trainer, for all clients together
+    if isinstance(job.experiment.algorithm, StepByStep):  # the trainer is called once for each step of all clients
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)
         least = max(least, math.ceil(min(each, MOST_CACHED / parameters) * steps.mean()))
@@ -183,7 +183,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         return alone, f"engine inprocess: {why}"
     seconds, beforehand = estimated_seconds(job), seconds_of_stages(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
-    seconds += beforehand  # threads of one process share this work, too
+    seconds += beforehand  # one process also divides this work among its threads
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -191,7 +191,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return in words why ``workers`` Ray actors cannot be faster than one process; empty if they can be faster."""
+    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty if they can be faster."""
     if script := defined_in_script(job.experiment):
         return f"other processes cannot import {script}, which the running script defines"
     if job.device.type == "cuda":
@@ -212,7 +212,7 @@ def trains_natively(job: Job) -> bool:
 
 
 def _takes_private_steps(job: Job) -> bool:
-    """Return True if the native trainer takes the private steps of this job, one client after another."""
+    """Return True if the native trainer supports the private steps (DP-SGD) of this job, one client after another."""
     plan, shape = procedure_of(job).typical_plan(), job.input_shape
     return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
 

@@ -170,9 +170,10 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
 
 
 def num_predicted_at_start(job: Job, algorithm: LocalAlgorithm, starts: float) -> float:
-    """Return the number of training records on which clients predict at their starts, as in a choice of a model.
+    """Return the number of predictions for training records that clients make before local training in a run.
 
-    ``starts``: the number of clients' starts in the run, each at the beginning of a local training.
+    Such predictions are needed, for example, to choose one of several models. ``starts``: the number of local trainings
+    of all clients in the run.
     """
     if not isinstance(algorithm, PredictingStart):
         return 0.0

@@ -242,8 +242,8 @@ def _has_other_file(now: object, then: object) -> bool:
 def _clear(out: Path) -> None:
     """Remove the files of a run without a finished round.
 
-    The privacy ledger stays, with the costs of everything that was published. If the run is repeated with other noise,
-    its privacy cost is added.
+    The privacy ledger stays, with the costs of all published outputs. If the run is repeated with other noise, its
+    privacy cost is added.
     """
     if (out / run_directory.STATE).exists():
         shutil.rmtree(out / run_directory.STATE)
@@ -372,8 +372,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
         for name in stays:
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
-        # The order matters: if the process is killed between two moves, the next start finds a complete run in out, or
-        # refuses it. It never clears it like a run that has not begun.
+        # The order matters. If the process is killed between two moves, the next start finds a complete run in ``out``
+        # or refuses the files. It never deletes the files as those of a run without a finished round.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

@@ -137,10 +137,10 @@ class Stage:
     titles: ClassVar[Mapping[str, str]] = {}
     """{name of a measure in ``table.csv``: its title}. A table of runs has a further table for each of these measures.
 
-    One ``*`` in a name stands for any text, such as the name of a client: ``personal.by_source.*.own_accuracy_percent``
-    gives a further table with a column for each such text. A name may also be that of a list in ``result.json`` with
-    one share in [0, 1] for each client, such as ``personal.by_client.own``. The report draws such a list against the
-    same list of the runs in which every client trains alone. The title is then the name of one share.
+    One ``*`` in a name stands for any text, such as the name of a source: ``personal.by_source.*.own_accuracy_percent``
+    gives a further table with a column for each source. A name may also be that of a list in ``result.json`` with one
+    share in [0, 1] for each client, such as ``personal.by_client.own``. The report draws such a list against the same
+    list of the runs in which every client trains alone. The title is then the name of one share.
     """
 
     def __init__(self, job: Job) -> None:

@@ -172,7 +172,7 @@ class _GrowingTiming:
                     taken, self._size = self._timed(size, 1, deadline), size
                     if self.work.most == 1:
                         self.found = Timing(piece=taken, at_least=size < self.work.records)
-                    else:  # a lower bound from smaller pieces; _time_several replaces it by the seconds of a piece
+                    else:  # a lower bound from smaller pieces, until _time_several measures a whole piece
                         self._least = max(self._least, self._least_of_a_piece(size, taken, deadline))
                         self.found = Timing(taken - self._least, self._least, at_least=True)
                 if self.work.most > 1:
