@@ -40,7 +40,7 @@ ANSWER_SECONDS: Final = 20.0
 """Seconds after which ``fl-sim plan`` starts no further PLD computation (slow numerical privacy accounting)."""
 
 _BEST: Final = {
-    "test": "picked on the test set, so optimistic",
+    "test": "picked on the test set, therefore optimistic",
     "validation": "picked on records held out for validation",
     "last": "the last round, the only one that was tested",
     "nothing": "nothing was measured",

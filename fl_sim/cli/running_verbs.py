@@ -109,7 +109,7 @@ def run(
 def table(  # noqa: PLR0913 (one parameter per option)
     arguments: ArgumentList = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of parallel runs (default: one per core).")] = None,
     data_root: DataRoot = None,
     *,
     budget: Budget = None,
@@ -159,7 +159,7 @@ def table(  # noqa: PLR0913 (one parameter per option)
 def sweep(  # noqa: PLR0913 (one parameter per option)
     arguments: ArgumentList = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/sweep-NAME).")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side (default: one a core).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of parallel runs (default: one per core).")] = None,
     data_root: DataRoot = None,
     *,
     budget: Budget = None,
@@ -194,7 +194,7 @@ def plan(
         Path | None, typer.Option(help="Directory of the results (default: that of 'fl-sim run' or 'fl-sim table').")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Cells of a table side by side (default: one a core).")
+        int | None, typer.Option(min=1, help="Number of parallel runs of a table (default: one per core).")
     ] = None,
     data_root: DataRoot = None,
     *,

@@ -147,7 +147,7 @@ def _bold(table: Table) -> str:
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
         return ""
     if seeds < FEWEST:
-        return f"Bold: the highest mean, untested, as fewer than {FEWEST} seeds give no interval of a difference."
+        return f"Bold: the highest mean, without a test, because a confidence interval needs at least {FEWEST} seeds."
     interval = f"Student's t, from {ENOUGH} seeds on BCa bootstrap; not corrected for the number of rows"
-    condition = "the 95 % interval of every other row's difference to it, paired by seed, excludes 0"
+    condition = "the 95 % confidence interval of its difference to every other row, paired by seed, excludes 0"
     return f"Bold: the highest mean, if {condition} ({interval})."

@@ -29,15 +29,16 @@ A longer note is closed at first, and the reader can open it.
 """
 
 _PICKED = {
-    "test": "picked on the test set and so optimistic",
+    "test": "picked on the test set and therefore optimistic",
     "validation": "picked on records held out for validation",
     "last": "the last round, the only one that was tested",
     "nothing": "nothing was measured",
 }
 
 _BILL = (
-    "An observer of all of these runs sees all of their releases, so each of them costs privacy: every epsilon and "
-    "every seed. A release that several runs use costs once. Both figures hold; deltas add up with the plain sum."
+    "A person who sees all of these runs sees all of their releases. So each run costs privacy, also a run that "
+    "differs only in epsilon or seed. A release that several runs use is counted once. Both epsilons are valid; for "
+    "the plain sum, the deltas are added up, too."
 )
 
 

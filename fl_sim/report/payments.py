@@ -67,12 +67,12 @@ def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment])
         return {"epsilon_whole_run": None, "delta_whole_run": None}
     carried = statement.unit == "record" and any(one.unit == "client" and one.on_records for one in payments)
     why = (
-        "The rounds are private per client, and so per record, at what they cost where a client's data are replaced by "
-        "others: a record that changes leaves its client taking part. "
+        "The rounds protect a client, and so also each of its records. For a record, the cost is that of replacing the "
+        "client's data, because a client with a changed record still takes part. "
     )
     guarantee = (
-        f"{statement.guarantee}. {why if carried else ''}All that the run releases about a {statement.unit} under a "
-        f"guarantee is together ({rounded_up(cost.epsilon)}, {cost.delta:.4g})-differentially private"
+        f"{statement.guarantee}. {why if carried else ''}All releases of the run about a {statement.unit} "
+        f"that have a guarantee are together ({rounded_up(cost.epsilon)}, {cost.delta:.4g})-differentially private"
     )
     return {"epsilon_whole_run": cost.epsilon, "delta_whole_run": cost.delta, "guarantee": guarantee}
 

@@ -308,25 +308,25 @@ def search_caption(
     if tune.data:
         judged = (
             f"on {data_label(tune.data)}, public records in place of the table's own, with the same splits and "
-            "clients, judged by its test records"
+            "clients, evaluated on its test records"
         )
     elif tune.validation == "given":
-        judged = "judged on the validation records that the data come with; no trial looks at the test records"
+        judged = "evaluated on the validation records that the data come with; no trial uses the test records"
     else:
         judged = (
-            f"judged on {100 * float(tune.validation):g} % of every client's training records, which trials do not "
-            "train on; no trial looks at the test records"
+            f"evaluated on {100 * float(tune.validation):g} % of every client's training records, on which trials do "
+            "not train; no trial uses the test records"
         )
     source = "at random" if tune.search == "random" else "by Optuna's TPE"
     seeds = ", ".join(dict.fromkeys(str(choice.search.cell.seed) for choice in choices))
     diverged = f", of which {cost['diverged']} diverged" if cost["diverged"] else ""
     held_out = any(choice.search.cell.experiment.evaluate.validation not in {0.0, "given"} for choice in choices)
     first = (
-        f"Tuned: for every method in every column {plans}; values drawn {source} (tune.seed {tune.seed}), the same "
-        f"ones of shared settings for all methods; {judged}. Trials have the first of the table's seeds ({seeds}). All "
-        f"searches together took {cost['runs']} runs{diverged}, {cost['rounds']:,} rounds and "
+        f"Tuned: for every method in every column {plans}; values drawn {source} (tune.seed {tune.seed}); all "
+        f"methods have the same values of shared settings; {judged}. Trials have the first of the table's seeds "
+        f"({seeds}). All searches together took {cost['runs']} runs{diverged}, {cost['rounds']:,} rounds and "
         f"{cost['seconds']:,.0f} s; tuning.csv lists them. The runs of the table "
-        f"{'' if held_out else 'train on all training records and '}look at the test records once, at the end."
+        f"{'' if held_out else 'train on all training records and '}use the test records once, at the end."
     )
     chosen: dict[str, list[str]] = {}
     shown = labels or {}
@@ -336,7 +336,7 @@ def search_caption(
         chosen.setdefault(shown.get(row, row), []).append(f"{choice.search.cell.column} {values}")
     rows = [f"{row}, chosen: {'; '.join(found)}." for row, found in chosen.items()]
     ends = [f"{choice.search.title}: {', '.join(choice.at_end)}" for choice in choices if choice.at_end]
-    wider = f"Chosen at an end of what could be drawn, so a wider space may do better: {'; '.join(ends)}."
+    wider = f"Chosen at an end of the search space, so a wider space may contain better values: {'; '.join(ends)}."
     return first, *rows, *([wider] if ends else [])
 
 

@@ -186,8 +186,8 @@ def caption(
     data = ", ".join(f"{name} (here: {note})" if note else name for name, note in noted.items())
     methods = "; ".join(f"{row}: {given}" for row, given in (settings or {}).items() if given)
     bound = (
-        "Centralized: upper bound, the same model and optimiser on all training records in one place, and as many "
-        f"{'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total; does not compete."
+        "Centralized: an upper bound, not compared with the others: the same training on all records in one place, "
+        f"with as many {'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total."
     )
     baseline = f" Baseline: the most frequent class of the test records, {baselines}." if baselines else ""
     remarks = [f"Methods: {methods}."] if methods else []
@@ -288,18 +288,20 @@ def _short(value: Any) -> str:
 def _best(experiments: Sequence[Experiment]) -> str:
     """Return the caption's explanation of the column "best". It names the records on which the best round is chosen."""
     if all(e.evaluate.measures_nothing for e in experiments):
-        return "the same, as nothing is measured"
+        return "the same, because nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
-        return "the same, as the test records are looked at once, after the last round"
+        return "the same, because the test records are used once, after the last round"
     parts = {e.evaluate.validation for e in experiments}
     shares = sorted(part for part in parts if part != "given" and part)
     if not shares and "given" not in parts:
-        return "the best evaluated round, picked on the test set and so optimistic"
+        return "the best evaluated round, picked on the test set and therefore optimistic"
     held_out = " or ".join(f"{100 * share:g} %" for share in shares)
     judged = [f"{held_out} of every client's training records"] if shares else []
     judged += ["the validation records that the data come with"] if "given" in parts else []
     chosen = f"the round that is best on validation, {' or '.join(judged)}"
-    return chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and so optimistic"
+    return (
+        chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and therefore optimistic"
+    )
 
 
 def _federation(experiments: Sequence[Experiment], show: Callable[[Iterable[Any]], str]) -> str:

@@ -118,8 +118,8 @@ def draw_clients(found: Sequence[ClientFigure]) -> list[Picture]:
     pictures = []
     for name, one in zip(file_names([f"clients-{one.where}" for one in found]), found, strict=True):
         drawn_as = (
-            f"One point for each client and seed; horizontally the {one.share}, trained alone, and vertically the "
-            f"{one.share} in this row. Clients below the line are worse off than alone; each panel has their share."
+            f"One point for each client and seed. Horizontal axis: the {one.share}, trained alone. Vertical axis: the "
+            f"{one.share} in this row. Clients below the line are worse off than alone; each panel states their share."
         )
         caption = (f"{HEADING}: {one.where}. {drawn_as}", *(f"Data {note}" for note in one.notes))
         drawing = partial(draw, one)

@@ -279,11 +279,11 @@ def _spent(row: Row) -> str:
 
 
 def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) -> Picture:
-    what = f"{title}. SYNTHETIC records by class (columns) and epsilon (rows); none is real."
+    what = f"{title}. SYNTHETIC records by class (columns) and epsilon (rows); no record is real."
     meaning = f"epsilon: {EPSILON}, at {delta}."
     chosen = (
-        "Four samples a place: the first of each class, from each client in turn. Every epsilon is shown by one run, "
-        "that with the most samples."
+        "For each class and epsilon, the figure shows up to four records, from as many clients as possible. For each "
+        "epsilon, it shows the run with the most records."
     )
     distances = [row.distance for row in rows if row.distance is not None]
     images = []
@@ -291,11 +291,12 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
         least, most = f"{min(distances):.2f}", f"{max(distances):.2f}"
         far = least if least == most else f"{least} to {most}"
         found = (
-            "The images were found for synthetic feature vectors: pixels were changed until their features came close"
+            "The images were found for synthetic feature vectors: each image was changed until its features were close "
+            "to a vector"
         )
         images = [
-            f"{found} (mean distance {far} of the vectors' own length).",
-            "They are no records of anybody, and cost no privacy beyond the vectors' own: nothing else was looked at.",
+            f"{found} (mean distance divided by the vector's length: {far}).",
+            "The images are no records of anybody, and cost no privacy: they were computed from the vectors alone.",
         ]
     details = [
         f"epsilon {row.epsilon:g} (gamma {row.settings['gamma']:g}, seed {row.run.config.seed}, "

@@ -92,7 +92,7 @@ def _teachers(case: PateRun) -> str:
 
 _PLOTS = (
     Plot("labels-by-noise", "Noisy labels over 1/gamma", "1/gamma, scale of the Laplace noise in votes (log scale)",
-         lambda case: 1 / case.gamma if case.gamma else None, "noisy labels that are right (%)",
+         lambda case: 1 / case.gamma if case.gamma else None, "share of right noisy labels (%)",
          lambda case: as_percent(case.facts.label_accuracy),
          lambda case: f"{_teachers(case)}, {case.facts.queries_asked} queries"),
     Plot("student-by-queries", "Student accuracy over queries", "queries answered (log scale)",
@@ -103,7 +103,7 @@ _PLOTS = (
          lambda case: case.epsilon, "student's test accuracy (%)", lambda case: case.accuracy,
          lambda case: f"{case.facts.student}, {_teachers(case)}, {case.facts.mechanism.kind}"),
     Plot("student-by-query-epsilon", "Student accuracy over epsilon of one query",
-         "epsilon of ONE query alone, 2 gamma; NOT what the student costs, which is all queries together (log scale)",
+         "epsilon of ONE query, 2 gamma; the student costs the epsilon of ALL queries together (log scale)",
          lambda case: 2 * case.gamma if case.gamma else None, "student's test accuracy (%)",
          lambda case: case.accuracy,
          lambda case: f"{case.facts.student}, {_teachers(case)}, {case.facts.queries_answered} queries"),
@@ -177,8 +177,8 @@ def _picture(plot: Plot, name: str, where: str, cases: Sequence[PateRun]) -> Pic
     measured = ", ".join(dict.fromkeys(str(case.facts.evaluation_records) for case in cases))
     terms = (
         f"Epsilon is per record of the teachers, at delta {deltas or 'none'}; accuracies of students on {measured} "
-        "records that are neither a teacher's nor in the public pool. Each labelling is a release of its own: the "
-        "epsilons of the points add up for whoever sees all of them."
+        "records that are neither a teacher's nor in the public pool. Each point is a separate release: if somebody "
+        "sees several points, their epsilons add up."
     )
     caption = (f"{plot.heading}: {where}. Points: mean over seeds; bars: ± sample standard deviation.", terms)
     drawing = partial(draw, plot, where, lines)
@@ -227,8 +227,8 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
         shown = f"{label}, {len(gap)} queries, mean {100 * gap.mean():.0f} %"
         axes.ecdf(100 * gap, color=color, linewidth=1.6, dashes=dashes or (1, 0), label=shown)
     axes.set(
-        xlabel="votes that the first class is ahead of the second (% of the teachers)",
-        ylabel="share of the queries with at most that", xlim=(0, 100), ylim=(0, 1),
+        xlabel="votes for the first class minus votes for the second class (% of the teachers)",
+        ylabel="share of queries with at most this difference", xlim=(0, 100), ylim=(0, 1),
     )  # fmt: skip
     return with_legend(figure)
 

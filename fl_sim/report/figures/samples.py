@@ -276,7 +276,7 @@ def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[st
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]
     gamma = f"{gammas[0]:g}" if len(set(gammas)) == 1 else f"{min(gammas):g} to {max(gammas):g}, by client"
     return [
-        f"{settings['data']}: SYNTHETIC records, made by the generator {chosen['generator']['kind']}; none is real",
+        f"{settings['data']}: SYNTHETIC records of the generator {chosen['generator']['kind']}; no record is real",
         promise(chosen),
         f"gamma {gamma}; {len(samples.labels)} records from {givers} of {settings['clients']} clients",
         *([f"data: {note}"] if note else []),

@@ -248,11 +248,11 @@ def _caption(sweep: Sweep) -> tuple[str, ...]:
         f"All points: {seeds.pop()}." if len(seeds) == 1 else f"The points do not have the same seeds: {listed}.",
     ]
     if empty := sorted({point.value for _, point in points if not point.released}):
-        lines.append(f"Where {sweep.setting} is {_values(empty)} no client released a synthetic record.")
+        lines.append(f"With {sweep.setting} {_values(empty)}, no client released a synthetic record.")
     if sweep.baseline:
         lines.append(
-            f"The horizontal line is the best of {sweep.others} methods given without preprocessing, under the same "
-            "protocol, picked by its final test accuracy."
+            f"The horizontal line is the best of {sweep.others} methods without preprocessing, with the same settings. "
+            "It was picked by its final test accuracy."
         )
     return (*lines, *([f"Data: {sweep.note}"] if sweep.note else []))
 

@@ -54,7 +54,7 @@ function confusions() {
   const best = found.reduce((first, one, at) => (one.line.final[0] > found[first].line.final[0] ? at : first), 0);
   shown = best;
   const pick = choice("Method", found.map((one, at) => [String(at), name(one)]), String(best), (value) => { shown = Number(value); paint(); });
-  const told = ["Test records by true class (rows) and by the class they were taken for (columns), after the last round, summed over the finished seeds; darker is a larger part of the row."];
+  const told = ["Numbers of test records by true class (rows) and predicted class (columns), after the last round, summed over the finished seeds. A darker cell has a larger share of its row."];
   if (data.untold) told.push(`${data.untold} further matrices are too large for a page; result.json of each run has them.`);
   return [make("div", { class: "controls" }, pick), show(host, paint), make("p", { class: "small" }, told.join(" "))];
 }

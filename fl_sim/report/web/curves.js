@@ -213,7 +213,7 @@ function curves() {
     return make("figure", { class: "panel" }, make("h3", {}, panel.title),
       panel.note ? make("p", { class: "small" }, `data: ${panel.note}`) : null, show(host, paint));
   }));
-  const told = ["Lines: mean over seeds; bands, or with more than four methods bars beside the last round: ± sample standard deviation. A method without a line has no such value, or may not tell it."];
-  if (data.thinned) told.push(`Of longer runs ${data.thinned} rounds are drawn; rounds.jsonl has all of them.`);
+  const told = ["Lines: mean over seeds. Bands, or for more than four methods bars beside the last round: ± sample standard deviation. A method without a line has no such value, or the value is hidden for privacy."];
+  if (data.thinned) told.push(`Of longer runs, only ${data.thinned} rounds are drawn; rounds.jsonl has all rounds.`);
   return [controls, legend(), panels, make("p", { class: "small" }, told.join(" "))];
 }

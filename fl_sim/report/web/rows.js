@@ -13,7 +13,7 @@ function rowChart(host, rows, [low, high], unit) {
   const bottom = make("div", { class: "row" }, make("div", { class: "name" }), make("div", { class: "track" }, scaleRow,
     make("div", { class: "small axis-name" }, unit)), make("div", { class: "value" }));
   host.replaceChildren(make("div", { class: "rows" }, ...parts, bottom));
-  if (!rows.length) host.replaceChildren(make("p", { class: "small" }, "Nothing is known of the methods shown."));
+  if (!rows.length) host.replaceChildren(make("p", { class: "small" }, "The shown methods have no such values."));
 }
 
 function bar(x, from, to, color, thick = 3) {
@@ -107,13 +107,13 @@ function goals() {
     choice("To a test accuracy of", data.targets.map((one, at) => [String(at), `${one} %`]), String(goal.step), change("step")),
     choice("in", Object.entries(UNITS).filter(([unit]) => unit === "round" || known(unit)), goal.unit, change("unit")));
   return [controls, perPanel(goalRows), make("p", { class: "small" },
-    "Up to the first evaluated round with that accuracy, and with what was done before the first round. Mean over the runs that got there; thin line: ± sample standard deviation.")];
+    "Costs until the end of the first evaluated round with this accuracy, including the work before the first round. Mean over the runs that reached this accuracy; thin line: ± sample standard deviation.")];
 }
 
 function clients() {
   const has = (panel) => panel.lines.some((line) => line.clients);
   if (!data.panels.some(has)) return null;
   return [perPanel(clientRows, has), make("p", { class: "small" },
-    "The last model's accuracy at each client (client_accuracy_is in result.json says on which records). Dot: mean; ring: mean of the worst tenth of the clients; " +
-    "thick bar: all but the lowest and the highest tenth; thin line: from the lowest to the highest; stroke: median. Under privacy nothing of it is told.")];
+    "The last model's accuracy at each client (client_accuracy_is in result.json names the records). Dot: mean; ring: mean of the worst tenth of the clients; " +
+    "thick bar: all but the lowest and the highest tenth; thin line: from the lowest to the highest; stroke: median. Private runs do not show these values.")];
 }

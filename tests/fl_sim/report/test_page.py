@@ -138,9 +138,9 @@ def test_the_table_averages_finished_seeds_and_tells_of_the_others(write_run, tm
 
 def test_the_page_says_by_which_records_best_rounds_were_picked(write_run, tmp_path):
     write_run("old")
-    assert "the best evaluated round (picked on the test set and so optimistic); " in text_of(shown(tmp_path))
+    assert "the best evaluated round (picked on the test set and therefore optimistic); " in text_of(shown(tmp_path))
     write_run("new", seed=1, best_chosen_on="validation")
-    picked = "picked on the test set and so optimistic or picked on records held out for validation"
+    picked = "picked on the test set and therefore optimistic or picked on records held out for validation"
     assert f"the best evaluated round ({picked}); " in text_of(shown(tmp_path))
 
 

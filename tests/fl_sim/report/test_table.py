@@ -56,7 +56,7 @@ def test_the_best_of_a_column_is_bold_where_every_other_row_is_significantly_wor
     # Student's t of -5.0, -5.1, -4.9: 4.303 * 0.1 / sqrt(3) = 0.248
     assert "| B | -5.0 [-5.2, -4.8] | -3.3 [-22.6, +16.0] |" in shown
     assert "| A | highest mean | highest mean |" in shown
-    assert "Bold: the highest mean, if the 95 % interval of every other row's difference" in shown
+    assert "Bold: the highest mean, if the 95 % confidence interval of its difference to every" in shown
 
 
 def test_one_noisy_row_behind_the_runner_up_is_enough_for_no_bold() -> None:
@@ -71,7 +71,9 @@ def test_fewer_than_three_seeds_have_the_highest_mean_in_bold_and_no_interval_an
         assert f"| A | **{shown}** | **" in markdown(few)
         assert r"\textbf{90." in latex(few, "t")
         for text in (markdown(few), latex(few, "t")):
-            assert "Bold: the highest mean, untested, as fewer than 3 seeds give no interval of a difference." in text
+            assert (
+                "Bold: the highest mean, without a test, because a confidence interval needs at least 3 seeds." in text
+            )
             assert "Difference to" not in text
             assert text.count("**") in {0, 4}
         assert best_rows(few, "x", "last") == set()

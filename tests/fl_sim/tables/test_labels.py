@@ -53,8 +53,8 @@ def test_a_table_of_pate_takes_no_momentum_for_a_number_of_teachers() -> None:
     assert not [line for line in lines if "votes of" in line]
 
 
-ON_TEST = "on the test set, and so optimistic"
-OPTIMISTIC = "the best evaluated round, picked on the test set and so optimistic"
+ON_TEST = "on the test set, and therefore optimistic"
+OPTIMISTIC = "the best evaluated round, picked on the test set and therefore optimistic"
 TENTH = "10 % of every client's training records"
 GIVEN = "the validation records that the data come with"
 
@@ -63,9 +63,9 @@ GIVEN = "the validation records that the data come with"
     ("evaluated", "told"),
     [
         ([{}], OPTIMISTIC),
-        ([{"test": "never"}], "the same, as nothing is measured"),
+        ([{"test": "never"}], "the same, because nothing is measured"),
         ([{"test": "never"}, {}], OPTIMISTIC),
-        ([{"test": "last"}], "the same, as the test records are looked at once, after the last round"),
+        ([{"test": "last"}], "the same, because the test records are used once, after the last round"),
         ([{"test": "last"}, {}], OPTIMISTIC),
         (
             [{"validation": 0.25}, {"validation": 0.1}],
@@ -95,7 +95,7 @@ def test_a_caption_says_on_which_records_the_best_round_of_several_kinds_of_runs
 def test_an_upper_bound_trains_as_long_as_one_client_where_any_of_them_goes_by_steps() -> None:
     by_steps, by_epochs = (experiment_from({"local": one}) for one in ({"steps": 5}, {"epochs": 2}))
     for experiments, told in (([by_epochs, by_steps], "steps as one client"), ([by_epochs], "epochs")):
-        assert f"and as many {told} in total" in caption(experiments, {}, {}, has_bound=True)[-1]
+        assert f"with as many {told} in total" in caption(experiments, {}, {}, has_bound=True)[-1]
     lengths = caption([by_epochs, by_steps], {}, {}, has_bound=False)[2]
     assert "rounds of 2 local epochs, 5 local steps, batch" in lengths
 

@@ -88,18 +88,21 @@ def test_the_caption_tells_all_plans_and_what_was_chosen_for_each_row_and_where(
         "best 2 of them 6 rounds;" in first
     )
     assert "Trials have the first of the table's seeds (3, 7)." in first
-    second = "FedAvg, digits 2-Label"
+    second, wider = (
+        "FedAvg, digits 2-Label",
+        "Chosen at an end of the search space, so a wider space may contain better values",
+    )
     assert others == [
         "FedAvg, chosen: digits 1-Label local.learning_rate=0.1; digits 2-Label local.learning_rate=0.9.",
         "SCAFFOLD, chosen: digits 1-Label local.learning_rate=0.4.",
-        f"Chosen at an end of what could be drawn, so a wider space may do better: {second}: local.learning_rate.",
+        f"{wider}: {second}: local.learning_rate.",
     ]
     assert search_caption(choices[:1], tune_of())[1:] == ("FedAvg, chosen: digits 1-Label local.learning_rate=0.1.",)
 
 
 def test_runs_train_on_all_records_unless_one_of_them_holds_some_out(choices: tuple[SearchResult, ...]) -> None:
     tune = tune_of()
-    whole = "The runs of the table train on all training records and look at the test records once"
+    whole = "The runs of the table train on all training records and use the test records once"
     assert whole in search_caption(choices, tune)[0]
     for validation, is_whole in ((0.2, False), ("given", True)):
         last = choices[-1].search

@@ -75,7 +75,7 @@ def test_each_figure_says_which_epsilon_it_shows(tmp_path: Path) -> None:
     }
     headings = {one.heading for one in drawn.values()}
     assert {"Student accuracy over epsilon of all queries", "Student accuracy over epsilon of one query"} < headings
-    assert all("the epsilons of the points add up" in one.caption[1] for one in drawn.values())
+    assert all("sees several points, their epsilons add up" in one.caption[1] for one in drawn.values())
     assert all(one.png.startswith(b"\x89PNG") for one in drawn.values())
 
 
@@ -103,7 +103,7 @@ def test_votes_that_cannot_be_read_are_named(tmp_path: Path, header: str) -> Non
     assert "its votes cannot be shown" in problems[0].error
 
 
-@pytest.mark.parametrize("axis", ["epsilon of ALL queries together", "epsilon of ONE query alone"])
+@pytest.mark.parametrize("axis", ["epsilon of ALL queries together", "epsilon of ONE query, 2 gamma"])
 def test_axes_name_the_epsilon(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(pate, "drawn", lambda draw, layout: seen.append(draw(layout).axes[0].get_xlabel()) or b"")

@@ -91,7 +91,7 @@ def test_the_caption_names_data_generator_privacy_gamma_and_that_nothing_is_real
     taken = read_samples(pool(counts), counts)
     told = words_of(draw(taken, settings(), "a subset"))
     for fact in (
-        "digits: SYNTHETIC", "dp-cgan", "none is real", "epsilon at most 10 at delta 1e-05 for every record",
+        "digits: SYNTHETIC", "dp-cgan", "no record is real", "epsilon at most 10 at delta 1e-05 for every record",
         "gamma 0.05", "4 records from 2 of 3 clients", "data: a subset",
     ):  # fmt: skip
         assert fact in told

@@ -115,7 +115,7 @@ def test_a_sweep_of_gamma_says_at_which_epsilon(write_experiment, found):
     (picture,) = draw_sweeps(found())
     assert picture.name == "sweep-gamma-digits-label-1.png"
     assert "at epsilon 10: the privacy budget for one record of a client" in picture.caption[1]
-    assert "Where gamma is 0.1 no client released a synthetic record." in picture.caption
+    assert "With gamma 0.1, no client released a synthetic record." in picture.caption
     assert picture.details == (
         "Epsilon per record. It covers: the pool. It does not cover: The main task is NOT private.",
     )
