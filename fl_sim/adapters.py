@@ -154,15 +154,16 @@ def adapt(
     ]  # fmt: skip
     if not places:
         raise UserError(
-            "model.trainable=lora adapts linear layers, convolutions and embeddings, and this model has none whose "
-            "weights are its own: take model.trainable=head, or all"
+            "model.trainable=lora adds adapters to nn.Linear, nn.Conv2d and nn.Embedding, and this model has none of "
+            "these layers with weights that no other layer shares: take model.trainable=head, or all"
         )
     for target in targets:
         if not any(_is_called(name, target) for name, _ in places):
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in places))
             raise UserError(
-                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, and no layer that can be "
-                f"adapted has this name or end of a name: it has {shortened(', '.join(name for name, _ in places))}"
+                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, and no layer that can have "
+                "an adapter has a name with this end; such layers are "
+                f"{shortened(', '.join(name for name, _ in places))}"
             )
     places = [place for place in places if not targets or any(_is_called(place[0], target) for target in targets)]
     for number, (_, layer) in enumerate(places):

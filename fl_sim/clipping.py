@@ -50,7 +50,7 @@ class Clipping:
         for name in order:
             found.setdefault(layer_of(name) if self.by_layer else "", []).append(name)
         if [name for part in found.values() for name in part] != order:
-            raise ValueError(f"the parameters of a layer do not stand together: {', '.join(order)}")
+            raise ValueError(f"the parameters of a layer do not follow each other: {', '.join(order)}")
         return found
 
 

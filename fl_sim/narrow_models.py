@@ -59,15 +59,18 @@ def check_narrowable(model: nn.Module) -> None:
         is_known = is_known or (kind is nn.Conv2d and module.groups == 1)
         if not is_known or (kind is nn.GroupNorm and not module.affine):
             raise UserError(
-                f"a model of less width cannot be cut from layer {name or 'model'} ({kind.__name__}): known are "
+                f"a narrow model cannot be made from layer {name or 'model'} ({kind.__name__}): possible are "
                 "sequences of nn.Linear, nn.Conv2d with groups=1, nn.GroupNorm, activations, pooling and ResNet-8's "
                 "blocks; take niid-cnn, dafl-cnn, mlp, 2nn, niid-mlp or resnet"
             )
     params = dict(model.named_parameters())
     if frozen := [name for name, value in params.items() if not value.requires_grad]:
-        raise UserError(f"a model of less width has no frozen parameters, and {frozen[0]} is frozen: train all of them")
+        raise UserError(f"a narrow model has no frozen parameters, and {frozen[0]} is frozen: train all of them")
     if sum(value.ndim > 1 for value in params.values()) < 2:
-        raise UserError("a model of one layer has no channels between layers to cut: take a model of several layers")
+        raise UserError(
+            "a model of one layer has no channels between layers that a narrow model could leave out: take a model of "
+            "several layers"
+        )
 
 
 def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:

@@ -184,7 +184,7 @@ def _print_card(card: Mapping[str, Any]) -> None:
     kind = {
         "images": f"images, channels x height x width {what}",
         "tokens": f"sequences of up to {what} tokens below {inputs.get('vocabulary')}, 0 is padding",
-        "numbers": f"{what} numbers a record",
+        "numbers": f"{what} numbers per record",
     }[inputs["kind"]]
     validation = f", {records['validation']:,} for evaluate.validation=given" if "validation" in records else ""
     say(f"records   {records['train']:,} to train, {records['test']:,} to test{validation}")
@@ -193,9 +193,9 @@ def _print_card(card: Mapping[str, Any]) -> None:
     _print_clients(card["clients"])
     _print_columns(card)
     if card["inferred"]:
-        say("\n  ".join(["taken for granted", *card["inferred"]]))
+        say("\n  ".join(["assumed (no setting states it)", *card["inferred"]]))
     for fact in card["read_off"]:
-        say(f"read off the records: {fact}")
+        say(f"read from the records: {fact}")
     if card.get("first_records"):
         _print_records(card["first_records"])
     if "sheet" in card:

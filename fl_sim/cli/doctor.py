@@ -40,7 +40,10 @@ _SELF_TEST: Final = {
     "engine": {"kind": "inprocess", "workers": 1},
 }  # fmt: skip
 _LEAST_ACCURACY: Final = 0.5
-"""Smallest accuracy for which the self-test succeeds. Guessing has an accuracy of 0.1, and the self-test about 0.9."""
+"""Smallest accuracy for which the self-test succeeds.
+
+Random guesses have an accuracy of 0.1, and the self-test about 0.9.
+"""
 _MEGABYTE: Final = 1e6
 
 

@@ -61,7 +61,10 @@ class PlanReport:
         whole = [f"{what}: {short(one.piece)}" for what, one in timed if not (one.at_least or one.why_not)]
         rest = [f"{what}: over {short(one.piece)}" for what, one in timed if one.at_least]
         rest += [f"{what}: {one.why_not}" for what, one in timed if one.why_not]
-        for head, lines in ("Timed just now", whole), ("Not timed as a whole, so the time is a lower bound", rest):
+        for head, lines in (
+            ("Timed just now", whole),
+            ("Not timed completely, so the total time is a lower bound", rest),
+        ):
             if lines:
                 say(f"{head}: {_first(lines, '; ')}.")
         if making := [one.estimate for one in self.runs if one.estimate.seconds and one.estimate.synthetic_seconds]:

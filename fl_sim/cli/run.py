@@ -292,8 +292,8 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
 def _preprocessing(made: Mapping[str, Any], *, is_drawn: bool) -> str:
     if made["kind"] == "private-start":
         return (
-            f"{made['kind']}: the first model learned from {made['num_images']:,} images, drawn from "
-            f"{made['releases']} releases whose cost is part of the clients' epsilon"
+            f"{made['kind']}: the initial model was trained on {made['num_images']:,} images, drawn from "
+            f"{made['releases']} releases; the cost of the releases is part of the clients' epsilon"
         )
     origin = "from an earlier run with the same settings" if made["reused"] else "made in this run"
     trainer = f", trained by: {made['trainer']}" if made.get("trainer") else ""
@@ -318,7 +318,7 @@ def _calibration(made: Mapping[str, Any]) -> str:
 def _votes(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['teachers']} teachers answered {facts['queries_answered']} of {facts['queries_asked']} queries about "
-        f"{facts['public_records']} public records; noisy labels right: {_percent(facts['label_accuracy'])}; student "
+        f"{facts['public_records']} public records; right noisy labels: {_percent(facts['label_accuracy'])}; student "
         f"{facts['student']}, evaluated on {facts['evaluation_records']} other records"
     )
 

@@ -278,7 +278,7 @@ def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.ran
             "client, or numbers in the column 'clients' with this sum"
         )
     places = np.repeat(np.arange(len(rows)), counts)
-    if "clients" in rows[0]:  # at random, because clients with similar numbers may have similar data
+    if "clients" in rows[0]:  # assigned at random, because clients with neighbouring numbers may have similar data
         places = generator.permutation(places)
 
     def column(name: str, missing: float) -> NDArray[np.float64]:

@@ -51,19 +51,19 @@ class Experiment(Settings):
 
     ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
     so on (docs/data.md), or the import path of a function of your own. ``partition``: the rule that assigns training
-    records to clients. ``clients``: the number of clients. ``model``: the model, by name, or the import path of a
-    function that makes it, and the weights from which it starts; left out: a model that suits the data. ``algorithm``:
-    the federated method: the clients' objective, their messages, and the server's use of them. ``aggregator``: the rule
+    records to clients. ``clients``: the number of clients. ``model``: the model, by name or by the import path of a
+    function that returns it, and its initial weights. Left out: a model that suits the data. ``algorithm``: the
+    federated method: the clients' objective, their messages, and the server's use of them. ``aggregator``: the rule
     that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with noise for privacy.
     ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the clients' messages in
     a round. ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the behaviour of hostile
     clients. ``calibrate``: the change of the model after the last round. ``devices``: the speeds at which clients
-    compute and send, for a virtual clock. ``server``: whether the server waits for a round's clients, or takes updates
-    as they arrive. ``local``: the clients' training. ``rounds``: the number of exchanges of updates between the server
-    and its clients. ``evaluate_every``: the model is measured after every round whose number is a multiple of this, and
-    after the last round. ``evaluate``: the records on which the model is measured. ``engine``: the processors or
-    machines that execute clients; results are the same. ``seed``: the integer from which all random numbers of a run
-    are derived, except secret noise.
+    compute and send, for a virtual clock. ``server``: "synchronous" waits for all clients of a round; other servers
+    merge updates when they arrive, one by one or in groups. ``local``: the clients' training. ``rounds``: the number of
+    exchanges of updates between the server and its clients. ``evaluate_every``: the model is measured after every round
+    whose number is a multiple of this, and after the last round. ``evaluate``: the records on which the model is
+    measured. ``engine``: the processors or machines that execute clients; results are the same. ``seed``: the integer
+    from which all random numbers of a run are derived, except secret noise.
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU if the
     worker sees one. A Ray actor sees the share of a GPU that it asked for. Sums on a GPU are rounded differently than
@@ -121,7 +121,7 @@ class Experiment(Settings):
             for key, value in starts_with.items():
                 given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
-                    given = {name: getattr(given, name) for name in given.model_fields_set}  # what the user set
+                    given = {name: getattr(given, name) for name in given.model_fields_set}  # set by the user
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = _laid_over(value, given) if both else filled.get(key, value)
         return filled

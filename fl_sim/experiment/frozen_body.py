@@ -150,7 +150,7 @@ def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not
     if isinstance(model, OwnLoss) or not frozen or any(id(weight) in frozen for weight in trainable(model).values()):
         return ""
     if why_not or norms_in(model):
-        return why_not or "its BatchNorm layers have statistics of a batch"
+        return why_not or "its BatchNorm layers use the statistics of a batch"
     whole = copied(model)
     features, why = _features_before(whole, trial)
     batch, why = (0, why) if why else _batch_of(whole, trial, features)
@@ -191,7 +191,7 @@ def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tenso
         (features, *others), named = calls[0] if len(calls) == 1 and calls[0][0] else ((None,), {})
         is_plain = isinstance(features, torch.Tensor) and features.ndim == 2 and features.dtype == torch.float32
         if not is_plain or others or named or not torch.equal(head(features), logits):
-            return trial, "its head is not a function of features (n, d) that returns the logits"
+            return trial, "its head does not compute the logits from features of shape (n, d) alone"
         assert isinstance(features, torch.Tensor)
     head.register_forward_pre_hook(_stop, with_kwargs=True)
     return features, ""

@@ -416,8 +416,8 @@ def _weights(experiment: Experiment) -> Params:
     if experiment.is_private and common:
         raise UserError(
             f"model.weights={model.weights} holds a run on {', '.join(sorted(common))}, the data of this run, which "
-            "promises privacy: its epsilon would not cover what these weights tell of the records; start from weights "
-            "of other data, or leave model.weights out"
+            "promises privacy: its epsilon would not cover what these weights reveal about the records; start from "
+            "weights of other data, or leave model.weights out"
         )
     return read_weights(model.name, model.weights, model.digest)
 

@@ -86,12 +86,12 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
 def _class_shares(
     held: NDArray[np.int64], records: NDArray[np.int64], tested: NDArray[np.int64], coins: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Return the test records of each client, sorted: some of ``records`` with the client's class distribution.
+    """Return for each client a sorted selection of ``records`` that has the client's class distribution.
 
     ``held``: the number of training records of each client and class. ``tested``: the label of each of ``records``.
     """
     there = np.bincount(tested, minlength=held.shape[1])
-    usable = held * (there > 0)  # classes without test records do not count
+    usable = held * (there > 0)  # without the classes that have no test records
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
@@ -113,9 +113,10 @@ def _class_shares(
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
     """Round the rows of ``exact``, by cumulative sums, to whole numbers with the same sums.
 
-    A row belongs to a client, and its numbers are test records of each class. ``totals``: above 0 for the clients that
-    should not share test records. These clients together may need more records of a class than ``there`` are. Then the
-    clients whose numbers were rounded up most get one record less.
+    A row has the numbers of test records of one client, one number for each class. ``totals``: above 0 for the clients
+    that should not share test records. ``there``: the number of available test records of each class. If these clients
+    together need more records of a class than are available, the clients whose numbers were rounded up most get one
+    record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)

@@ -60,7 +60,7 @@ class Group:
 def groups() -> tuple[Group, ...]:
     """Return all groups: first the experiment's own settings, then the other groups in the order of the settings."""
     first, *others = _groups(Experiment, "", "", "", {})
-    own_data = []  # the options of data=csv:PATH and the like, which are one text in an experiment
+    own_data = []  # options for reading a data set such as csv:PATH; an experiment has all of them in one text
     for kind, keys in OPTIONS.items():
         settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)
         own_data.append(Group("data", kind, "", ABOUT[kind], settings))
@@ -84,7 +84,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            if settings not in choices.values():  # a rule over any other rule: all of them have their groups already
+            if settings not in choices.values():  # else the groups of the choices exist already
                 inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [
             part

@@ -280,7 +280,7 @@ class ResultFile(FileModel):
     @model_validator(mode="before")
     @classmethod
     def _with_lists(cls, content: Any) -> Any:
-        """Collect the lists of shares of all fields. Other lists, as of a user's own stage, are left out."""
+        """Collect the lists of shares of all fields. Other lists, such as those of a user's own stage, are left out."""
         if not isinstance(content, dict):
             return content
         found = {

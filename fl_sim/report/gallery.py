@@ -25,7 +25,7 @@ from fl_sim.report.table_files import further_paragraphs
 ABOUT, RUNS, LEADERBOARD = "about.toml", "table.csv", "leaderboard.toml"
 PAGE = "README.md"
 _DEVIATIONS, _POINTS = 3, 3
-_FURTHER: Final = f"Further than {_DEVIATIONS} of our deviations from"
+_FURTHER: Final = f"More than {_DEVIATIONS} of our standard deviations from"
 _SECONDS: Final = ("seconds.total", "seconds.train")
 
 _HEAD = """# Published tables, run here
@@ -343,6 +343,8 @@ def _missed(about: About, table: Table) -> Iterator[str]:
                 if mean is not None and abs(mean - published) > (
                     _POINTS if deviation is None else _DEVIATIONS * deviation
                 ):
-                    which = f"One seed, and further than {_POINTS} points from" if deviation is None else _FURTHER
+                    which = (
+                        f"One seed, and more than {_POINTS} percentage points from" if deviation is None else _FURTHER
+                    )
                     far.setdefault(which, []).append(f"{row}, {column}: {mean:.1f} and {published:g}")
         yield from (f"{which} {one.source}: {'; '.join(cells)}.\n" for which, cells in far.items())

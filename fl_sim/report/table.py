@@ -260,7 +260,7 @@ def further(table: Table) -> list[Grid]:
     """
     grids: list[Grid] = []
     shown = str(table.settings.get("measure", ""))
-    section = shown.rpartition(".")[0]  # measures of the server's model say nothing about the clients' own models
+    section = shown.rpartition(".")[0]  # a table of clients' own models has no measures of the server's model
     for name, title in {**_FURTHER, **(table.titles or {})}.items():
         if "*" in name:
             grids += _by_part(table, name, title)

@@ -55,11 +55,11 @@ class RoundRecord:
     ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. Other measures exist in the same rounds
     as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
     ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records, or ``test_perplexity`` of a
-    model that predicts tokens; and mean, standard deviation
-    and worst tenth of the client accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes
-    of the arrays sent to and received from all clients of the round (None if the cohort is secret). With a virtual
-    clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in
-    server steps. ``metrics``: the user's own metrics by name, in rounds with a test.
+    model that predicts tokens; and mean, standard deviation and worst tenth of the client accuracies (None if the run
+    promises privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays sent to and received from all clients of the
+    round (None if the cohort is secret). With a virtual clock: ``virtual_seconds`` of the round, the number of ``late``
+    clients, and the mean ``staleness`` of updates, in server steps. ``metrics``: the user's own metrics by name, in
+    rounds with a test.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -338,7 +338,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
 
     ``digest``: the SHA-256 that ``write_state`` returned, empty if unknown. ``like``: the initial state of the run's
     model and algorithm. Raises UserError for a damaged file, and for tensors with other names, shapes or types than
-    ``like``. With such tensors, training would read foreign memory.
+    ``like``. With other shapes, compiled code would read memory outside of the tensors.
     """
     content = read_whole(path)
     try:
@@ -363,7 +363,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         part, group, name = key.split("/", 2)
         parts.setdefault(part, {}).setdefault(group, {})[name] = value
     layers = parts.get("layers", {}).get("", {})
-    params = parts.get("params", {}).get("", {})  # none, if the whole model stays with the clients
+    params = parts.get("params", {}).get("", {})  # empty if the whole model stays on the clients
     return progress, ServerState(params, parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 

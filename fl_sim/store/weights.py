@@ -1,4 +1,4 @@
-"""The weights from which a model starts: their file, its digest, and the place of every tensor in the model.
+"""The initial weights of a model: their file, the digest of the file, and the copying of tensors into the model.
 
 Files are read without pickled objects, which could run code. A file must have the model's names and shapes. There is
 one exception: a head (last layer) that is missing, or for another number of classes, is replaced by a new head.
@@ -44,11 +44,11 @@ _MOST_NAMED: Final = 2000
 
 @dataclass(frozen=True)
 class Placed:
-    """The tensors of a model that do not come unchanged from the file of its weights.
+    """The tensors of a model that differ from the tensors in the file of its weights.
 
-    ``new``: the names of the head's tensors, which keep their random values. ``classes``: the number of classes of the
-    head in the file, 0 if there is none. ``summed``: the names of convolutions over one channel, the sums of those over
-    three colours.
+    ``new``: the names of the tensors of a new head, which keep their random values. ``classes``: the number of classes
+    of the head in the file, 0 if the file has no head. ``summed``: the names of the weights of convolutions over one
+    channel. Each is the sum of the file's weights over three colours.
     """
 
     new: tuple[str, ...] = ()
@@ -59,10 +59,10 @@ class Placed:
         """Return a sentence for users. ``source``: the file of the weights."""
         said = f"the model started from {source}"
         if self.new:
-            why = f"the head there is for {self.classes} classes" if self.classes else "there is none there"
+            why = f"the file's head is for {self.classes} classes" if self.classes else "the file has no head"
             said += f", with a new head ({', '.join(self.new)}), because {why}"
         if self.summed:
-            said += f"; {', '.join(self.summed)} is the sum over the three colours there, because images here are grey"
+            said += f"; {', '.join(self.summed)} is the sum over the file's three colours, as the run's images are grey"
         return said
 
     @staticmethod
@@ -75,7 +75,7 @@ class Placed:
 
 
 def records_of(path: str) -> str:
-    """Return the name of the data on which the run directory ``path`` trained; empty for a file and unknown data."""
+    """Return the name of the data set of the run in the directory ``path``; empty for a file, and for unknown data."""
     config = Path(path).expanduser() / CONFIG
     return str(read_table(config).get("data", "")) if config.is_file() else ""
 
@@ -117,7 +117,7 @@ def digest_of(model: str, path: str) -> str:
 
 @lru_cache(maxsize=8)
 def _digest(file: Path, size: int, changed: int) -> bytes:  # noqa: ARG001 (another version has another digest)
-    """Return the SHA-256 of the content of ``file``, which is read once: a table asks for it in every run."""
+    """Return the SHA-256 of the content of ``file``. The result is cached, because a table needs it for every run."""
     return hashlib.sha256(_content(file)).digest()
 
 
@@ -159,10 +159,11 @@ def read_weights(model: str, path: str, digest: str) -> Params:
 
 
 def place(model: nn.Module, weights: Params, source: str) -> Placed:
-    """Copy ``weights`` into ``model``, and return the tensors of the model that do not come from there unchanged.
+    """Copy ``weights`` into ``model``; return the tensors of the model that differ from ``weights``.
 
-    ``source``: the file of the weights, for messages. Tied parameters may have one of their names only. Constant
-    buffers may be missing. Raises UserError, with every name, if names or shapes differ anywhere but in the head.
+    ``source``: the file of the weights, for messages. If several names belong to one tied parameter, ``weights`` needs
+    only one of these names. Constant buffers may be missing. Raises UserError if any name or shape outside of the head
+    differs; the message lists the names.
     """
     wanted: dict[str, torch.Tensor] = dict(model.state_dict())
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -173,16 +174,19 @@ def place(model: nn.Module, weights: Params, source: str) -> Placed:
     new = _new_head(model, missing, {name: weights[name] for name in other})
     missing = [name for name in missing if name not in new]
     wrong = [name for name in other if name not in new and name not in summed]
-    found = [f"{name} is {tuple(weights[name].shape)} there and {tuple(wanted[name].shape)} here" for name in wrong]
+    found = [
+        f"{name} is {tuple(weights[name].shape)} in the file and {tuple(wanted[name].shape)} in the model"
+        for name in wrong
+    ]
     differences = [
-        *([f"{_listed(sorted(missing))} missing there"] if missing else []),
-        *([f"{_listed(unknown)} unknown here"] if unknown else []),
+        *([f"{_listed(sorted(missing))} missing in the file"] if missing else []),
+        *([f"{_listed(unknown)} unknown in the model"] if unknown else []),
         *([_listed(found)] if found else []),
     ]
     if differences:
         raise UserError(
-            f"model.weights: {source} does not fit the model ({'; '.join(differences)}): take the model of which it "
-            "has the weights"
+            f"model.weights: {source} does not fit the model ({'; '.join(differences)}): take the model to which "
+            "these weights belong"
         )
     _check_constants(model, named, weights, source)
     with torch.no_grad():
@@ -215,7 +219,7 @@ def _parsed(content: bytes, file: Path) -> object:
         if file.suffix == ".safetensors" or content[8:9] == b"{":
             return load(content)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on other versions of pickle; what cannot be read is refused below
+            warnings.simplefilter("ignore")  # about other versions of pickle; unreadable content raises an error below
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise UserError(
@@ -235,7 +239,7 @@ def _parsed(content: bytes, file: Path) -> object:
 
 
 def _named(found: object, file: Path) -> Params:
-    """Return the tensors by name in what a file holds. Raises UserError if it holds anything else."""
+    """Return the named tensors in ``found``, the content of a file. Raises UserError for any other content."""
     for key in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(inner := found.get(key), Mapping):
             found = inner
@@ -279,7 +283,7 @@ def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
 
 
 def _is_grey(here: torch.Size, there: torch.Size) -> bool:
-    """Return True for a convolution over one channel here and the same one over three colours there."""
+    """Return True if ``here`` is the shape of a convolution over one channel, and ``there`` that over three colours."""
     return len(here) == 4 and here[1] == 1 and there == torch.Size((here[0], 3, *here[2:]))
 
 
@@ -302,7 +306,7 @@ def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weight
         if twin != name and not torch.equal(weights[twin], weights[name]):
             raise UserError(
                 f"model.weights: {source} has other values in {name} than in {twin}, which the model ties to one "
-                "parameter: take the model of which it has the weights"
+                "parameter: take the model to which these weights belong"
             )
 
 

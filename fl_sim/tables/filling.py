@@ -130,7 +130,7 @@ class TableState:
         if measure := self.settings.measure:
             last, best = (share_in(numbers, name) for name in (measure, best_of(measure)))
             if last is None and cell.row not in self.plan.upper_bounds:
-                unknown = f"the run has no share {measure}"
+                unknown = f"the run has no measure {measure}"
         return SeedResult(
             *place, "finished", directory, last, last if best is None else best, statements=statements,
             warnings=tuple(filter(None, [result["stopped"], *result["warnings"], unknown])),

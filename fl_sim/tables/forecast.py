@@ -264,8 +264,8 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
 def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Work, ...]:
     """Return the amounts of computation of a run.
 
-    ``known``: a cache for runs without stages that differ in their seeds alone, as a model of a library takes a second
-    to build. Their numbers of steps differ slightly on a random partition.
+    ``known``: a cache, because it takes a second to build a model of a library. Runs without stages that differ only in
+    their seeds have one entry, although their numbers of steps differ slightly on a random partition.
     """
     if stages_of(procedure.job):
         return tuple(procedure.work())
@@ -278,12 +278,15 @@ def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Wo
 
 
 def _without_jobs(works: Iterable[Work]) -> tuple[Work, ...]:
-    """Return ``works`` without their jobs: the partitions of thousands of jobs would fill the memory."""
+    """Return ``works`` without references to jobs: the partitions of thousands of jobs would fill the memory."""
     return tuple(replace(work, ready=work.ready and _never_called) for work in works)
 
 
 def _frozen_in_words(job: Job, known: dict[str, str]) -> str:
-    """Return the sentence on frozen parameters. ``known``: a cache for runs that differ in their seeds alone."""
+    """Return the sentence on frozen parameters.
+
+    ``known``: a cache; runs that differ only in their seeds share an entry.
+    """
     alike = job.experiment.model_dump_json(exclude=_SEEDS)
     if alike not in known:
         known[alike] = job.frozen_in_words

@@ -233,7 +233,7 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        seed = getattr(one.experiment, over)  # None for an upper bound, which has no partition and no cohorts
+        seed = getattr(one.experiment, over)  # None for the row Centralized without this seed
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
         if cells.setdefault(place, cell) != cell:
@@ -416,7 +416,7 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     if is_bound(point):
         job = job_at(settings.base, as_run(point), data_root)
     labels, note = job.dataset.test.labels, job.dataset.note
-    predicts = not job.dataset.vocabulary or job.predicts_classes  # models of other records are not built here
+    predicts = not job.dataset.vocabulary or job.predicts_classes  # only models of tokens are built here
     largest_class = float(np.bincount(labels).max() / len(labels)) if predicts else None
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
 

@@ -118,7 +118,7 @@ class ValueList:
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("must be a number")
-    return value  # without a change of type: a range from 1 is of integers, a range from 1.0 of floats
+    return value  # unchanged: the range from 1 has integers, the range from 1.0 has floats
 
 
 Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]

@@ -161,8 +161,8 @@ class Sender:
             self.sessions.pop(tracker, None)
             self.failed.append(tracker)
             self.say(
-                f"{tracker} gets no more of this run: {in_one_line(error)}; the run itself is not affected, and "
-                f"'fl-sim export {self.directory} --to {tracker}' sends the missing data"
+                f"{tracker} receives no further data of this run: {in_one_line(error)}; the run itself is not "
+                f"affected, and 'fl-sim export {self.directory} --to {tracker}' sends the missing data"
             )
 
 

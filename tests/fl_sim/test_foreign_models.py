@@ -205,7 +205,7 @@ def test_an_encoder_gets_the_mean_over_tokens_and_a_new_head(bert: dict[str, Pat
     model, placed = started(bert["encoder"], 4)
     assert isinstance(model, MeanOfTokens)
     assert placed.new == ("head.bias", "head.weight")
-    assert "with a new head (head.bias, head.weight), because there is none there" in placed.in_words("x")
+    assert "with a new head (head.bias, head.weight), because the file has no head" in placed.in_words("x")
     records = tokens()
     theirs = transformers.BertModel.from_pretrained(bert["encoder"]).eval()
     states = [theirs(input_ids=row[row > 0].long()[None]).last_hidden_state[0].mean(0) for row in records]

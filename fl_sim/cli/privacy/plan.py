@@ -62,7 +62,7 @@ class Sampling:
         return steps_that_fit(self.amplify(dp_event.GaussianDpEvent(noise)), target, delta, accountant=accountant)
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return further facts for people, {label: sentence}: none."""
+        """Return further facts for the user, {label: sentence}; here none."""
         del noise
         return {}
 
@@ -91,7 +91,7 @@ class PlannedReleases(Protocol):
         """Return the largest number of steps that cost at most epsilon ``target``."""
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return further facts for people, {label: sentence}."""
+        """Return further facts for the user, {label: sentence}."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def in_words(plan: dict[str, Any]) -> str:
         f"sampling          {plan['sampling']}",
     ]
     if plan["unit"] == "record":
-        lines.append(f"where that runs   {IN_RUNS}")
+        lines.append(f"use in a run      {IN_RUNS}")
     if plan["delta_at_target"] is not None:
         lines.append(f"delta at {plan['target_epsilon']:<9g}{plan['delta_at_target']:.4g}  (of the same steps, by PLD)")
     lines += [f"{label:18}{sentence}" for label, sentence in plan["further"].items()]
@@ -225,7 +225,7 @@ def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
         return None
     total = 0.0
     for event, number in counts.items():
-        moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2  # clipping norms, where a unit is replaced
+        moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2  # in clipping norms; 2 if a unit is replaced
         total += number * (moved / event.noise_multiplier) ** 2
     return math.sqrt(total)
 

@@ -1,4 +1,4 @@
-"""Figures of clients: the accuracy of each client's model in a table's row, against that of a model trained alone.
+"""Figures of clients: the accuracy of each client's model in a table's row, and of its model trained alone.
 
 A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. The lists with
 one share for each client come from stages (``fl_sim.simulation.stage.Stage.titles``).

@@ -35,7 +35,10 @@ _FARTHEST: Final = 1.5
 
 @dataclass(frozen=True)
 class DeltaCurve:
-    """The curve of one privacy statement: a delta for each of ``epsilons``. ``epsilon``, ``delta``: the stated pair."""
+    """The curve of one privacy statement: a delta for each value in ``epsilons``.
+
+    ``epsilon``, ``delta``: the stated pair.
+    """
 
     unit: str
     epsilon: float
@@ -65,7 +68,7 @@ def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
 def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     """Return the curve of a statement; None if it has no planned events, or if no PLD of them is computed.
 
-    Where a budget is the guarantee, the planned events do not bound the releases, and there is no curve.
+    If the guarantee is a budget, the planned events are no upper bound of the releases. Then the result is None, too.
     """
     epsilon, delta = statement.epsilon, statement.delta
     if not epsilon or not delta or not statement.planned_events or epsilon == statement.budget:
@@ -73,7 +76,7 @@ def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     try:
         counts = counted(statement.planned_events)
         is_known = bounds(counts, delta).pld is not None
-    except (RunError, UserError, KeyError, TypeError, ValueError):  # the bill of all runs names damaged statements
+    except (RunError, UserError, KeyError, TypeError, ValueError):  # the bill of all runs reports damaged statements
         return None
     if not is_known:
         return None

@@ -60,7 +60,7 @@ def _bubbles(counts: NDArray[np.int64], title: str) -> "Figure":
     axes.set(xlim=(-0.5, num_clients - 0.5), ylim=(-0.5, num_classes - 0.5), xlabel="client", ylabel="class")
     axes.set_xticks(range(num_clients))
     axes.set_yticks(range(num_classes))
-    # Grid lines between the cells: lines through the centres would cross out the numbers.
+    # Grid lines are between the cells, because lines through the centres would hide the numbers.
     axes.set_xticks(np.arange(num_clients + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(num_classes + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="0.9", linewidth=0.7)

@@ -75,7 +75,7 @@ def test_a_card_tells_sizes_classes_clients_and_columns(tmp_path):
     assert result.exit_code == 0
     for line in (
         "records   81 to train, 9 to test",
-        "inputs    4 numbers a record (float32)",
+        "inputs    4 numbers per record (float32)",
         "  kind   category: a, b, c",
         "  ward   client: 3 clients",
     ):
@@ -134,7 +134,7 @@ def test_names_from_files_steer_no_terminal_and_forge_no_line(root):
 def test_the_card_lists_what_was_taken_for_granted(root):
     (root / "t.csv").write_text("a;label\n" + "".join(f"{row},5;{row % 2}\n" for row in range(20)))
     shown = run("show", f"csv:{root}/t.csv:test=0.3:delimiter=semicolon:decimal=comma").output
-    lines = shown[shown.index("taken for granted") :].splitlines()
+    lines = shown[shown.index("assumed (no setting states it)") :].splitlines()
     assert lines[1:5] == [
         "  the delimiter is semicolon; numbers have a decimal comma and no thousands separator",
         "  1 columns of numbers, 0 of categories",

@@ -243,7 +243,7 @@ def test_a_node_computes_features_of_its_own_records_for_itself(
         (["evaluate.metrics=fl_sim.models:resnet"], "evaluate.metrics may read the records"),
         ([f"model={HERE}:dropping"], "it draws random numbers in training, as dropout does"),
         ([f"model={HERE}:dependent"], "a record's features depend on the other records of its batch"),
-        ([f"model={HERE}:scaled", "model.trainable=head"], "its head is not a function of features"),
+        ([f"model={HERE}:scaled", "model.trainable=head"], "its head does not compute the logits from features"),
         (["model.trainable=lora,head"], "^$"),
         (["model.trainable=last:2"], "^$"),
         (["model=logistic"], "^$"),

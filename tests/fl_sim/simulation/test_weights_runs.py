@@ -119,7 +119,7 @@ def test_a_new_head_is_named_in_line_and_result_and_starts_as_without_weights(tm
     assert torch.equal(begun["1.weight"], there[1].weight)
     result = run(experiment, tmp_path / "run")
     assert result["weights"]["new"] == ["5.bias", "5.weight"]
-    assert "a new head (5.bias, 5.weight), because the head there is for 7 classes" in result["weights"]["in_words"]
+    assert "a new head (5.bias, 5.weight), because the file's head is for 7 classes" in result["weights"]["in_words"]
 
 
 def test_statistics_of_batch_norm_start_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_an_encoder_of_transformers_learns_from_tokens(small_bert: Path, tmp_pat
     data = {"data": f"npz:{small_bert / 'texts.npz'}", "evaluate": {"test_is_public": True}}
     result = run(made(model=name, rounds=4, clients=2, local=local, **data), tmp_path / "run")
     assert result["weights"]["in_words"] == (
-        f"the model started from {name}, with a new head (head.bias, head.weight), because there is none there"
+        f"the model started from {name}, with a new head (head.bias, head.weight), because the file has no head"
     )
     if local is LEARNS:
         assert result["final_accuracy"] > 0.9

@@ -125,5 +125,5 @@ def test_a_table_says_which_runs_have_no_share_of_the_name(table: Path) -> None:
         else:
             assert experiment.is_central
     assert len(state.outcomes) == 3
-    warned = [one.row for one in state.table().results if "the run has no share personal.own_acuracy" in one.warnings]
+    warned = [one.row for one in state.table().results if "the run has no measure personal.own_acuracy" in one.warnings]
     assert len(warned) == 3

@@ -127,8 +127,11 @@ def test_all_names_and_shapes_that_differ_are_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
         place(net(), weights, "file")
     said = str(caught.value)
-    assert "0.bias missing there; extra.bias, extra.weight unknown here" in said
-    assert "0.weight is (5, 3, 3, 3) there and (4, 3, 3, 3) here, 2.weight is (3, 20) there and (3, 16) here" in said
+    assert "0.bias missing in the file; extra.bias, extra.weight unknown in the model" in said
+    assert (
+        "0.weight is (5, 3, 3, 3) in the file and (4, 3, 3, 3) in the model, 2.weight is (3, 20) in the file and"
+        in said
+    )
 
 
 def test_a_head_for_other_classes_stays_new_and_all_else_comes_from_the_file() -> None:
@@ -139,7 +142,7 @@ def test_a_head_for_other_classes_stays_new_and_all_else_comes_from_the_file() -
     assert equal(here, head, *head)
     assert equal(here, there.state_dict(), "0.weight", "0.bias")
     assert placed.in_words("x.pt") == (
-        "the model started from x.pt, with a new head (2.bias, 2.weight), because the head there is for 100 classes"
+        "the model started from x.pt, with a new head (2.bias, 2.weight), because the file's head is for 100 classes"
     )
 
 
@@ -148,14 +151,14 @@ def test_a_body_without_a_head_gets_a_new_one() -> None:
     placed = place(net(), {name: value for name, value in state.items() if not name.startswith("2.")}, "file")
     assert placed == Placed(("2.bias", "2.weight"))
     del state["2.bias"]
-    with pytest.raises(UserError, match=r"2\.bias missing there"):
+    with pytest.raises(UserError, match=r"2\.bias missing in the file"):
         place(net(), state, "file")
 
 
 def test_a_head_of_other_features_is_no_other_number_of_classes() -> None:
     there = net(classes=100).state_dict()
     there["2.weight"] = torch.zeros(100, 17)
-    with pytest.raises(UserError, match=r"2\.weight is \(100, 17\) there and \(10, 16\) here"):
+    with pytest.raises(UserError, match=r"2\.weight is \(100, 17\) in the file and \(10, 16\) in the model"):
         place(net(classes=10), there, "file")
 
 
@@ -187,5 +190,5 @@ def test_other_values_in_tied_names_other_constants_and_missing_statistics_are_r
     with pytest.raises(UserError, match="other values in the constant scale"):
         place(Tied(), Tied(scale=3.0).state_dict(), "file")
     del state["norm.running_var"]
-    with pytest.raises(UserError, match=r"norm\.running_var missing there"):
+    with pytest.raises(UserError, match=r"norm\.running_var missing in the file"):
         place(Tied(), state, "file")

@@ -260,10 +260,10 @@ def test_a_server_that_is_down_is_told_once_and_the_run_goes_on(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     result = fl_sim.run(QUICK, out=tmp_path / "run", track="mlflow")
     assert result.facts["status"] == "finished"
-    assert capsys.readouterr().err.count("mlflow gets no more of this run") == 1
+    assert capsys.readouterr().err.count("mlflow receives no further data of this run") == 1
     assert _exit_code(["export", str(tmp_path / "run"), "--to", "mlflow"]) == 1
     told = capsys.readouterr().err
-    assert told.count("mlflow gets no more of this run") == 1
+    assert told.count("mlflow receives no further data of this run") == 1
     assert "error: 1 of 1 runs were not sent completely" in told
 
 

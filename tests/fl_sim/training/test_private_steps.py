@@ -322,7 +322,7 @@ def test_the_noise_is_that_of_the_layers_that_a_phase_trains() -> None:
     assert rule.norm(7.0, ["2.weight"]) == 4.0
     assert [rule.shares(["2.weight"]), FLAT.shares(["a", "b"])] == [[1.0], [1.0]]
     assert Clipping(by_layer=True).shares(["0.weight", "0.bias", "2.weight", "4.bias"]) == [1 / math.sqrt(3)] * 3
-    with pytest.raises(ValueError, match="do not stand together"):
+    with pytest.raises(ValueError, match="do not follow each other"):
         Clipping(by_layer=True).parts(["0.weight", "2.weight", "0.bias"])
     for clipping in RULES.values():
         assert math.hypot(*clipping.shares(["0.weight", "0.bias", "2.weight"])) == pytest.approx(1.0)
