@@ -1,4 +1,4 @@
-"""The command ``python -m fl_sim.native``: compile the kernel in this folder, as an installation of fl-sim does."""
+"""The command ``python -m fl_sim.native``: it compiles the kernel in this folder, as an installation of fl-sim does."""
 
 import sys
 

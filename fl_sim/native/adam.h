@@ -28,8 +28,9 @@ void take_step(const Adam& of, long step) {
     }
 }
 
-// Writes the result of ``add_noise`` of fl_sim/privacy/mechanisms.py for a sum, divided by ``divisor``, by the same float64
-// operations. ``noise``: in steps of the grid, with the step ``spacing``; null: the sum without noise and without rounding.
+// Adds noise to a sum, and divides by ``divisor``. The float64 operations are those of ``add_noise`` in
+// fl_sim/privacy/mechanisms.py. ``noise``: one number for each coordinate, in grid steps of size ``spacing``; null: no noise and
+// no rounding.
 void release(const double* sum, const double* noise, double spacing, double divisor, long count, float* gradient) {
     const double finer = 1 / spacing;  // exact, because ``spacing`` is a power of two
     if (noise)
@@ -38,7 +39,7 @@ void release(const double* sum, const double* noise, double spacing, double divi
         for (long i = 0; i < count; i++) gradient[i] = float(sum[i] / divisor);
 }
 
-// Updates the moving average of the weights with the decay rate ``kept``.
+// Updates ``mean``, the moving average of the weights, with the decay rate ``kept``.
 void take_mean(const Adam& of, double kept, float* mean) {
     const float share = float(1 - kept);
     for (long i = 0; i < of.count; i++) mean[i] += share * (of.weights[i] - mean[i]);

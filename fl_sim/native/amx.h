@@ -1,8 +1,10 @@
-// Products of pairs of bfloat16 numbers by AMX, Intel's matrix instructions; compiled with FL_SIM_AMX.
+// Products of pairs of bfloat16 numbers by AMX, Intel's matrix instructions. Only builds with the option FL_SIM_AMX contain this
+// code.
 //
 // A register of AMX holds up to 16 rows of 64 bytes. One instruction multiplies a register of weights by a register of values and
-// adds the products to a register of sums. The weights are a row of up to 16 pairs for each of up to 16 outputs. The values are
-// a vector for each of these pairs, the sums a vector for each output. So one instruction replaces 256 vector instructions.
+// adds the products to a register of sums. The weights have one row of up to 16 pairs for each output, and up to 16 outputs. The
+// values have one vector for each pair, and the sums have one vector for each output. So one instruction replaces 256 vector
+// instructions.
 #pragma once
 
 #include <cstring>
@@ -25,7 +27,7 @@ struct Cut {
     long count, parts, size;
     explicit Cut(long count) : count(count), parts((count + MOST_AMX - 1) / MOST_AMX), size((count + parts - 1) / parts) {}
     long start(long part) const { return std::min(part * size, count - size); }
-    long known(long part) const { return part * size - start(part); }  // the number of elements that the part before contains, too
+    long known(long part) const { return part * size - start(part); }  // the number of elements that the previous part also contains
     long whole() const { return parts * size; }
 };
 
@@ -33,17 +35,17 @@ struct Cut {
 
 // Requests AMX's registers from the operating system, for all threads of this process. Returns true if they may be used.
 inline bool may_use_amx() {
-    constexpr int REQUEST_PERMISSION = 0x1023, REGISTERS_OF_AMX = 18;  // <asm/prctl.h>, where that is new enough
+    constexpr int REQUEST_PERMISSION = 0x1023, REGISTERS_OF_AMX = 18;  // constants that old versions of <asm/prctl.h> lack
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, REGISTERS_OF_AMX) == 0;
 }
 
-// Releases AMX's registers at the end of its life, because switching threads is cheaper when no registers are in use.
+// An object whose destructor releases AMX's registers. The system switches threads faster when no register is in use.
 struct AmxInUse {
     ~AmxInUse() { _tile_release(); }
 };
 
-// Sets the sizes of the registers: 0 to 4 for sums, 5 for weights, 6 and 7 for values; with ``one_value`` 5 is for values, and 6
-// and 7 are for weights.
+// Sets the sizes of the registers. Registers 0 to 4 hold sums, register 5 holds weights, and registers 6 and 7 hold values. If
+// ``one_value`` is true, register 5 holds values, and registers 6 and 7 hold weights.
 INLINE void shape_amx(long outputs, long pairs, bool one_value = false) {
     struct {
         uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -59,7 +61,8 @@ INLINE void shape_amx(long outputs, long pairs, bool one_value = false) {
     _tile_loadconfig(&shapes);
 }
 
-// The compiler does not know that AMX's instructions read memory. This forces all earlier writes before them.
+// Forces the compiler to execute all earlier writes before the next AMX instruction. The compiler does not know that AMX's
+// instructions read memory.
 INLINE void written_for_amx() { asm volatile("" ::: "memory"); }
 
 #define EACH_SUM(INSTRUCTION)                              \
@@ -90,7 +93,7 @@ INLINE void store_sum(vec* to) {
 #undef STORE
 }
 
-// ``apart``: the distance between the weights of two outputs.
+// Loads weights into register 5. ``apart``: the distance between the weights of two outputs.
 INLINE void take_weights(const Pairs::Weight* weights, long apart) { _tile_loadd(5, weights, apart * 4); }
 INLINE void take_values(const Pairs::Values* values) { _tile_loadd(5, values, 64); }
 
@@ -117,7 +120,7 @@ INLINE void add_weights(const Pairs::Weight* weights, long apart) {
 
 #else
 
-// The results of these instructions on processors that lack them; only tests use this code.
+// The same computations without AMX instructions. Only tests on processors without AMX use this code.
 inline bool may_use_amx() { return true; }
 struct AmxInUse {
     ~AmxInUse() {}
@@ -175,7 +178,7 @@ INLINE void add_weights(const Pairs::Weight* weights, long apart) {
 typedef vec Sums[MOST_AMX];  // the sums of up to MOST_AMX outputs
 
 // Rearranges the weights of one part of outputs for products, as [part of pairs][output][pair]. ``rows``: the first row of pairs;
-// ``apart``: the distance of rows. Pairs that the part before contains, too, become zero. Reads and writes up to LANES numbers
+// ``apart``: the distance of rows. Pairs that the previous part also contains become zero. Reads and writes up to LANES numbers
 // after the last one.
 NOINLINE void lay_out_rows(const Pairs::Weight* rows, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
     for (long part = 0; part < pairs.parts; part++)
@@ -186,7 +189,7 @@ NOINLINE void lay_out_rows(const Pairs::Weight* rows, long apart, const Cut& out
         }
 }
 
-// The same for a matrix in columns, [pair][output], with the distance ``apart``.
+// Does the same for a matrix in columns, [pair][output]. ``apart``: the distance of columns.
 NOINLINE void lay_out_columns(const Pairs::Weight* columns, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
     for (long part = 0; part < pairs.parts; part++, to += outputs.size * pairs.size)
         for (long output = 0; output < outputs.size; output += LANES)
@@ -208,9 +211,9 @@ NOINLINE void lay_out_columns(const Pairs::Weight* columns, long apart, const Cu
             }
 }
 
-// out[i][o] = sum over pairs of weights * in[i], for one part of outputs and COUNT arrays of values. The pairs come in ``runs``
-// runs, whose values have the distance ``apart``. ``weights``: those of this part. shape_amx must have been called for these
-// parts.
+// Computes out[i][o] = sum over pairs of weights * in[i], for one part of outputs and COUNT arrays of values. The pairs are
+// divided into ``runs`` runs. ``apart``: the distance between the values of two runs. ``weights``: the weights of this part. The
+// caller must call shape_amx for these parts first.
 template <int COUNT>
 INLINE void multiply_amx(const Pairs::Weight* weights, const Cut& outputs, const Cut& pairs, const Pairs::Values* const (&in)[4],
                          long runs, long apart, Sums* out) {

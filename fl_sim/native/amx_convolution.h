@@ -1,10 +1,10 @@
-// Convolutions by AMX. The inputs are rearranged so that one run of consecutive values is a whole window, or the part of a
-// window in one row of the kernel. The run of the next output begins one column further.
+// Convolutions by AMX. The inputs are rearranged into runs. A run is a sequence of consecutive values in memory. It contains a
+// whole window, or the part of a window in one row of the kernel. The run of the next output begins one column further.
 //
-// If a row of the kernel fills AMX's registers, the layout of a plane is [row][column][pair of channels]. A window is then as
-// many runs as the kernel has rows. With few channels, every row of outputs has its own layout, [column][pair of channels][row of
-// the kernel], in which a window is one run. With few outputs, two columns of outputs are computed together: both read a
-// window that is wider by the stride, with weights of zero for the columns outside of their own window.
+// If a row of the kernel fills AMX's registers, the layout of a plane is [row][column][pair of channels]. A window then has one
+// run for each row of the kernel. With few channels, the inputs of every row of outputs are copied to the layout [column][pair of
+// channels][row of the kernel]. In this layout, a window is one run. With few outputs, two columns of outputs are computed
+// together: both read a window that is wider by the stride, with weights of zero for the columns outside of their own window.
 #pragma once
 
 #include "amx.h"
@@ -19,12 +19,12 @@ struct Runs {
     long in_column, count;
     Cut outputs, pairs;
 
-    // ``is_pooled``: true: columns are not computed together, because pooling reads them separately.
+    // ``is_pooled``: if true, no columns are computed together, because pooling reads columns separately.
     Runs(long channels, long num_outputs, long kernel_y, long kernel_x, long stride_x, bool is_pooled)
         : by_row(is_by_row(channels, kernel_y, kernel_x)), at_once(1), width(kernel_x),
           in_column(by_row ? (channels + 1) / 2 : Pairs::num_pairs(channels, kernel_y, 1)), count(by_row ? kernel_y : 1),
           outputs(num_outputs), pairs(kernel_x * in_column) {
-        const Cut wider((kernel_x + stride_x) * in_column);  // the pairs for two columns, which must need fewer products
+        const Cut wider((kernel_x + stride_x) * in_column);  // the pairs for two columns; it is used only if it saves products
         if (is_pooled || 2 * num_outputs > MOST_AMX || wider.parts >= 2 * pairs.parts) return;
         at_once = 2, width += stride_x, outputs = Cut(2 * num_outputs), pairs = wider;
     }
@@ -33,7 +33,7 @@ struct Runs {
     long num_weights() const { return outputs.whole() * pairs.whole() * count; }
 
   private:
-    // Up to a quarter more products cost less than a separate layout for every row of outputs.
+    // A quarter more products still costs less than a separate layout for every row of outputs.
     static bool is_by_row(long channels, long kernel_y, long kernel_x) {
         const long by_row = kernel_y * Cut(kernel_x * ((channels + 1) / 2)).parts;
         return 4 * by_row <= 5 * Cut(Pairs::num_pairs(channels, kernel_y, kernel_x)).parts;
@@ -86,7 +86,7 @@ NOINLINE void lay_out_rows(const Pass& pass, const Runs& runs, int first, int en
     to += first * columns * runs.in_column;
     for (int y = first; y < end; y++) {
         const vec* from = pass.in + pass.corner + y * row;
-        const long next = pass.corner + (y + 1) * row;  // the next row, the partner of a row in a channel without a partner
+        const long next = pass.corner + (y + 1) * row;  // the next row: in a channel without a partner, a row and the next row form pairs
         for (long x = 0; x < here; x++, from++) {
             const vec* channel = from;
             for (int pair = 0; pair < pass.planes(); pair++, channel += 2 * plane) *to++ = Pairs::pair(channel[0], channel[plane]);
@@ -109,7 +109,8 @@ NOINLINE void write_pooled(const Pass& shared, const Runs& runs, long part, int 
         write_largest<true>(pass, to, chosen, {{sums[0][at], sums[1][at]}, {sums[2][at], sums[3][at]}}, spread(bias ? bias[at] : 0.0f));
 }
 
-// Writes one part of the outputs from column ``x`` on, for ``count`` times the columns that are computed together.
+// Writes one part of the outputs for some columns, from column ``x`` on. ``count``: the number of columns, divided by the number
+// that is computed together.
 NOINLINE void write_columns(const Pass& shared, const Runs& runs, long part, int y, int x, int count, const Sums* sums) {
     const Pass pass = shared;
     const int num_outputs = pass.out_shape.channels, start = int(runs.outputs.start(part)), end = int(runs.outputs.size);
@@ -135,7 +136,7 @@ void convolve(const Pass& pass, Layer& layer) {
     const long step = pass.stride_x * runs.in_column, row = columns * runs.in_column;
     const int height = (pass.rows * pooled - 1) * pass.stride_y + pass.kernel_y;
     if (long(room.size()) < (runs.by_row ? height : pooled) * row) room.resize((runs.by_row ? height : pooled) * row);
-    if (runs.by_row) {  // all rows that are not zero, and neighbours that a row of pairs or a pooling window reads, too
+    if (runs.by_row) {  // the rows that are not all zero, and the neighbouring rows that a row of pairs or a pooling window also reads
         const int beside = (pooled - 1) * pass.stride_y;
         const int first = std::max(0, pass.first_row - 1 - beside), end = std::min(height, pass.end_row + beside);
         lay_out_rows(pass, runs, first, end, columns, room.data());

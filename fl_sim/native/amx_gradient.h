@@ -1,6 +1,7 @@
-// The gradient of a convolution's weights by AMX. The slopes of a place are the values: a vector for each pair of records, with a
-// lane for every output. The inputs of the place are the weights: a row for each channel, with the pairs of records. If the
-// stride is 1, two neighbouring places are processed together, because their inputs are consecutive in memory.
+// The gradient of a convolution's weights by AMX. The operands of AMX are as follows. The values are the slopes of a place: one
+// vector for each pair of records, with one lane for each output. The weights are the inputs of the place: one row for each
+// channel, with the pairs of records. If the stride is 1, two neighbouring places are processed together, because their inputs
+// are consecutive in memory.
 #pragma once
 
 #include "amx.h"
@@ -43,7 +44,8 @@ NOINLINE void lay_out_slopes(Layer& layer, const GradientShape& shape, const Slo
     }
 }
 
-// Adds a group's gradient for LANES outputs, a part of the channels and COUNT taps in a row to ``to``. ``apart``: between taps.
+// Adds a group's gradient for LANES outputs, a part of the channels and COUNT consecutive taps to ``to``. ``apart``: the distance
+// between two taps.
 template <int COUNT>
 void add_taps(const Layer& layer, const GradientShape& shape, const Pairs::Weight* records, const Pairs::Values* slopes, vec* to,
               long apart) {

@@ -1,4 +1,4 @@
-// Linear layers by AMX: the same results as linear.h, which computes vector by vector.
+// Linear layers by AMX. The functions have the results of those in linear.h, which compute vector by vector.
 #pragma once
 
 #include "amx.h"
@@ -10,7 +10,7 @@ struct LinearRoom {  // memory that all layers share
     std::vector<Pairs::Weight> weights, slopes;
 };
 
-// The same as ``multiply`` of linear.h. Weights are in rows of pairs, or (``product.along`` 1) in columns.
+// Computes the result of ``multiply`` in linear.h. Weights are in rows of pairs; if ``product.along`` is 1, they are in columns.
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows, LinearRoom& room) {
     const Cut outputs(product.outputs), pairs(product.inputs);
@@ -41,7 +41,7 @@ void multiply(const Product& product, int groups, const Rows& rows, LinearRoom& 
         }
 }
 
-// The same as ``linear_steps`` of linear.h.
+// Computes the result of ``linear_steps`` in linear.h.
 template <class Sink>
 void linear_steps(const Sink& sink, const Slopes<Pairs>& given, LinearRoom& room) {
     constexpr long STEP = 4 * LANES;

@@ -11,7 +11,8 @@ struct Ascent {
     int64_t adaptive;
 };
 
-// A sink that receives the gradient after the ascent step. It passes (1 - share) * gradient + share * this gradient to ``sink``.
+// A sink that receives the gradient after the ascent step. It passes the weighted mean of two gradients to ``sink``: the one
+// before the step with the weight 1 - share, and the one after the step with the weight share.
 template <class Sink>
 struct Uphill {
     const Sink sink;
@@ -37,7 +38,8 @@ struct Climb {
     Climb(const Ascent& ascent, const float* params, const float* gradient, double norm)
         : ascent(ascent), params(params), gradient(gradient), length(float(ascent.radius / (norm + 1e-12))) {}
 
-    // Writes ``count`` of these weights, from the index ``at`` on, and up to LANES numbers more. ``to`` may point to their gradient.
+    // Writes ``count`` of these weights to ``to``, from the index ``at`` on, and up to LANES further numbers. ``to`` may be the
+    // memory of the gradient itself.
     NOINLINE void write(long at, long count, float* to) const {
         for (long end = at + count; at < end; at += LANES, to += LANES) {
             const vec weight = load(params + at), part = load(gradient + at);

@@ -1,4 +1,4 @@
-// The key stream of ChaCha20 (RFC 8439) with a nonce of zeros: the random words of fl_sim/privacy/mechanisms.py.
+// The key stream of ChaCha20 (RFC 8439) with a nonce of zeros. fl_sim/privacy/mechanisms.py uses the same random words.
 #pragma once
 
 #include <cstring>
@@ -14,7 +14,8 @@ class ChaCha {
     // ``key``: 32 bytes.
     explicit ChaCha(const uint8_t* key) { std::memcpy(key_, key, sizeof key_); }
 
-    // Writes the WORDS words from number ``first`` on, a multiple of 8. Block i has the words 8 i to 8 i + 7.
+    // Writes WORDS words of the key stream, from number ``first`` on. ``first`` must be a multiple of 8. Block i has the words 8
+    // i to 8 i + 7.
     NOINLINE void write(long first, uint64_t* words) const {
         constexpr uint32_t NAMES[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};  // "expand 32-byte k"
         uvec start[16];

@@ -1,9 +1,9 @@
-// The gradient by the weights of a first convolution that is followed by 2 x 2 pooling.
+// The gradient by the weights of a convolution, if it is the first layer and 2 x 2 pooling follows.
 //
-// Pooling chose one of four outputs. So a slope is multiplied by one of four overlapping windows of the input. All four lie in
-// one window that is a row and a column larger. From this window every record chooses its own window: first the left or the
-// right columns, then the upper or the lower rows. This is one choice of two for every number, instead of four products of which
-// three are zero.
+// Pooling chose one of four outputs. So a slope is multiplied by one of four overlapping windows of the input. All four windows
+// lie in one window that is larger by one row and one column. The code selects each record's window from the larger window: first
+// the left or the right columns, then the upper or the lower rows. These selections cost less than four products, of which three
+// would be zero.
 #pragma once
 
 #include "routes.h"
@@ -11,8 +11,8 @@
 
 namespace {
 
-// Passes the sums over places of slope * input, [y][x], to ``taker``, for one output, one channel and ROWS rows of its kernel. ``at``:
-// the index of the first of these weights.
+// Computes the sums over places of slope * input, [y][x], for one output, one channel and ROWS rows of its kernel, and passes
+// them to ``taker``. ``at``: the index of the first of these weights.
 template <int ROWS, int COLUMNS, class Taker>
 INLINE void chosen_rows(const Image& shape, const Factors::Values* slopes, const bvec* chosen, const Factors::Values* in, long row,
                         long at, const Taker& taker) {
@@ -48,7 +48,8 @@ NOINLINE void chosen_gradient(const Layer& layer, const bvec* chosen, const Fact
     if constexpr (REST > 0) chosen_rows<REST, SIDE>(layer.out, slopes, chosen, in + y * row, row, at + y * SIDE, taker);
 }
 
-// The same as conv_backward, without the gradient by the input. ``taker``: receives the gradient by the layer's parameters.
+// The backward pass as in ``conv_backward`` (convolution_back.h), without the gradient by the input. ``taker``: receives the
+// gradient by the layer's parameters.
 template <class Taker>
 void first_backward(Layer& layer, const Flow& flow, const vec* gradient, const Taker& taker) {
     const Timed timed(TO_WEIGHTS);

@@ -1,5 +1,5 @@
-// The time of a minibatch by layer and part. Only a library that is compiled with -DFL_SIM_CLOCK, as benchmarks/roofline.py does,
-// measures it. In all other libraries these functions are empty.
+// Measures the time of a minibatch, by layer and part. benchmarks/roofline.py compiles a library with -DFL_SIM_CLOCK, which
+// contains the measurement. In all other libraries these functions are empty.
 #pragma once
 
 #include "vectors.h"
@@ -34,7 +34,8 @@ struct Clock {
 
 Clock the_clock;  // for one thread only: measurements use a single thread
 
-// Counts the time of its life for one part of a place, without the time of other such objects within this life.
+// An object that measures the time from its construction to its destruction, for one part of a place. The time of other such
+// objects in between is not counted.
 class Timed {
   public:
     Timed(int place, Part part) : place_(the_clock.place), part_(the_clock.part) {

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
-SOURCES_DIGEST = "cb76cfbf5426f96bd1f5ecf533cc74e1"
+SOURCES_DIGEST = "220dd8fb40eceed8c09135ef0286fe38"
 """The ``sources_digest`` of this version.
 
 A copy of fl-sim without C++ sources uses this digest to find a kernel of the same version.
@@ -31,13 +31,13 @@ COMPILE_SECONDS = 300.0
 """The time limit of one call of the compiler, in seconds; about 10 s were measured on one core."""
 
 WIDTHS = {4: ("asimd",), 8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
-"""{width: processor features}. The width is the number of float32 numbers in a vector.
+"""The processor features for each width: {width: features}. A width is the number of float32 numbers in a vector.
 
 The C++ code of the trainer is compiled once for each width, with the features of this width and no others. So every
-machine compiles the same library, and ``lanes_of`` chooses the width at run time. Vectors wider than the processor's
-are slow: 512-bit vectors on a 256-bit processor took 12 times as long, longer than PyTorch. The code for narrow vectors
-is linked first. If several widths contain the same template of the C++ standard library, the linker keeps the first
-copy. Every processor can run the narrow copy.
+machine compiles the same library, and ``lanes_of`` chooses the width at run time. Vectors that are wider than the
+processor's registers are slow. For example, 512-bit vectors on a 256-bit processor took 12 times as long, longer than
+PyTorch. The code for narrow vectors is linked first. The reason: several widths may contain the same template function
+of the C++ standard library, and the linker keeps the first copy only. Every processor can run the narrow copy.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
@@ -91,7 +91,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
             exported = Path(folder) / "exported"
-            exported.write_text("{ global: fl_sim_*; local: *; };")  # all other symbols are for this library only
+            exported.write_text("{ global: fl_sim_*; local: *; };")  # all other symbols are hidden
             link = [f"-Wl,--version-script={exported}", "-shared", "-s", *(str(made) for *_, made in objects)]
             _call([*compiler, *link, "-o", str(partial)])
             partial.replace(library)

@@ -1,9 +1,9 @@
 // A loss term that moves features towards those of the received model, away from those of another model (MOON, Li et al. 2021,
 // eq. 3).
 //
-// Only the directions of the two models' features matter, and only the difference of these directions, the lead. With
-// lead = previous / |previous| - received / |received|, the loss of a record with features z is
-// softplus(z . lead / (|z| temperature)). A vector of zeros has no direction: its cosines and its gradient are 0.
+// The loss depends only on the directions of the two models' features. It needs only their difference, which is called the lead.
+// With lead = previous / |previous| - received / |received|, the loss of a record with features z is softplus(z . lead / (|z|
+// temperature)). A vector of zeros has no direction: its cosines and its gradient are 0.
 #pragma once
 
 #include "loss.h"

@@ -9,7 +9,8 @@
 
 namespace {
 
-// ``in``, ``weights``: the group's planes and the kernels as factors of products; null if ``convolve`` is not called.
+// Returns the arguments of a layer's forward pass over one group. ``in``, ``weights``: the group's planes and the kernels as
+// factors of products; null if ``convolve`` is not called.
 Pass forward_pass(Layer& layer, const Flow& flow, const float* params, const Read* in, const Factors::Weight* weights) {
     bvec* chosen = layer.pooled ? layer.chosen.data() + flow.origin * layer.out.features() : nullptr;
     const bool is_biased = layer.has_bias && !flow.is_derivative;

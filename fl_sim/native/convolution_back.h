@@ -36,9 +36,9 @@ void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* 
     }
 }
 
-// Returns the gradient before pooling and ReLU. This is ``gradient`` itself (by the output, without border) if the layer has
-// neither pooling, nor ReLU, nor biases. ``bordered``: true if the result must have a border. ``gradients``: receives the gradient
-// by the biases; null: it is not needed.
+// Returns the gradient before pooling and ReLU. ``gradient``: the gradient by the output, without border. It is returned
+// unchanged if the layer has no pooling, no ReLU and no biases. ``bordered``: true if the result must have a border.
+// ``gradients``: receives the gradient by the biases; null: it is not needed.
 Slope slope_of(Layer& layer, const Flow& flow, const vec* gradient, bool bordered, float* gradients) {
     if (!bordered && !layer.pooled && !layer.relu && !layer.has_bias) return {gradient, layer.out.bare()};
     before_pooling(layer, flow, gradient, gradients && layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
@@ -46,8 +46,8 @@ Slope slope_of(Layer& layer, const Flow& flow, const vec* gradient, bool bordere
 }
 
 // The gradient by the input is computed by phases. Input pixels with (pixel + padding) % stride == phase are multiplied by every
-// stride-th tap of the kernel only, from ``phase`` on. From one such pixel to the next, the slopes move by one. So the gradient
-// by the pixels of a phase is a convolution of stride 1 over the slopes, with these taps in reverse order.
+// stride-th tap of the kernel only, from ``phase`` on. The next pixel of the same phase reads the slopes one position further. So
+// the gradient by the pixels of a phase is a convolution of stride 1 over the slopes, with these taps in reverse order.
 struct Phase {
     int taps, first, count, start;  // numbers of taps and pixels; first pixel; first slope of its window
     Phase(int phase, int kernel, int stride, int padding, int size) {
@@ -134,8 +134,8 @@ void slopes_to_input(Layer& layer, const Slope& given, vec* back, bool adds) {
 #endif
 }
 
-// ``gradient``: the gradient by the output, without border. ``back``: receives the gradient by the input, without border; null: it
-// is not needed. ``adds``: true: add it to the numbers in ``back``.
+// Computes the backward pass of a convolution. ``gradient``: the gradient by the output, without border. ``back``: receives the
+// gradient by the input, without border; null: it is not needed. ``adds``: true: add it to the numbers in ``back``.
 void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds, float* gradients) {
     const bool has_border = layer.slope.vectors() > layer.slope.channels * layer.out.area();
     const Slope slope = slope_of(layer, flow, gradient, back && has_border, gradients);
@@ -145,7 +145,7 @@ void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* bac
 }
 
 #ifndef FL_SIM_BFLOAT16
-// The same, but writes the gradients of each record to ``gradients``, [parameter][lane].
+// Computes the same backward pass, but writes the gradients of each record to ``gradients``, [parameter][lane].
 void conv_backward_by_record(Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds, vec* gradients) {
     const bool has_border = layer.slope.vectors() > layer.slope.channels * layer.out.area();
     const Slope slope = slope_of(layer, flow, gradient, back && has_border, nullptr);

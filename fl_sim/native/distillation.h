@@ -1,4 +1,4 @@
-// Distillation from the received model (Hinton et al. 2015; without a record's own class: FedNTD, Lee et al. 2022).
+// Distillation from the received model (Hinton et al. 2015). FedNTD (Lee et al. 2022) leaves out the record's own class.
 #pragma once
 
 #include "loss.h"

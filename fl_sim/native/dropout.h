@@ -38,7 +38,7 @@ class Dropout {
         }
     }
 
-    // Must be called before a client's first step.
+    // Prepares for a client; must be called before the client's first step. ``key``: the key of the random generator.
     void start(uint64_t key) { key_ = key, passes_ = 0; }
 
     // Draws the masks for one forward pass of ``groups`` groups.
@@ -49,7 +49,8 @@ class Dropout {
         passes_++;
     }
 
-    // Applies the mask of a layer to one group of its output, or of the gradient by its output. ``image``: the layout of ``values``.
+    // Applies a layer's mask to one group of the layer's output, or of the gradient by the output. ``image``: the layout of
+    // ``values``.
     void apply(int index, int group, const Image& image, vec* values) const {
         const Mask& mask = masks_[index];
         if (mask.scale == 0) return;

@@ -1,11 +1,12 @@
-// The factors of the products in convolutions and linear layers: float32 numbers in their own layout (Singles), or, compiled
-// with FL_SIM_BFLOAT16, pairs of bfloat16 numbers (Pairs). One instruction multiplies twice as many numbers in pairs.
+// The factors of the products in convolutions and linear layers. They are float32 numbers (Singles) in the layout of the tensors.
+// In builds with the option FL_SIM_BFLOAT16 they are pairs of bfloat16 numbers (Pairs). With pairs, one instruction multiplies
+// twice as many numbers.
 //
-// A pair is two numbers, each rounded to 8 significant bits, in 32 bits. The product of two pairs is the product of the lower
-// halves plus the product of the upper halves; both are exact and are added to a float32 sum. So the two numbers of a pair
-// always belong to one sum. They are two channels of a convolution, or two rows of a channel without a partner. For the
-// gradient of the weights of a pooled first convolution they are two places. For a linear layer they are two features, and for
-// the gradient of its weights two records.
+// A pair has 32 bits and contains two numbers, each rounded to 8 significant bits. The product of two pairs is the product of the
+// lower halves plus the product of the upper halves. Both products are exact and are added to a float32 sum. So the two numbers
+// of a pair always belong to one sum. In a convolution they belong to two channels. In a channel without a partner they belong to
+// two rows. For the gradient of the weights of a pooled first convolution they belong to two places. In a linear layer they
+// belong to two features, and for the gradient of its weights to two records.
 #pragma once
 
 #include <vector>
@@ -44,7 +45,8 @@ struct Singles {
     // The planes for chosen.h: see ``Pairs::planes_by_place``.
     static const vec* planes_by_place(const vec* in, long, Room&) { return in; }
     INLINE Values slopes(const vec (&slopes)[1]) { return slopes[0]; }
-    // The place, in 2 bits, that pooling chose; and the lanes in which a bit of it is set.
+    // Returns the place that pooling chose, 0 to 3, in each lane. The next function returns the lanes in which a bit of this
+    // number is set.
     INLINE ivec ways(const bvec* chosen, bool) { return widened(*chosen); }
     INLINE ivec is_set(ivec ways, int bit) { return (ways & 1 << bit) != 0; }
     INLINE Values choose(ivec which, Values yes, Values no) { return which ? yes : no; }
@@ -68,7 +70,7 @@ struct Pairs {
     INLINE void add(vec& sum, Values weight, Values value) {
         sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)value);
     }
-    // In every lane a pair of a number of ``low`` and a number of ``high``, rounded to nearest, ties to even.
+    // Returns a pair in every lane: a number from ``low`` and a number from ``high``, rounded to nearest, ties to even.
     INLINE Values pair(vec low, vec high) {
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
         return (ivec)_mm512_permutexvar_epi16(
@@ -76,12 +78,12 @@ struct Pairs {
                              18, 2, 17, 1, 16, 0),
             both);
     }
-    // Pairs of neighbours: LANES pairs from 2 * LANES consecutive numbers.
+    // Returns LANES pairs of neighbours from 2 * LANES consecutive numbers.
     INLINE Values pair_row(vec first, vec second) {
         return (ivec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     }
 #else
-    // The results of these instructions on processors that lack them; only tests use this code.
+    // The same computations without instructions for bfloat16. Only tests on processors without these instructions use this code.
     INLINE void add(vec& sum, Values weight, Values value) {
         sum += high_of(weight) * high_of(value);
         sum += high_of(weight << 16) * high_of(value << 16);
@@ -102,8 +104,8 @@ struct Pairs {
     }
 #endif
 
-    // Planes of pairs of channels, [channel / 2][row][column]. A last channel without a partner becomes a plane of pairs of a row
-    // and the next row.
+    // Planes of pairs of channels, [channel / 2][row][column]. If the number of channels is odd, the last channel has no partner.
+    // Its plane consists of pairs of a row and the next row.
     NOINLINE static const Values* planes(const vec* in, long channels, long plane, long row, Room& room) {
         Values* const all = values_in(room, (channels + 1) / 2 * plane);
         Values* to = all;
@@ -181,7 +183,8 @@ struct Pairs {
         return to;
     }
 
-    // Pairs of every pixel and the pixel two columns further, which has the same position in the next 2 x 2 pooling window.
+    // Pairs of every pixel and the pixel two columns further. Both pixels have the same position in neighbouring 2 x 2 pooling
+    // windows.
     NOINLINE static const Values* planes_by_place(const vec* in, long count, Room& room) {
         Values* const all = values_in(room, count);
         for (long at = 0; at < count; at++) all[at] = pair(in[at], at + 2 < count ? in[at + 2] : vec{});

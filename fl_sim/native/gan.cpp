@@ -34,7 +34,7 @@ int guarded(const Work& work) try {
 
 extern "C" {
 
-// Writes the sum of the clipped gradients of the pairs of chosen records and fakes: see pairs.h.
+// Writes the sum of the clipped gradients of (real, fake) pairs: see pairs.h.
 int OF_WIDTH(fl_sim_clipped_sum)(const Perceptron* discriminator, const Shown* real, const int64_t* chosen,
                                  const Shown* fake, double bound, double* sum) {
     thread_local ClippedSum at_work;
@@ -71,8 +71,8 @@ int OF_WIDTH(fl_sim_generate)(const Generator* generator, const Shown* latents, 
     return guarded([&] { at_work.begin(*generator), at_work.write(*latents, made); });
 }
 
-// Executes Adam's step on the generator, on the loss of its fakes under the discriminator, and updates the moving average of its
-// weights.
+// Executes Adam's step on the generator, and updates the moving average of its weights. The loss is that of the generator's fakes
+// under the discriminator.
 int OF_WIDTH(fl_sim_generator_step)(const Generator* generator, const Perceptron* discriminator, const Shown* latents,
                                     const Adam* adam, int64_t step, double kept, float* mean) {
     thread_local GeneratorAtWork at_work;
@@ -83,7 +83,7 @@ int OF_WIDTH(fl_sim_generator_step)(const Generator* generator, const Perceptron
     });
 }
 
-// See normals.h.
+// Writes ``count`` normal random numbers from pairs of random words: see normals.h.
 int OF_WIDTH(fl_sim_normals)(const uint64_t* first, const uint64_t* second, int64_t count, double* made) {
     write_normals(first, second, count, made);
     return 0;

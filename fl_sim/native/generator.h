@@ -49,7 +49,7 @@ class GeneratorAtWork {
     }
 
   private:
-    static constexpr long ROWS_AT_ONCE = 96, SORTED_AT_ONCE = 512;  // rows at a time; with classes more, so that each class has enough rows
+    static constexpr long ROWS_AT_ONCE = 96, SORTED_AT_ONCE = 512;  // rows at a time; more if rows have classes, so that each class has enough rows
 
     // Returns the generator's outputs for some rows, sorted by class.
     Rows views(const Shown& latents, long first, long num_rows) {
@@ -68,7 +68,7 @@ class GeneratorAtWork {
         return bent;
     }
 
-    // Writes the loss's derivative by the inputs of the generator's sigmoid.
+    // Computes the derivative of the loss by the inputs of the generator's sigmoid.
     void to_views(const Rows& made, const Rows& errors) {
         const Rows slopes = shown_.rows(made.count, discriminator_.net().block());
         discriminator_.back_to_inputs(

@@ -1,12 +1,14 @@
 // The gradient of a convolution's weights. If the number of outputs is a multiple of the vector length, a group's slopes are
-// rearranged with the output innermost, and the inputs are read number by number. Then no sums over lanes are needed.
+// rearranged so that the output is the innermost index. The inputs are then read number by number, and no sums over lanes are
+// needed.
 #pragma once
 
 #include "takers.h"
 
 namespace {
 
-// Passes the sums over places of slope * input, [o][channel][y][x], to ``taker``, for OUTPUTS channels and a part of the kernel.
+// Computes the sums over places of slope * input, [o][channel][y][x], for OUTPUTS channels and a part of the kernel, and passes
+// them to ``taker``.
 template <int OUTPUTS, int ROWS, int COLUMNS, class Taker>
 NOINLINE void weight_gradient(const Layer& layer, const vec* in, const Slope& slope, int output, int channel, int ky,
                               int kx, const Taker& taker) {
@@ -55,7 +57,7 @@ void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, con
             }
 }
 
-// The same for kernels of one pixel, for OUTPUTS x CHANNELS channels.
+// Computes the same sums for kernels of one pixel, for OUTPUTS x CHANNELS channels.
 template <int OUTPUTS, int CHANNELS>
 NOINLINE void pixel_gradient(const Layer& layer, const vec* in, const Slope& given, int output, int channel, float* gradient) {
     const long plane = given.image.plane(), in_plane = layer.in.plane();
@@ -97,7 +99,7 @@ void pixel_gradients(const Layer& layer, const vec* in, const Slope& slope, floa
     for (; channel < layer.in.channels; channel++) pixel_gradients<1>(layer, in, slope, channel, gradient);
 }
 
-constexpr int BLOCKS = REGISTERS / 16;  // vectors of outputs whose sums fit in registers, for a 3 x 3 kernel
+constexpr int BLOCKS = REGISTERS / 16;  // the number of vectors of outputs whose sums fit in registers, for a 3 x 3 kernel
 
 inline bool is_by_outputs(const Layer& layer) {
     return layer.kernel_y == 3 && layer.kernel_x == 3 && layer.out.channels % (BLOCKS * LANES) == 0;
@@ -119,7 +121,7 @@ NOINLINE void turn_slopes(const Layer& layer, const Slope& slope, int output, in
 // Adds the gradient from one row of one channel to ``to``, [tap][output].
 NOINLINE void row_gradient(const Layer& layer, const vec* in, const vec* slopes, vec* to) {
     const long row = layer.in.row() * LANES;
-    const float *from = reinterpret_cast<const float*>(in), *next = from + layer.in.plane() * LANES;  // next: the next channel, to be prefetched
+    const float *from = reinterpret_cast<const float*>(in), *next = from + layer.in.plane() * LANES;  // next: the next channel, which is prefetched
     vec sums[9][BLOCKS];
     UNROLL for (int i = 0; i < 9 * BLOCKS; i++) sums[i / BLOCKS][i % BLOCKS] = vec{};
     for (int x = 0; x < layer.before_width; x++, from += (layer.stride_x - 1) * LANES) {

@@ -23,8 +23,8 @@ struct Graph {
     int first_linear = 0;                 // the index of the first linear layer: earlier layers work on planes, later ones are linear
     int first_trained = 0;                // the index of the first layer with parameters; the gradient by its input is not needed
     long num_params = -1;                 // stays -1 if the layers do not fit together
-    std::vector<std::vector<vec>> slots;  // the buffers for a group's gradients, without borders
-    std::vector<vec> spare;               // one more buffer, for a gradient that is then added to a slot, or that is not needed
+    std::vector<std::vector<vec>> slots;  // the buffers for a group's gradients; they have no borders
+    std::vector<vec> spare;               // one more buffer, for a gradient that is later added to a slot, or that nobody reads
 
     Graph(const int32_t* described, int num_layers, const Image& input) {
         nodes.push_back({input, {}});
@@ -52,9 +52,9 @@ struct Graph {
         if (first_linear < num_layers && !layers.back().is_changed()) num_params = at;
     }
 
-    // Allocates the memory for minibatches of ``groups`` groups, of which ``origins`` are no derivative groups.
+    // Allocates the memory for minibatches of ``groups`` groups. ``origins``: the number of groups that are no derivative groups.
     void reserve(int groups, int origins) {
-        for (const Layer& layer : layers) {  // a node has the border that the layers that read it need
+        for (const Layer& layer : layers) {  // a node gets the widest border that a reading layer needs
             Image& read = nodes[layer.source].image;
             read.border_y = std::max(read.border_y, layer.kind == CONV ? layer.padding_y : 0);
             read.border_x = std::max(read.border_x, layer.kind == CONV ? layer.padding_x : 0);
@@ -109,12 +109,13 @@ struct Graph {
         }
     }
 
-    // Returns true if the gradient by an input (``part``) of an ADD layer may use the buffer of the sum's own gradient, to which
-    // it is equal. The other input may use the same buffer. So no layer may add to it before the later input is done.
+    // An ADD layer adds two inputs, so the gradient by each input equals the gradient by the sum. Returns true if the gradient by
+    // the input ``part`` may use the buffer of the sum's gradient. The other input may use the same buffer. So no layer may add
+    // to the buffer before the later input is done.
     bool may_share(int sum, int part) const {
         if (layers[sum].kind != ADD || layers[sum].source == layers[sum].other) return false;
         const int later = std::max(layers[sum].source, layers[sum].other);
-        if (layers[later - 1].is_changed()) return false;  // its mask or factor is applied to the gradient in place
+        if (layers[later - 1].is_changed()) return false;  // the layer's mask or factor is applied to the gradient in place
         for (int index = part; index < sum; index++) {
             const bool reads = layers[index].source == part || (layers[index].kind == ADD && layers[index].other == part);
             if (reads && index >= later - 1) return false;

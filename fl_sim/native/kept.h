@@ -5,12 +5,13 @@
 
 namespace {
 
-// The length of a vector that becomes known part by part. The squares of a run of numbers are added as soon as the run is known,
-// while it is still in a fast cache. The sums of the runs are added in their order, whichever was known first.
+// The length (L2 norm) of a vector that is computed part by part. As soon as a run of numbers is complete, its squares are added,
+// while the numbers are still in a fast cache. At the end the sums of all runs are added in the order of the runs, so the result
+// does not depend on the order of the parts.
 class Length {
   public:
-    // Must be called before the first part of a vector. ``numbers``: the vector, ``count`` numbers followed by zeros. ``factors``: a
-    // factor for each number; null: none.
+    // Prepares for a new vector; must be called before its first part. ``numbers``: the vector, ``count`` numbers followed by
+    // zeros. ``factors``: a factor for each number; null: none.
     void start(const float* numbers, const float* factors, long count) {
         numbers_ = numbers, factors_ = factors, count_ = count, at_ = -1;
         squares_.assign((count + RUN - 1) / RUN, UNKNOWN);
@@ -43,7 +44,7 @@ class Length {
     }
 
     const float *numbers_ = nullptr, *factors_ = nullptr;
-    long count_ = 0, at_ = -1, next_ = 0;  // number of numbers; start of the last part; its next run
+    long count_ = 0, at_ = -1, next_ = 0;  // the number of numbers; the start of the last part; its next run
     std::vector<double> squares_;          // the sum of squares of each run
 };
 

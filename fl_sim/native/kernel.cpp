@@ -3,19 +3,19 @@
 //
 // Layout. A group is LANES records of the minibatch. An activation is [group][channel][row][column][LANES]. The innermost index
 // runs over records, so every step of every layer is one instruction on LANES numbers, for any number of channels. Layers that
-// work on planes (the images of channels) process one group at a time, as its activations fit in the L2 cache. Linear layers
-// process all groups at once, so that their weights are read once per minibatch. Missing records in a smaller minibatch are
-// zeros, and the gradient of their loss is set to zero.
+// work on planes (the images of channels) process one group at a time, because the activations of one group fit in the L2 cache.
+// Linear layers process all groups at once, so that their weights are read once per minibatch. Missing records in a smaller
+// minibatch are zeros, and the gradient of their loss is set to zero.
 //
 // Words. A slope is the gradient of the loss by a number that a layer has computed. A tap is a position of a kernel. A place is a
-// position in a plane. A sink receives a gradient part by part as soon as it is known (optimizer.h).
+// position in a plane. A sink is an object that receives a gradient part by part, as soon as each part is known (optimizer.h).
 //
 // Fusion. A convolution with the ReLU and the 2 x 2 pooling that follow is one layer. It writes the pooled output and, as a byte,
 // the position of the maximum in each pooling window. A linear layer's weights are updated as soon as their gradient is known.
 //
 // Second derivatives. FedMix's loss contains the derivative of cross-entropy along a record. If every layer is linear apart from
 // ReLU and pooling, this derivative passes forward and backward through the same layers, as additional groups: the derivative
-// groups. They use the ReLUs and the maxima of the groups that they belong to, their origins (``Flow``).
+// groups. Each derivative group belongs to an ordinary group, its origin. It uses the origin's ReLUs and maxima (``Flow``).
 //
 // Order of sums. A client is trained by one thread, and all loops are sequential. So the bits depend on the arguments and the
 // compiler only.
@@ -90,7 +90,8 @@ bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
     return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
 }
 
-// Returns 0, or the error code (see fl_sim_train) of a number in the request that would cause an invalid memory access.
+// Checks the request for numbers that would cause an invalid memory access. Returns 0, or the error code of the fault (see
+// fl_sim_train).
 int fault_of(const Request& request) {
     const int64_t count = request.num_examples;
     if (request.num_layers < 1) return 1;
@@ -265,7 +266,7 @@ int guarded(const Work& work) try {
     return 1;
 }
 
-#ifndef FL_SIM_BFLOAT16  // compiled once for every width, and not for each kind of products
+#ifndef FL_SIM_BFLOAT16  // this part is compiled once for every width, and not again for each kind of products
 // Writes sum_i factors[i] * vectors[i], each of ``size`` numbers: in float64, in order, with one fused multiply-add for each
 // number, rounded at the end. The sums of a block fit in the L1 cache.
 void add_up(const float* const* vectors, const double* factors, int64_t count, int64_t size, float* sums) {
@@ -322,9 +323,9 @@ void OF_WIDTH(fl_sim_clock)(double* ticks) {
 }
 #endif
 
-// Trains ``count`` clients, one after another, up to the first one that fails. Returns 0 for success. 1: the layers do not fit
-// each other, the input or ``num_params``. 2: not enough memory. 3: a label is no class. 4: an index in ``order`` or ``partners``
-// is no record, or there is nothing to do.
+// Trains ``count`` clients, one after another, up to the first one that fails. Returns an error code, 0 for success. 1: the
+// layers do not fit each other, the input or ``num_params``. 2: not enough memory. 3: a label is no class. 4: an index in
+// ``order`` or ``partners`` is no record, or there is nothing to do.
 int OF_WIDTH(fl_sim_train)(const Request* requests, int64_t count, double* mean_losses) {
     return guarded([&] {
         for (int64_t client = 0; client < count; client++)

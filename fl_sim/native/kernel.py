@@ -19,10 +19,10 @@ from fl_sim.types import Precision, Trained
 
 Rows: TypeAlias = Literal["logits", "features"]
 
-_TOGETHER = 64  # records per forward pass of ``Kernel.infer``, which then loads the weights once for all of them
+_TOGETHER = 64  # records per forward pass of ``Kernel.infer``; a pass loads the weights once for all its records
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
-"""The expected result of the C function fl_sim_layout, if the library's request structure has the same fields."""
+"""The expected result of the C function fl_sim_layout. Another result means another request structure."""
 
 _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
@@ -32,7 +32,7 @@ class PreparedTraining:
     """The training of several clients, prepared in memory for one call of the library.
 
     ``params``, ``buffers``: the tensors that receive the trained parameters and momentum buffers of each client.
-    ``held``: the owner of the memory to which ``requests`` point. ``function``: the C function to call.
+    ``held``: the object that owns the memory behind the pointers in ``requests``. ``function``: the C function to call.
     """
 
     stack: Stack
@@ -82,8 +82,8 @@ class Kernel:
 
     ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
     ``has_bfloat16``: True if the processor can compute products of bfloat16 numbers. ``has_amx``: True if the processor
-    also has AMX for such products, and the operating system and the library allow its use. AMX are Intel's matrix
-    instructions.
+    also has AMX for such products, and the operating system and the library allow its use. AMX is the name of Intel's
+    matrix instructions.
     """
 
     library: ctypes.CDLL
@@ -96,10 +96,10 @@ class Kernel:
 
         ``precision`` "bfloat16" needs ``has_bfloat16``. The factors of products are rounded to 8 bits, and the products
         are added in float32. This rounding applies to linear layers. In convolutions it applies to the output and to
-        the gradient of the input. Without AMX the rounding has three exceptions. The first exception is the backward
-        pass through pooling. The second exception is the gradient of a convolution's weights (unless the convolution
-        reads the records and pools). The third exception is a convolution with kernels of 3 x 3 pixels and 8 or more
-        channels. Most of these convolutions use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
+        the gradient of the input. Without AMX, three kinds of products are not rounded. The first kind is the backward
+        pass through pooling. The second kind is the gradient of a convolution's weights (unless the convolution is the
+        model's first layer, with pooling). The third kind is a convolution with kernels of 3 x 3 pixels and 8 or more
+        channels; most of these convolutions use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
 
         Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes. Raises
         ValueError for tensors of wrong length or type, and for an unsupported precision.

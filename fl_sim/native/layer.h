@@ -11,7 +11,7 @@ namespace {
 
 enum Kind { CONV = 0, POOL = 1, RELU = 2, LINEAR = 3, NORM = 4, ADD = 5, AVERAGE = 6, DROP = 7 };
 constexpr int FIELDS = 18;  // the number of fields in a layer's description; layers.py names them
-constexpr long MOST_NUMBERS = 1L << 30;  // the most numbers of one record in one node, so that 32-bit counters do not overflow
+constexpr long MOST_NUMBERS = 1L << 30;  // the largest size of one record's activation in a node, so that 32-bit counters do not overflow
 constexpr int MOST_WIDE = 1 << 15;       // the largest side of a kernel, and the largest border, for the same reason
 
 struct Image {  // the sizes of an activation: one plane of vectors for each channel, with a border of zeros
@@ -29,7 +29,7 @@ struct Image {  // the sizes of an activation: one plane of vectors for each cha
     }
 };
 
-// Writes planes without a border, [channel][row][column], to planes with one.
+// Copies planes without a border, [channel][row][column], to planes with a border.
 inline void add_border(const vec* bare, const Image& shape, vec* to) {
     for (int channel = 0; channel < shape.channels; channel++)
         for (int y = 0; y < shape.height; y++, bare += shape.width)
@@ -82,7 +82,7 @@ struct Layer {
         if (kind == NORM) return out.channels;
         return kind == LINEAR ? long(out.channels) * in.features() : 0;
     }
-    bool is_changed() const { return dropout > 0 || factor != 1; }  // by dropout or a factor, after its own computation
+    bool is_changed() const { return dropout > 0 || factor != 1; }  // true if dropout or a factor changes the layer's outputs
     long num_biases() const { return has_bias ? out.channels : 0; }
 };
 
@@ -92,7 +92,7 @@ inline bool has_window(const int32_t* field, const Image& in) {
         const long kernel = field[2 + axis], stride = field[4 + axis], padding = field[6 + axis];
         if (kernel < 1 || kernel > MOST_WIDE || stride < 1 || padding < 0 || padding >= kernel) return false;
         if ((axis ? in.width : in.height) + 2 * padding < kernel) return false;
-        if (field[0] == POOL && 2 * padding > kernel) return false;  // a window could contain border pixels only
+        if (field[0] == POOL && 2 * padding > kernel) return false;  // else a window could consist of border pixels only
     }
     return true;
 }
@@ -118,7 +118,8 @@ inline bool is_known(const int32_t* field, const Image& in) {
     return false;
 }
 
-// Returns the layer for a description that ``is_known``. ``in``: the sizes of its input. ``Graph`` sets the borders later.
+// Returns the layer for a description that ``is_known`` has accepted. ``in``: the sizes of its input. ``Graph`` sets the borders
+// later.
 inline Layer read_layer(const int32_t* field, const Image& in) {
     Layer layer{};
     layer.kind = Kind(field[0]);
@@ -161,7 +162,7 @@ inline void reserve(Layer& layer, int groups) {
     layer.flipped.resize(layer.num_weights() + LANES);
 }
 
-// The slopes of a group: the gradient of the loss by a convolution's output before ReLU and pooling; and their layout.
+// The slopes of a group, and their layout. Slopes are the gradient of the loss by a convolution's output before ReLU and pooling.
 struct Slope {
     const vec* values;
     Image image;
@@ -177,12 +178,13 @@ struct Flow {
     int origin;
     bool is_derivative;
 
-    // Returns the result of the layer's ReLU, if it has one, for ``value`` at the index ``at`` of the output.
+    // Applies the layer's ReLU to ``value``, at the index ``at`` of the output. Returns ``value`` itself if the layer has no
+    // ReLU.
     vec let_through(const Layer& layer, long at, vec value) const {
         if (!layer.relu) return value;
         return !is_derivative ? rectified(value) : passed[at] > 0.0f ? value : vec{};
     }
-    // The same in the backward pass: returns the gradient before the ReLU.
+    // Returns the gradient before the ReLU from the ``gradient`` after the ReLU, at the index ``at`` of the output.
     vec let_back(const Layer& layer, long at, vec gradient) const {
         return !layer.relu || passed[at] > 0.0f ? gradient : vec{};
     }

@@ -79,8 +79,8 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
 
     Return None if the compiled trainer does not support the model. Supported are Conv2d, GroupNorm, MaxPool2d,
     AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our ResidualBlock in (nested) Sequential. The last layer
-    must be Linear. Shared parameters and hooks are not supported. Frozen parameters are described as trained ones are.
-    ``input_shape``: the shape of one record, (channels, height, width) or (features,).
+    must be Linear. Shared parameters and hooks are not supported. The description does not tell frozen parameters from
+    trained ones. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
@@ -158,11 +158,11 @@ def slower_here(stack: Stack) -> str:
 
 @dataclass
 class _Rows:
-    """The layers that have been described so far. Some of them are fused.
+    """The descriptions of a model's layers, while they are being collected. Two layers may be fused to one row.
 
     Nodes have numbers: 0 is the input, i + 1 the output of row i. The ``source`` of a row is the node that it reads.
-    ``node``: the node that the next layer reads. ``is_flat``: True if that node is a vector, without height and width.
-    ``is_fork``: True if other layers read that node, too, so that no layer may be fused with the row that computes the
+    ``node``: the node that the next layer reads. ``is_flat``: True if this node is a vector, without height and width.
+    ``is_fork``: True if other layers read this node, too; then no layer may be fused with the row that computes the
     node. ``seen``: the ids of all modules so far.
     """
 

@@ -1,4 +1,4 @@
-// Linear layers, for all groups of a minibatch at once. Each part of a gradient goes to its sink as soon as it is computed.
+// Linear layers, for all groups of a minibatch at once. Each part of a gradient is passed to its sink as soon as it is computed.
 #pragma once
 
 #include "factors.h"
@@ -6,7 +6,8 @@
 
 namespace {
 
-// out[group][o] = bias[o] + sum_i weights[o * along + i * across] * in[group][i], for OUTPUTS outputs and GROUPS groups.
+// The arguments of the product out[group][o] = bias[o] + sum_i weights[o * along + i * across] * in[group][i], for OUTPUTS
+// outputs and GROUPS groups.
 struct Product {
     const Factors::Values* in;
     long inputs;  // the number of numbers, or of pairs of numbers
@@ -48,7 +49,7 @@ void multiply_rows(const Product& product, int group, int end, long output, cons
     if (end - group == 1) multiply_part<OUTPUTS, 1>(product, group, output, weights);
 }
 
-// Returns the number of groups whose inputs, 1 MB, fit in the L2 cache.
+// Returns the number of groups that are processed together: their inputs, 1 MB, fit in the L2 cache.
 inline int groups_at_once(long inputs) { return int(std::max(4L, (1L << 14) / inputs / 4 * 4)); }
 
 // Returns the number of blocks of four vectors of columns that fit in the L2 cache, for all records.
@@ -158,8 +159,8 @@ void linear_steps(const Sink& sink, const Slopes<Of>& given) {
     }
 }
 
-// A sink that adds to ``gradient``, an array with LANES spare numbers. Vectors may reach into the next row, which is written
-// later.
+// A sink that adds to ``gradient``, an array with LANES spare numbers. A vector at the end of a row may overwrite the start of
+// the next row, because the next row is written later.
 struct Added {
     float* gradient;
 
@@ -174,7 +175,7 @@ struct Added {
 };
 
 #ifndef FL_SIM_AMX
-struct LinearRoom {};  // shared memory of all layers: none is needed
+struct LinearRoom {};  // memory that all layers share: here none is needed
 
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows, LinearRoom&) {

@@ -18,7 +18,7 @@ struct Mix {
 struct Terms;
 
 struct Batch {
-    const int64_t *labels, *chosen;  // the labels of all records of the client; the indices of the batch's records
+    const int64_t *labels, *chosen;  // labels: of all records of the client; chosen: the indices of the batch's records
     int count, groups, classes;
     const Mix* mix;                  // null: no mixing
     int64_t partner;

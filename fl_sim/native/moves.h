@@ -1,4 +1,4 @@
-// Image augmentation: a window is cut out of the padded image, and mirrored or not.
+// Image augmentation: a window is cut out of the padded image, and may be mirrored.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,8 @@ struct Moves {
     int64_t crop;
 };
 
-// Returns the row or column of an image of ``size`` rows or columns that reflection at the edges puts at ``place``.
+// Returns the row (or column) of an image whose content padding by reflection puts at ``place``. ``size``: the number of rows (or
+// columns).
 int64_t reflected(int64_t place, int64_t size) {
     return std::max<int64_t>(0, size - 1 - std::abs(size - 1 - std::abs(place)));
 }

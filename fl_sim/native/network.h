@@ -18,7 +18,7 @@ namespace {
 
 class Network {
   public:
-    // ``graph``: with its memory allocated for minibatches of ``groups`` groups.
+    // ``graph``: its memory must be allocated for minibatches of ``groups`` groups.
     Network(Graph graph, int groups) : graph_(std::move(graph)), spatial_(graph_), dropout_(graph_, groups) {
         long widest = graph_.layers.back().out.channels, widest_output = 0;
         for (const Layer& layer : graph_.layers) {
@@ -44,7 +44,7 @@ class Network {
         return loss;
     }
 
-    // Must be called before a client's first step. ``masks``: the key of the random dropout masks.
+    // Prepares for a client; must be called before the client's first step. ``masks``: the key of the random dropout masks.
     void begin(uint64_t masks) { dropout_.start(masks); }
 
     // Rearranges the weights for the passes of a minibatch.
@@ -83,9 +83,9 @@ class Network {
         return loss;
     }
 
-    // Passes the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss. ``climb``: null, or the ascent step
-    // that led to ``params`` from the weights of the previous call. Then the batch is the same and its records are laid out
-    // already, and ``params`` lacks the weights of a linear layer that reads these records.
+    // Passes the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss. ``climb``: null, or the ascent
+    // step from the weights of the previous call to ``params``. With an ascent step, the batch is that of the previous call, and
+    // its records are already laid out. ``params`` then lacks the weights of a linear layer that reads these records.
     template <class Sink>
     double descend(const float* inputs, const Batch& batch, const float* params, const Climb* climb, const Sink& sink) {
         start(params);
@@ -107,7 +107,7 @@ class Network {
         return objective_.turn(batch, logits_.data(), moving, features(), num_features());
     }
 
-    // ``climb``: see ``descend``. ``dropout``: the masks; null: no dropout.
+    // The forward pass of a batch. ``climb``: see ``descend``. ``dropout``: the masks; null: no dropout.
     void forward(const float* inputs, const Batch& batch, const float* params, const Climb* climb, const Dropout* dropout) {
         origins_ = batch.groups;
         groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
@@ -125,8 +125,8 @@ class Network {
         return std::min(LANES, batch.count - group % origins_ * LANES);
     }
 
-    // Writes up to LANES records with the record innermost; missing records are zeros. The values of a derivative group are those
-    // of the partner record.
+    // Writes up to LANES records in the layout with the record as the innermost index; missing records are zeros. The values of a
+    // derivative group are those of the partner record.
     NOINLINE void gather(const float* inputs, const Batch& batch, int group) {
         const Timed timed(RECORDS, FORWARD);
         const Image& shape = graph_.nodes[0].image;
@@ -203,7 +203,7 @@ class Network {
                 const vec* out = graph_.nodes[index + 1].at(0);
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
-            if (index > graph_.first_trained) {  // before the weights' gradient, as the sink may change the weights
+            if (index > graph_.first_trained) {  // must come before the weights' gradient, because the sink may change the weights
                 const Factors::Weight* columns = Factors::columns(params + layer.weight, outputs, inputs, weight_room_);
                 multiply({Factors::features(slopes, outputs, groups_, feature_room_), num_factors(outputs), next, inputs, columns,
                           1, inputs, nullptr, false}, groups_, [&](long input, long) { return columns + input; }, linear_room_);
@@ -236,9 +236,9 @@ class Network {
     Spatial spatial_;
     Dropout dropout_;
     Objective objective_;
-    std::vector<vec> logits_, other_;  // logits, and gradients between linear layers, [group][feature]
+    std::vector<vec> logits_, other_;  // the logits, and the gradients between linear layers, [group][feature]
     std::vector<vec> flat_;            // a group's inputs without a border
-    std::vector<Factors::Values> rows_;         // a linear layer's inputs, with the feature innermost
+    std::vector<Factors::Values> rows_;         // a linear layer's inputs; the feature is the innermost index
     std::vector<Factors::Values> record_rows_;  // the same for the first layer, if it is linear
     Factors::Room feature_room_, weight_room_;  // memory for the operands of a linear layer
     LinearRoom linear_room_;
@@ -249,7 +249,7 @@ class Network {
     std::vector<float> slope_, above_; // for an ascent step: the gradient, and the weights after the step
     Length whole_length_, slope_length_;
     std::vector<float> climbed_;       // some rows of the first layer's weights after an ascent step, if it is linear
-    int groups_ = 0, origins_ = 0;     // of this minibatch: all groups, and those that are no derivative groups
+    int groups_ = 0, origins_ = 0;     // the number of groups of this minibatch; the number of those that are no derivative groups
 };
 
 }  // namespace

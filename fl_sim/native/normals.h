@@ -1,4 +1,4 @@
-// Normal random numbers from uniform random bits, in one pass: the same numbers as in fl_sim/privacy/mechanisms.py.
+// Normal random numbers from uniform random bits, in one pass. fl_sim/privacy/mechanisms.py computes the same numbers.
 //
 // A number N is computed from one or two words. The last bit of ``first`` is its sign. first >> 1, then ``second``, are the first
 // binary digits of U = P(|N'| > |N|). The quantile is Wichura's (1988, algorithm AS 241, PPND16), with an error of about 2^-50.
@@ -38,7 +38,7 @@ inline double middle_quantile(double q) {
     return q * polynomial<7>(ABOVE, r) / polynomial<7>(BELOW, r);
 }
 
-// The same in the tail, for r = sqrt(-log(probability)) <= 5.
+// Returns x in the tail of the distribution, for r = sqrt(-log(P(N > x))) <= 5.
 inline double near_tail(double r) {
     constexpr double ABOVE[8] = {1.42343711074968357734e0,  4.63033784615654529590e0,  5.76949722146069140550e0,
                                  3.64784832476320460504e0,  1.27045825245236838258e0,  2.41780725177450611770e-1,
@@ -49,7 +49,7 @@ inline double near_tail(double r) {
     return polynomial<7>(ABOVE, r - 1.6) / polynomial<7>(BELOW, r - 1.6);
 }
 
-// The same for r > 5, which happens once in 10^11 numbers.
+// Returns x as ``near_tail`` does, for r > 5. This happens once in 10^11 numbers.
 inline double far_tail(double r) {
     constexpr double ABOVE[8] = {6.65790464350110377720e0,  5.46378491116411436990e0,  1.78482653991729133580e0,
                                  2.96560571828504891230e-1, 2.65321895265761230930e-2, 1.24266094738807843860e-3,
@@ -60,14 +60,14 @@ inline double far_tail(double r) {
     return polynomial<7>(ABOVE, r - 5.0) / polynomial<7>(BELOW, r - 5.0);
 }
 
-// log(x) for a normal float64 number, as in fdlibm, with an error below one unit in the last place.
+// Returns log(x) as fdlibm does, with an error below one unit in the last place. ``x``: a float64 number that is not subnormal.
 inline double log_of(double x) {
     constexpr double LG[7] = {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
                               2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
                               1.479819860511658591e-01};
     int64_t bits;
     std::memcpy(&bits, &x, 8);
-    bits += 0x3ff0000000000000 - 0x3fe6a09e00000000;  // so that the mantissa is close to 1
+    bits += 0x3ff0000000000000 - 0x3fe6a09e00000000;  // shifts the exponent so that the mantissa is close to 1
     const double power = double(int32_t((bits >> 52) - 1023));
     bits = (bits & 0x000fffffffffffff) + 0x3fe6a09e00000000;
     double rest;
@@ -118,8 +118,9 @@ void write_normals(const uint64_t* first, const uint64_t* second, long count, do
     }
 }
 
-// Rounds ``scaled``, a number's magnitude times ``ratio`` next to the boundary between two integers: compares the digits of U with
-// the probability of the boundary. Returns a negative number if float64 does not decide.
+// Rounds ``scaled`` to an integer. ``scaled`` is the magnitude of a number times ``ratio``, and lies close to the boundary
+// between two integers. The function compares the digits of U with the probability of the boundary. It returns a negative number
+// if float64 is too coarse to decide.
 NOINLINE double rounded_at_boundary(uint64_t word, double scaled, double ratio) {
     const double below = std::floor(scaled), tail = std::erfc((below + 0.5) / ratio * 0.70710678118654752440);
     const double apart = double(int64_t(word >> 1)) * 0x1p-63 - tail;
@@ -148,7 +149,7 @@ long round_some_normals(const uint64_t* words, long count, double ratio, double*
     return num_undecided;
 }
 
-// The same for any number of normal numbers.
+// Does the same as ``round_some_normals`` for any number of normal numbers.
 long write_rounded_normals(const uint64_t* words, long count, double ratio, double* made, int64_t* undecided) {
     long num_undecided = 0;
     for (long start = 0; start < count; start += NORMALS_AT_ONCE) {

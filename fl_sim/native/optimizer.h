@@ -9,9 +9,9 @@ namespace {
 struct Moments {
     static constexpr double FIRST_KEPT = 0.9, SECOND_KEPT = 0.999;
     float *first, *second;
-    float first_share, second_share;  // the total weight of gradients in a mean; its initial zeros have the rest
+    float first_share, second_share;  // the total weight of all gradients in a running mean; the rest of the weight is on its initial zeros
 
-    // Must be called before step number ``step``, counted from 1.
+    // Prepares for step number ``step``, counted from 1; must be called before the step.
     void begin(int64_t step) {
         first_share = float(1 - std::pow(FIRST_KEPT, double(step)));
         second_share = float(1 - std::pow(SECOND_KEPT, double(step)));
@@ -32,8 +32,8 @@ struct Moments {
 // A sink receives the parts of a gradient as soon as they are known. It has the functions
 //     step<PLAIN>(at, gradient, count): receives ``count`` numbers of the gradient, at most LANES, for the parameters from index
 //         ``at`` on; numbers after these stay unchanged;
-//     finish(at, count): the first ``count`` numbers of a layer, from index ``at`` on, are complete;
-//     is_plain(): true if ``step<true>``, a faster version for plain SGD, gives the same result.
+//     finish(at, count): tells the sink that the first ``count`` numbers of a layer, from index ``at`` on, are complete;
+//     is_plain(): returns true if ``step<true>``, a faster version for plain SGD, gives the same result.
 //
 // This sink executes the step of torch.optim.SGD, Adam or AdamW. All arrays have LANES spare numbers.
 struct Optimizer {
@@ -41,7 +41,7 @@ struct Optimizer {
     float weight_kept;             // AdamW's factor of a weight before its step; 1: none
     float *params, *buffers;       // buffers: not used without momentum
     const float *anchor, *offset;  // offset: added to the gradient; null: none
-    const float* drift;            // added to the optimiser's direction; null: none
+    const float* drift;            // added to the direction of the optimiser's step; null: none
     const float* trained;          // 0 for a frozen parameter, which never moves, else 1; null: no parameter is frozen
     Moments moments;               // null pointers for SGD
     bool decays = weight_decay != 0, has_momentum = momentum != 0;

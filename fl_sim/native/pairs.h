@@ -11,10 +11,10 @@ namespace {
 
 constexpr double SLACK = 1.0 / (1L << 32);  // see _SLACK in clipping.py
 constexpr long PAIRS_AT_ONCE = 48;          // pairs at a time, so that their rows fit in the L2 cache
-constexpr long SORTED_PAIRS_AT_ONCE = 256;  // with classes more pairs at a time, so that each class has enough rows
+constexpr long SORTED_PAIRS_AT_ONCE = 256;  // pairs at a time if rows have classes: more, so that each class has enough rows
 constexpr long ROWS_AT_ONCE = 96;           // float64 rows at a time, which fit in the L2 cache, too
 
-// A vector of eight lanes on every processor, so that the rounding of sums is the same everywhere.
+// A vector of eight lanes on every processor. So sums are rounded in the same way everywhere.
 typedef double eight __attribute__((vector_size(64)));
 typedef double loose_eight __attribute__((vector_size(64), aligned(8), may_alias));
 
@@ -55,7 +55,8 @@ struct Products {
 
 class ClippedSum {
   public:
-    // Writes the sum, in the order of the discriminator's parameters. The real record of pair i is row chosen[i] of ``real``.
+    // Writes the clipped sum over pairs, in the order of the discriminator's parameters. The real record of pair i is row
+    // chosen[i] of ``real``.
     void write(const Perceptron& net, const Shown& real, const int64_t* chosen, const Shown& fake, double bound,
                double* sum) {
         passage_.begin(net, 1);
@@ -86,7 +87,8 @@ class ClippedSum {
         }
     }
 
-    // The layer of total number ``number``: first come the totals of the first layer by class, then those of the other layers.
+    // Returns the layer to which the totals with the index ``number`` belong. The first totals are those of the first layer, one
+    // for each class; then follow those of the other layers.
     static Linear layer_of(const Perceptron& net, long number) {
         return number < net.num_blocks() ? net.of_class(0, number) : net.layers[number - net.num_blocks() + 1];
     }
@@ -109,7 +111,7 @@ class ClippedSum {
         passage_.back(count);
     }
 
-    // Computes the clipping factor of every row; NaN for rows that count as zero.
+    // Computes the clipping factor of every row. The factor is NaN for rows that count as zero.
     void clip(long pairs, double bound) {
         const Perceptron& net = passage_.net();
         const long count = rows_.count();
@@ -160,7 +162,8 @@ class ClippedSum {
         }
     }
 
-    // A factor of NaN gives zeros: rows that are not finite must be replaced, because 0 * nan is nan.
+    // Multiplies a row by ``factor``. If the factor is NaN, the result is zeros. A factor of 0 could not do this, because 0 * nan
+    // is nan.
     static void scale(const float* from, double factor, long count, double* to) {
         if (std::isnan(factor))
             std::fill_n(to, count, 0.0);

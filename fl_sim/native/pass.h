@@ -25,8 +25,8 @@ struct Pass {  // forward pass, or backward pass to the input with the flipped w
     const float* bias;  // null: no bias
     bool relu;
     int first_row, end_row;  // the rows of ``in`` outside of this range are zero
-    const vec* passed;       // null; for a derivative group its origin's output, whose ReLUs and maxima (``chosen``) it uses
-    bool adds = false;       // true: add to the numbers in ``out``; without pooling and ReLU
+    const vec* passed;       // for a derivative group the output of its origin, whose ReLUs and maxima (``chosen``) the group uses; else null
+    bool adds = false;       // true: add to the numbers in ``out``; only without pooling and ReLU
     int planes() const { return in_shape.channels / Factors::EACH; }            // the number of planes: of channels, or of whole pairs of channels
     bool is_odd() const { return in_shape.channels % Factors::EACH != 0; }      // true if one channel is left without a partner; its pairs are pairs of rows
     long per_output() const { return long(planes() * kernel_y + is_odd() * ((kernel_y + 1) / 2)) * kernel_x; }

@@ -128,7 +128,7 @@ class Packed {
         multiply_rows<float>({in.at, in.stride, 1, forward_, columns_, layer.inputs, bias_, 0}, in.count, columns_, take);
     }
 
-    // Computes the loss's derivative by the layer's inputs from the derivative by its outputs.
+    // Computes the derivative of the loss by the layer's inputs, from the derivative by its outputs.
     template <class Take>
     void back(const Linear& layer, const Rows& errors, const Take& take) const {
         multiply_rows<float>({errors.at, errors.stride, 1, back_, inputs_, layer.outputs, nullptr, 0}, errors.count,
@@ -141,10 +141,12 @@ class Packed {
     long columns_ = 0, inputs_ = 0;
 };
 
-// The passes of a perceptron: the inputs of each layer, and the loss's derivative by its outputs (errors). Rows are sorted by class.
+// The memory and the functions for the passes of a perceptron. It holds each layer's inputs and errors. An error is the
+// derivative of the loss by an output. Rows are sorted by class.
 class Passage {
   public:
-    // ``goes_back_to``: the first layer for which the derivative by its inputs is needed.
+    // Prepares the passes of ``net``. ``goes_back_to``: the index of the first layer for which the derivative by its inputs is
+    // needed.
     void begin(const Perceptron& net, long goes_back_to) {
         net_ = net;
         packed_.resize(net.num_layers), first_.resize(net.num_blocks());
@@ -220,7 +222,8 @@ class Passage {
         });
     }
 
-    // Pads the inputs of a layer. The number after a row's inputs is 1 if the layer has biases: they are the weights of this input.
+    // Pads the inputs of a layer. If the layer has biases, one more input of 1 follows a row's inputs; the biases are the weights
+    // of this input.
     void fill_up(long layer, long count) {
         entered(layer, count).fill_up(layer < net_.num_layers && net_.layers[layer].bias ? 1.0f : 0.0f);
     }

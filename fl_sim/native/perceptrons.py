@@ -85,7 +85,7 @@ def is_perceptron(net: nn.Module) -> bool:
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False
-    for layer in layers[1::2]:  # the backward pass reads the sign of an input from the output, so slopes must be >= 0
+    for layer in layers[1::2]:  # slopes must be >= 0, because the backward pass reads an input's sign from the output
         if not isinstance(layer, nn.ReLU) and not (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0):
             return False
     linear = layers[::2]

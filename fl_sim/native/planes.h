@@ -58,7 +58,8 @@ void add_forward(const Layer& layer, const Image& other, const Flow& flow) {
         }
 }
 
-// The gradient by either input; in place if ``back`` is ``gradient``. ``adds``: true: add it to the numbers in ``back``.
+// Writes the gradient by one of the two inputs to ``back``, which may be ``gradient`` itself. ``adds``: true: add it to the
+// numbers in ``back``.
 void add_backward(const Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds = false) {
     for (int channel = 0; channel < layer.out.channels; channel++)
         for (int y = 0; y < layer.out.height; y++) {

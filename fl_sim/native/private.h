@@ -17,8 +17,8 @@ namespace {
 // The bounds on the norm of a record's gradient, see fl_sim/clipping.py. private_steps.py has these structures, field by field.
 struct Bounds {
     double limit;             // the largest norm
-    double stability;         // of automatic clipping, 0 for none
-    const double* of_layers;  // null, or each layer with parameters is clipped by itself: its largest norm
+    double stability;         // the constant of automatic clipping; 0 for other clipping rules
+    const double* of_layers;  // the largest norm for each layer with parameters, if each layer is clipped separately; else null
 };
 
 // The arguments for one client's private steps, beside its Request.
@@ -28,7 +28,7 @@ struct PrivateSteps {
     int64_t everybody;        // not 0: all records join
     Bounds bounds;
     double ratio, spacing;    // the noise's standard deviation in grid steps; the grid step
-    double divisor;           // of the sum with noise
+    double divisor;           // the number that divides the sum with noise
     double (*exactly)(int64_t step, int64_t place);  // returns an undecided number of the noise, in grid steps; NaN: it failed
 };
 
@@ -37,7 +37,7 @@ constexpr long TILES_AT_ONCE = 4;            // tiles of ROWS_AT_ONCE rows of we
 
 class ClippedSums {
   public:
-    // ``graph``: without dropout and normalisation, with its memory allocated for ``groups`` groups.
+    // ``graph``: a graph without dropout and normalisation, whose memory is allocated for ``groups`` groups.
     ClippedSums(Graph graph, int groups) : graph_(std::move(graph)), spatial_(graph_, true), most_(groups) {
         long widest = graph_.layers.back().out.channels;
         slopes_.resize(graph_.layers.size());
@@ -56,8 +56,8 @@ class ClippedSums {
         flat_.resize(graph_.nodes[0].image.features());
     }
 
-    // Calls ``sink(at, count, sums)`` for parts of the sum of the clipped gradients of ``count`` chosen records: each part once, as
-    // soon as it is known. The sink may change the parameters from ``at`` on.
+    // Computes the sum of the clipped gradients of ``count`` chosen records. Calls ``sink(at, count, sums)`` once for each part
+    // of the sum, as soon as the part is known. The sink may change the parameters from ``at`` on.
     template <class Sink>
     void pass(const float* inputs, const int64_t* labels, const int64_t* chosen, long count, const float* params,
               const Bounds& bounds, const Sink& sink) {
@@ -139,8 +139,9 @@ class ClippedSums {
 
     ByRecord& factor(int index, int group) { return factors_[index * most_ + group]; }
 
-    // Computes each record's factor for each layer: 1 up to the largest norm, less above it, or as ``stability`` tells. All are 0 if
-    // the gradient is not finite.
+    // Computes the clipping factor of each record for each layer. It is 1 for a norm up to the largest norm, and less for a
+    // larger norm; with automatic clipping it depends on ``stability``. All factors of a record are 0 if its gradient is not
+    // finite.
     void clip(const Bounds& bounds) {
         const double* limit = bounds.of_layers ? bounds.of_layers : &bounds.limit;
         for (int group = 0; group < groups_; group++) {
@@ -161,7 +162,7 @@ class ClippedSums {
         }
     }
 
-    // Adds the squares of the records' gradients by the parameters of a layer.
+    // Adds, for each record, the squared norm of the gradient by a layer's parameters to ``squares``.
     void add_squares(int index, int group, ByRecord& squares) {
         const Layer& layer = graph_.layers[index];
         if (index < graph_.first_linear) {
@@ -174,9 +175,9 @@ class ClippedSums {
         if (layer.has_bias) squares.add(of_slopes);
     }
 
-    // Returns the sum of squares over the features of a group, of values [group][feature].
+    // Returns for each record of a group the sum of squares over its features. ``values``: [group][feature].
     static ByRecord sum_of_squares(const vec* values, long features, int group) {
-        ByRecord found, other;  // two, because each sum waits for its last addition
+        ByRecord found, other;  // two sums are faster than one, because each addition to a sum must wait for the previous addition
         values += group * features;
         for (long at = 0; at + 1 < features; at += 2) found.add_square(values[at]), other.add_square(values[at + 1]);
         if (features % 2) found.add_square(values[features - 1]);
@@ -228,7 +229,7 @@ class ClippedSums {
         if (layer.has_bias) add(layer.bias, outputs, sums_.data());
     }
 
-    // Writes the slopes times the factors of the records, [output][record].
+    // Writes the slopes of a layer, multiplied by the records' factors, in float64, [output][record].
     void widen_slopes(int index, long outputs) {
         const vec* slopes = slopes_[index].data();
         for (int group = 0; group < groups_; group++)
@@ -239,8 +240,8 @@ class ClippedSums {
             }
     }
 
-    // Writes the inputs, [input / COLUMNS_AT_ONCE][record][COLUMNS_AT_ONCE]; zeros for a record whose factor is 0, and behind the
-    // last input.
+    // Writes the inputs of a layer in float64, [input / COLUMNS_AT_ONCE][record][COLUMNS_AT_ONCE]. The numbers of a record whose
+    // factor is 0 are zeros, and so are those after the last input.
     void widen_rows(int index, long inputs) {
         to_rows<Factors>(graph_.nodes[index].at(0), inputs, inputs, groups_, rows_.data());
         double* to = wide_rows_.data();
@@ -282,10 +283,10 @@ class ClippedSums {
 
     Graph graph_;
     Spatial spatial_;
-    const int most_;                         // groups at a time
+    const int most_;                         // the largest number of groups at a time
     std::vector<std::vector<vec>> slopes_;   // for each linear layer, [group][output]; those of the last layer begin as logits
     std::vector<vec> boundary_;              // the gradient by the input of the first linear layer, [group][feature]
-    std::vector<vec> by_record_;             // the gradients by the parameters before it, [group][parameter]
+    std::vector<vec> by_record_;             // the gradients by the parameters before the first linear layer, [group][parameter]
     std::vector<vec> rows_, flat_;
     Doubles wide_slopes_, wide_rows_;          // the operands of a layer's product, see widen_slopes and widen_rows
     Doubles sums_;                             // a part of the sum
@@ -312,7 +313,8 @@ class Release {
         : steps_(steps), step_(step), optimizer_(optimizer),
           stream_(steps.noise_keys ? steps.noise_keys + 32 * step : steps.batch_keys) {}
 
-    // Replaces the ``count`` numbers ``sums`` for the parameters from index ``first`` on by the released ones.
+    // Replaces ``sums`` by the released numbers with noise. ``sums`` has ``count`` numbers, for the parameters from index
+    // ``first`` on.
     void operator()(long first, long count, double* sums) {
         const double finer = 1 / steps_.spacing, scale = steps_.spacing / steps_.divisor;
         for (long done = 0; done < count && !failed;) {
@@ -331,7 +333,8 @@ class Release {
     bool failed = false;  // true if an undecided number of the noise is missing
 
   private:
-    // Draws ``count`` numbers of the noise, from index ``at`` on. ``skipped``: the words before it in a block of the key stream.
+    // Draws ``count`` numbers of the noise, from index ``at`` on. ``skipped``: the number of words before the first one in its
+    // block of the key stream.
     void draw(long at, long skipped, long count) {
         for (long word = 0; word < skipped + count; word += ChaCha::WORDS) stream_.write(at - skipped + word, words_ + word);
         const long num_undecided = round_some_normals(words_ + skipped, count, steps_.ratio, noise_, undecided_);

@@ -1,4 +1,4 @@
-"""Private steps (DP-SGD) by the compiled trainer: private.h, which draws batches and noise itself."""
+"""Calls of the compiled trainer for private steps (DP-SGD). Its C++ code (private.h) draws batches and noise itself."""
 
 import ctypes
 from collections.abc import Callable
@@ -40,8 +40,9 @@ class _PrivateSteps(ctypes.Structure):
 class ClippingBounds:
     """The bounds on the norm of a record's gradient, as ``Clipping`` describes them.
 
-    ``limit``: the largest norm. ``stability``: the number of automatic clipping, 0 for none. ``of_layers``: the largest
-    norm of each layer with parameters, (layers,), if each layer is clipped by itself, else None.
+    ``limit``: the largest norm. ``stability``: the constant of automatic clipping (``Clipping``), 0 for other clipping
+    rules. ``of_layers``: the largest norm of each layer with parameters, (layers,), if each layer is clipped by itself,
+    else None.
     """
 
     limit: float
@@ -55,7 +56,7 @@ class ClippingBounds:
         return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
 
     def described(self, stack: Stack) -> _Bounds:
-        """Return the C structure, which is valid as long as these bounds exist.
+        """Return the C structure. It is valid as long as these bounds exist.
 
         Raises ValueError if the number of layers is not that of ``stack``.
         """
@@ -71,9 +72,9 @@ class PrivateDraws:
 
     ``batch_keys``, ``noise_keys``: uint8, (steps, 32), the ChaCha20 keys of each step; ``noise_keys`` is None without
     noise. ``below``: a record joins a step if its random word of 64 bits is below this number, 0 to 2^64. ``bounds``:
-    the bounds on a record's gradient. ``ratio``: the noise's standard deviation in grid steps. ``spacing``: the
-    grid step. ``divisor``: the divisor of the noisy sum. ``exactly(step, place)``: the function that returns a number
-    of the noise whose rounding the compiled code cannot decide, in grid steps.
+    the bounds on a record's gradient. ``ratio``: the noise's standard deviation in grid steps. ``spacing``: the grid
+    step. ``divisor``: the divisor of the noisy sum. ``exactly(step, place)``: a function that returns one number of the
+    noise, in grid steps. The compiled code calls it for numbers whose rounding it cannot decide in float64.
     """
 
     batch_keys: NDArray[np.uint8]
@@ -87,7 +88,10 @@ class PrivateDraws:
 
 
 def is_supported(stack: Stack) -> bool:
-    """Return True if the compiled trainer has private steps for a model: without normalisation, dropout and factors."""
+    """Return True if the compiled trainer supports private steps of a model.
+
+    The model must have no normalisation, no dropout and no factors of outputs.
+    """
     rows = rows_of(stack)
     return all(KINDS[row["kind"]] not in {"norm", "dropout"} and not row["dropout"] | row["factor"] for row in rows)
 
@@ -126,13 +130,13 @@ def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> 
 
 
 def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor) -> KernelJob:
-    """Return a job for private steps, whose batches are drawn later: the order of its records is not initialised."""
+    """Return a job for private steps. The order of its records is not initialised, because batches are drawn later."""
     order = np.empty((task.settings.num_passes(len(labels)), len(labels)), np.int64)
     return KernelJob(task, replace(plan, private=None), inputs, labels, Draws(order, np.empty(0, np.int64)))
 
 
 def clipped_sum(kernel: Kernel, stack: Stack, job: KernelJob, bounds: ClippingBounds) -> NDArray[np.float64]:
-    """Return the sum of the clipped gradients of all records at the received weights, (parameters,), in float64.
+    """Return the float64 sum of all records' clipped gradients at the received weights, (parameters,).
 
     ``bounds``: the bounds on a record's gradient. A gradient that is not finite counts as zeros. Raises ValueError and
     IndexError as ``Kernel.train`` does.

@@ -52,7 +52,8 @@ class Numbers {
     std::vector<Block> blocks_;
 };
 
-// start + sum_k left[row][k] * right[k][column], added from the first to the last k with one rounding each, on any processor.
+// The arguments of the product start + sum_k left[row][k] * right[k][column]. The terms are added from the first to the last k,
+// with one rounding for each term, on any processor.
 template <class T>
 struct Product {
     const T* left;
@@ -76,7 +77,7 @@ INLINE void product_tile(const Product<T>& of, long row, long column, const Take
         typename Vector<T>::Type values[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) values[v] = load_some(right + v * WIDTH<T>);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            // Minus zero: the compiler removes x - 0, but not x + 0, which turns -0 into 0.
+            // The code subtracts zero, because the compiler may remove x - 0. It may not remove x + 0, which turns -0 into 0.
             const auto factor = left[r * of.left_row] - typename Vector<T>::Type{};
             UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = fused(factor, values[v], sums[r][v]);
         }

@@ -25,7 +25,7 @@ NOINLINE double pull(const Pull& term, const Batch& batch, int group, const vec*
     }
     lay_out(term.prototypes, labels, here, numbers, wanted);
     for (long i = 0; i < numbers; i++) {
-        const vec way = strength == 0 ? vec{} : features[i] - wanted[i];  // the prototype of a class that is not present may be NaN
+        const vec way = strength == 0 ? vec{} : features[i] - wanted[i];  // not multiplied by 0, because the prototype of an absent class may be NaN
         square += way * way;
         slopes[i] += strength * (2.0f / float(batch.count)) * way;
     }

@@ -43,11 +43,11 @@ _SPARE = 16  # spare numbers after the last parameter, because the kernel reads 
 class Draws:
     """The random choices in one client's training.
 
-    ``order``: (passes, n), the permutation of the records in every epoch; the last epoch may be used in part only.
-    ``partners``: (steps,), for each step the index of the averaged record in the mixing pool (``LocalPlan.mix``);
-    empty if the plan does not mix. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts and mirroring
-    of images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key, 0 to 2^63
-    - 1, of the random generator for dropout masks (dropout.h).
+    ``order``: (passes, n), the permutation of the records in every epoch; training may use only a part of the last
+    epoch. ``partners``: (steps,), for each step the index of an averaged record in the mixing pool (``LocalPlan.mix``);
+    empty for a plan without mixing. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts and mirroring of
+    images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key of the random
+    generator for dropout masks (dropout.h), from 0 to 2^63 - 1.
     """
 
     order: NDArray[np.int64]
@@ -95,7 +95,7 @@ class KernelJob(NamedTuple):
 
 
 def unknown_settings(settings: LocalSettings) -> list[str]:
-    """Return the names of the fields of ``settings`` that are in use and that the compiled trainer does not support."""
+    """Return the names of the used fields of ``settings`` that the compiled trainer does not support."""
     return sorted(fields_in_use(settings) - TAKES)
 
 
@@ -169,7 +169,7 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """Owns the memory that the compiled trainer reads during a call. Values that clients share are stored once."""
+    """Owns the memory that the compiled trainer reads during a call. Values that clients share are stored only once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -273,7 +273,7 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return the length that a vector of ``size`` numbers has in the memory of the compiled trainer.
+    """Return the padded length of a vector of ``size`` numbers in the memory of the compiled trainer.
 
     The length is a multiple of 16, and at least 16 more than ``size``. The next vector in memory is then aligned to the
     widest SIMD vectors of the compiled code.

@@ -1,10 +1,10 @@
 // The backward pass of a convolution that is followed by 2 x 2 pooling, without multiplying zeros.
 //
-// Pooling passes a gradient to one of four places, and ReLU sets some gradients to zero. So at least three quarters of the
-// slopes are zero, at different places in every record. Therefore the record is not the innermost index here. A record's input is
-// laid out as [row][column][channel], so that the part of a window that lies in one row is one run of consecutive numbers.
-// Every slope that is not zero adds a multiple of its window to the gradient of the weights of its output channel. It also adds
-// a multiple of these weights to the gradient by the window.
+// Pooling passes a gradient to one of four places, and ReLU sets some gradients to zero. So at least three quarters of the slopes
+// are zero, at different places in every record. Therefore the record is not the innermost index here. The layout of a record's
+// input is [row][column][channel]. So the part of a window in one row is one run of consecutive numbers. Every slope that is not
+// zero adds a multiple of its window to the gradient of the weights of its output channel. It also adds a multiple of these
+// weights to the gradient by the window.
 #pragma once
 
 #include "routes.h"
@@ -30,7 +30,7 @@ INLINE void each_listed(const Routes& routes, const RouteShape& shape, const Eac
         }
 }
 
-// gradient += slope * window, for one output and ROWS rows of its kernel
+// Computes gradient += slope * window, for one output and ROWS rows of its kernel.
 template <int ROWS, int VECTORS>
 INLINE void add_rows(const Listed& slopes, const float* in, long row, float* gradient) {
     vec sums[ROWS][VECTORS];
@@ -66,9 +66,10 @@ NOINLINE void to_weights(Routes& routes, const RouteShape& shape, int lane) {
     });
 }
 
-// window's gradient += sum over outputs of slope * weights, for one place and PART vectors of every row of the kernel. The
-// slopes of the left and of the right pooling column have separate sums in registers; a slope of the lower pooling row adds one
-// row further down in them. If the window fits in the registers, too, its multiples are added to the weights' gradient.
+// Adds the sum over outputs of slope * weights to the window's gradient, for one place and PART vectors of every row of the
+// kernel. The slopes of the left and of the right pooling column have separate sums in registers. A slope of the lower pooling
+// row is added one row further down in these sums. If the window also fits in the registers, its multiples are added to the
+// weights' gradient in the same pass.
 template <int ROWS, int VECTORS, int PART>
 INLINE void add_place(const float* values, const uint32_t* going, const RouteShape& shape, const float* weights, float* back,
                       const float* in, float* gradient, long pixel) {
@@ -124,7 +125,7 @@ NOINLINE void to_input_by_place(Routes& routes, const Layer& layer, const RouteS
     if constexpr (REST > 0) add_places<ROWS, VECTORS, REST>(routes, layer, shape, lane, first);
 }
 
-// The same, output by output, without sums in registers.
+// Adds the gradient of one record by its input, output by output, without sums in registers.
 template <int ROWS, int VECTORS>
 NOINLINE void to_input_by_output(Routes& routes, const RouteShape& shape, int lane) {
     each_listed(routes, shape, [&](long output, const Listed& slopes) {
@@ -153,8 +154,8 @@ void follow(Routes& routes, const Layer& layer, const RouteShape& shape, int lan
     }
 }
 
-// The same as conv_backward, for ``count`` records. The weights' gradient stays in ``routes`` until the end of the minibatch or, by
-// record, of the group. ``taker``: receives the gradient by the biases.
+// The backward pass as in ``conv_backward`` (convolution_back.h), for ``count`` records. The weights' gradient stays in
+// ``routes`` until the end of the minibatch or, by record, of the group. ``taker``: receives the gradient by the biases.
 template <class Taker>
 void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int count, const vec* gradient, vec* back,
                      const Taker& taker) {

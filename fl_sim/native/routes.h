@@ -10,22 +10,22 @@ constexpr int MOST_RUN = REGISTERS == 32 ? 8 : 14;  // the most vectors in a row
 
 INLINE long run_vectors(const Layer& layer) { return (long(layer.kernel_x) * layer.in.channels + LANES - 1) / LANES; }
 
-// Returns true if chosen.h applies: to a first convolution, as the gradient by the records is not needed. With 16 registers it
-// would be slower.
+// Returns true if the method of chosen.h applies. It applies to a convolution that is the first layer, because nobody needs the
+// gradient by the records. It would be slower with 16 registers.
 inline bool is_first_pooled(const Layer& layer) {
     if (REGISTERS < 32 || layer.kind != CONV || layer.source || !layer.pooled) return false;
     if (layer.stride_y != 1 || layer.stride_x != 1) return false;
     return layer.kernel_y == layer.kernel_x && (layer.kernel_y == 3 || layer.kernel_y == 5);
 }
 
-// Returns true if routed.h applies and is cheaper. Its cost for each slope is the number of vectors in the kernel plus an
-// overhead. The other code costs four times the numbers in the kernel, divided by LANES.
+// Returns true if the method of routed.h applies and is cheaper. Its cost for each slope is the number of vectors in the kernel
+// plus an overhead. The cost of the other code is four times the number of weights in the kernel, divided by LANES.
 inline bool is_routed(const Layer& layer) {
-    if (HAS_AMX) return false;  // with AMX it is cheaper to multiply the zeros, too
+    if (HAS_AMX) return false;  // with AMX, products with zeros are cheaper than finding the zeros
     if (layer.kind != CONV || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
     if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
     if (layer.corner() != 0) return false;
-    if (Factors::EACH == 2 && is_first_pooled(layer)) return false;  // which supports pairs
+    if (Factors::EACH == 2 && is_first_pooled(layer)) return false;  // chosen.h supports pairs
     const long vectors = run_vectors(layer) * layer.kernel_y;
     if (run_vectors(layer) > MOST_RUN) return false;
     return vectors * 4 / 3 + 7 < 4 * layer.in.channels * layer.taps() / LANES;
@@ -48,7 +48,7 @@ struct Routes {
     std::vector<int> counts;       // the numbers of these slopes: [band][output]
     Floats crossing;               // the slopes again: [record][place][output]
     std::vector<int32_t> ways;     // the place that pooling chose for each slope, 0 to 3, in the same layout
-    std::vector<uint32_t> going;   // of one record: [place][way][LANES outputs], a bit for each slope with this way
+    std::vector<uint32_t> going;   // of one record: [place][way][LANES outputs], one bit for each slope whose way this is
     std::vector<int32_t> written;  // [place]: its index in a plane of the output
     std::vector<int32_t> corners;  // [place]: the start, in a record, of the window of way 0
 };
@@ -126,7 +126,7 @@ inline void finish_routes_by_record(const Routes& routes, const Layer& layer, ve
         }
 }
 
-// Rearranges a group's planes record by record. Writes up to LANES numbers too many; the next record overwrites them.
+// Rearranges a group's planes record by record. Writes up to LANES surplus numbers, which the next record overwrites.
 NOINLINE void to_records(const vec* in, const Image& image, float* records, long record) {
     const long plane = image.plane(), channels = image.channels, numbers = plane * channels;
     long pixel = 0, channel = 0;
@@ -236,7 +236,7 @@ NOINLINE void cross(Routes& routes, const Layer& layer, const PooledSlopes& slop
         }
 }
 
-// Returns true if one pass computes the gradients by input and by weights: then a window is loaded once for all outputs.
+// Returns true if one pass computes the gradients by input and by weights. A window is then loaded only once for all outputs.
 constexpr bool holds_window(long rows, long vectors) { return BY_PLACE && vectors * (2 * rows + 1) <= HELD; }
 
 // Lists the slopes of a record that are not zero, by output and band.

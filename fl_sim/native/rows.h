@@ -1,4 +1,4 @@
-// Rearranges rows of numbers, one row per record, to a layout with the record innermost.
+// Rearranges rows of numbers, one row per record, to a layout in which the record is the innermost index.
 #pragma once
 
 #include "vectors.h"

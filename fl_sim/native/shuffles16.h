@@ -7,7 +7,8 @@ namespace {
 
 constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// The same value in all lanes. ``vec{} + value`` would be an addition, which no compiler may remove, because -0 + 0 is 0.
+// Returns a vector with the same value in all lanes. ``vec{} + value`` would be slower: the compiler may not remove this
+// addition, because 0 + -0 is 0.
 INLINE vec spread(float value) {
     return vec{value, value, value, value, value, value, value, value,
                value, value, value, value, value, value, value, value};
@@ -17,10 +18,11 @@ INLINE vec spread(float value) {
 INLINE ivec widened(bvec value) { return (ivec)_mm512_cvtepi8_epi32((__m128i)value); }
 INLINE bvec narrowed(ivec value) { return (bvec)_mm512_cvtepi32_epi8((__m512i)value); }
 
-// A mask with a bit for every lane in which a comparison is true.
+// Returns a mask with one bit for each lane. The bit is set if the comparison is true in the lane.
 INLINE uint32_t bits(ivec holds) { return _mm512_movepi32_mask((__m512i)holds); }
 
-// Stores the lanes with a bit in ``which`` one after the other. Writes LANES numbers in all, the others with any value.
+// Stores the lanes with a bit in ``which`` one after the other. Writes LANES numbers in total; the last ones have arbitrary
+// values.
 INLINE void store_some(float* to, vec value, uint32_t which) {
     store(to, (vec)_mm512_maskz_compress_ps(__mmask16(which), (__m512)value));
 }
@@ -33,7 +35,7 @@ INLINE float sum(vec value) {
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
-// The sums of four vectors at once, at a third of the cost of four separate sums.
+// Returns the sums of four vectors. One call costs a third of four separate sums.
 INLINE four sums(vec a, vec b, vec c, vec d) {
     const auto ab = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
                     __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
@@ -46,7 +48,7 @@ INLINE four sums(vec a, vec b, vec c, vec d) {
     return __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
 }
 
-// Transposes a 16 x 16 block: four rounds of exchanging rows that are 8, 4, 2 and 1 apart.
+// Transposes a 16 x 16 block in four rounds. They exchange numbers between rows that are 8, 4, 2 and 1 apart.
 INLINE void transpose(vec (&row)[LANES]) {
 #define EXCHANGE(distance, LOW, HIGH)                    \
     UNROLL for (int low = 0; low < LANES; low++) {       \

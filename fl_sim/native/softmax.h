@@ -1,4 +1,4 @@
-// A softmax over some of a few numbers, which a function returns.
+// A softmax over a subset of the numbers that a function returns.
 #pragma once
 
 #include "vectors.h"

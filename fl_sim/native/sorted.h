@@ -1,4 +1,4 @@
-// Rows sorted by class, so that each is multiplied by the weights of its own class alone.
+// Rows sorted by class, so that each row is multiplied by the weights of its own class only.
 #pragma once
 
 #include "products.h"

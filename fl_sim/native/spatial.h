@@ -17,7 +17,7 @@ namespace {
 
 class Spatial {
   public:
-    // ``by_record``: true: ``backward_by_record`` is called in place of ``backward``.
+    // ``by_record``: true if the caller uses ``backward_by_record`` in place of ``backward``.
     explicit Spatial(Graph& graph, bool by_record = false)
         : graph_(graph), by_record_(by_record), routes_(graph.first_linear), winograds_(graph.first_linear) {
         for (int index = 0; index < graph_.first_linear; index++) {
@@ -168,7 +168,7 @@ class Spatial {
     }
 #endif
 
-    // ``slot``: the index of the buffer that ``gradient`` points to; -1: none.
+    // The backward pass of an ADD layer. ``slot``: the index of the buffer that ``gradient`` points to; -1: none.
     void sum_backward(const Layer& layer, int slot, const Flow& flow, vec* gradient) {
         bool stays = false;  // true if the gradient by an input of the sum uses the same buffer
         for (int part : {layer.other, layer.source}) {

@@ -1,7 +1,8 @@
 // While an object of this class lives, numbers below 1.2e-38 (subnormal numbers) count as zero in its thread.
 //
-// A momentum without new gradients, and the probability of a class that a client does not have, decay to such numbers. A
-// processor takes a hundred times as long to compute with them: a client with one class trained three times slower.
+// Two kinds of values decay to such numbers: a momentum without new gradients, and the probability of a class that a client does
+// not have. A processor takes a hundred times as long to compute with subnormal numbers. So a client with a single class trained
+// three times slower.
 #pragma once
 
 #include <cstdint>

@@ -5,11 +5,12 @@
 
 namespace {
 
-// Receives sums of products over places, a vector of records each, and adds their sums over records to ``gradient``.
+// Receives sums of products over places. Each sum is a vector with one number per record. Adds the total over all records to
+// ``gradient``.
 struct OverRecords {
     float* gradient;
 
-    // ``sums``: those of OUTPUTS outputs for one weight; ``apart``: the distance between the weights of two outputs.
+    // ``sums``: the sums of OUTPUTS outputs for one weight. ``apart``: the distance between the weights of two outputs.
     template <int OUTPUTS>
     INLINED void take(long at, long apart, const vec (&sums)[OUTPUTS]) const {
         constexpr int LAST = OUTPUTS - 1;
@@ -19,7 +20,7 @@ struct OverRecords {
     void take(long at, vec sums) const { gradient[at] += sum(sums); }
 };
 
-// Receives the same sums, and stores them: the gradient of each record, [weight][lane].
+// Receives the same sums as ``OverRecords``, and stores them as the gradient of each record, [weight][lane].
 struct ByOneRecord {
     vec* gradients;
 

@@ -49,8 +49,8 @@ inline void adjust(const Terms& terms, int classes, vec* logits) {
     }
 }
 
-// Replaces cross-entropy's gradient by the adjusted logits by the loss's gradient by the logits. ``added``: the gradient of the
-// other terms.
+// Converts a gradient in place: from the gradient of cross-entropy by the adjusted logits to the gradient of the loss by the
+// logits. ``added``: the gradient of the other terms.
 inline void adjust_back(const Terms& terms, int classes, const vec* added, vec* slopes) {
     for (int k = 0; k < classes; k++) slopes[k] = (terms.scale ? slopes[k] * terms.scale[k] : slopes[k]) + added[k];
 }

@@ -115,7 +115,7 @@ void multiply_tiles(const TileProduct& product, const vec* in, vec* out) {
     for (; output < product.outputs; output++) multiply_tiles<1, TILES>(product, output, in, out);
 }
 
-// out = weights * in, for ``tiles`` tiles.
+// Computes out = weights * in, for ``tiles`` tiles.
 NOINLINE void multiply_tiles(const TileProduct& product, int tiles) {
     int tile = 0;
     const auto in = [&] { return product.in + tile * product.in_apart; };
@@ -125,7 +125,7 @@ NOINLINE void multiply_tiles(const TileProduct& product, int tiles) {
     for (; tile < tiles; tile++) multiply_tiles<1>(product, in(), out());
 }
 
-// gradient[output][input] += sum over tiles and lanes of slopes * in. ``inputs``: a multiple of 4; ``outputs``: of ROWS.
+// Computes gradient[output][input] += sum over tiles and lanes of slopes * in. ``inputs``: a multiple of 4; ``outputs``: of ROWS.
 template <int ROWS>
 NOINLINE void add_tile_products(const vec* in, long inputs, long in_apart, const vec* slopes, long outputs,
                                 long slopes_apart, int tiles, float* gradient) {

@@ -35,7 +35,8 @@ typedef float loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4
 INLINE vec load(const float* from) { return *reinterpret_cast<const loose*>(from); }
 INLINE void store(float* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
 
-// An array of numbers with the alignment of vectors: a load across two cache lines costs twice as much.
+// An array of numbers with the alignment of vectors. Without alignment, a load could cross two cache lines, which costs twice as
+// much.
 class Floats {
   public:
     void resize(long count) { vectors_.resize((count + LANES - 1) / LANES); }

@@ -1,4 +1,4 @@
-// Vectors of float64 numbers, half as many as float32 numbers in a vector of the same size.
+// Vectors of float64 numbers. They have half as many numbers as a float32 vector of the same size.
 #pragma once
 
 #include "vectors.h"
@@ -12,7 +12,7 @@ constexpr int WIDE_LANES = LANES / 2;
 INLINE dvec load_wide(const double* from) { return *reinterpret_cast<const loose_double*>(from); }
 INLINE void store_wide(double* to, dvec value) { *reinterpret_cast<loose_double*>(to) = value; }
 
-// a * b + c, rounded once, independently of the compiler's options for sums and products.
+// Returns a * b + c, rounded once, independently of the compiler's options for sums and products.
 #if FL_SIM_LANES == 16
 INLINE vec fused(vec a, vec b, vec c) { return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
 INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c))); }
@@ -24,7 +24,7 @@ INLINE vec fused(vec a, vec b, vec c) { return vec(vfmaq_f32(float32x4_t(c), flo
 INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(vfmaq_f64(float64x2_t(c), float64x2_t(a), float64x2_t(b))); }
 #endif
 
-// The WIDE_LANES numbers at ``from`` in float64.
+// Returns the WIDE_LANES numbers at ``from`` in float64.
 #if FL_SIM_LANES == 16
 INLINE dvec widened_at(const float* from) { return dvec(_mm512_cvtps_pd(_mm256_loadu_ps(from))); }
 #elif FL_SIM_LANES == 8
@@ -33,7 +33,7 @@ INLINE dvec widened_at(const float* from) { return dvec(_mm256_cvtps_pd(_mm_load
 INLINE dvec widened_at(const float* from) { return dvec(vcvt_f64_f32(vld1_f32(from))); }
 #endif
 
-INLINE dvec spread_wide(double value) { return value - dvec{}; }  // minus: the compiler removes x - 0, but not x + 0
+INLINE dvec spread_wide(double value) { return value - dvec{}; }  // a difference, because the compiler removes x - 0, but not x + 0
 
 INLINE double sum_wide(dvec value) {
     double total = 0;
@@ -73,7 +73,7 @@ struct ByRecord {
     void set(int lane, double value) { parts[lane / WIDE_LANES][lane % WIDE_LANES] = value; }
     double total() const { return sum_wide(parts[0] + parts[1]); }
 
-    // The numbers times ``factors``; 0 where the factor is 0, also for numbers that are not finite.
+    // Returns the numbers times ``factors``. The result is 0 where the factor is 0, also for numbers that are not finite.
     ByRecord times(const ByRecord& factors) const {
         ByRecord found;
         UNROLL for (int part = 0; part < 2; part++)

@@ -5,7 +5,8 @@
 
 namespace {
 
-// sums[o][y][x] += weights * window, for OUTPUTS channels at ROWS x COLUMNS places. K, S: side and stride of the kernel; 0: any.
+// Computes sums[o][y][x] += weights * window, for OUTPUTS channels at ROWS x COLUMNS places. K, S: side and stride of the kernel;
+// 0: any.
 template <int OUTPUTS, int ROWS, int COLUMNS, int K, int S>
 INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, vec (&sums)[OUTPUTS][ROWS][COLUMNS]) {
     const int kernel_y = K ? K : pass.kernel_y, kernel_x = K ? K : pass.kernel_x;
@@ -72,7 +73,8 @@ NOINLINE void part(const Pass& pass, int output, int y, int x) {
 
 constexpr int OUTPUTS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // channels whose sums for four places fit in registers
 
-// Computes all channels at one place (COLUMNS 0: a pooled place), some at a time; their common inputs stay in a fast cache.
+// Computes all channels at some places (COLUMNS; 0: one pooled place), a few channels at a time. Their common inputs stay in a
+// fast cache.
 template <int COLUMNS, int K, int S>
 INLINE void place(const Pass& pass, int y, int x) {
     int output = 0;

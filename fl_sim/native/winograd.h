@@ -53,7 +53,8 @@ inline void reserve(Winograd& winograd, Tiles& tiles, const Layer& layer) {
     tiles.rows.resize(std::max<long>(tiles.rows.size(), most * (inputs + LANES)));
 }
 
-// Calls ``each(first, zero)`` for LANES kernels, [output][channel], at a time, and for each of the last kernels alone.
+// Calls ``each(first, zero)`` for LANES kernels, [output][channel], at a time, and separately for each of the last kernels, if
+// fewer than LANES remain.
 template <class Each>
 INLINE void each_kernels(const Layer& layer, const Each& each) {
     const long pairs = long(layer.out.channels) * layer.in.channels;
@@ -103,7 +104,8 @@ INLINE void each_tiles(const Layer& layer, const Each& each) {
     for (int first = 0; first < all; first += most) each(first, std::min(most, all - first));
 }
 
-// Reads SIZE x SIZE numbers. Only ``rows`` x ``columns`` of them exist (none, if one is below 1); the others are zeros.
+// Reads SIZE x SIZE numbers. Only ``rows`` x ``columns`` of these numbers exist (none if ``rows`` or ``columns`` is below 1); the
+// others are zeros.
 template <int SIZE>
 INLINE void read_square(const vec* from, long row, int rows, int columns, vec (&to)[SIZE][SIZE]) {
     if (rows >= SIZE && columns >= SIZE) {
@@ -115,7 +117,7 @@ INLINE void read_square(const vec* from, long row, int rows, int columns, vec (&
         for (int x = 0; x < SIZE; x++) to[y][x] = y < rows && x < columns ? from[y * row + x] : vec{};
 }
 
-// Prefetches a tile of numbers for a later access: the processor does not predict rows that are so short.
+// Prefetches a tile of numbers for a later access. The processor's own prefetching does not help, because the rows are too short.
 INLINE void prefetch_square(const vec* from, long row) {
     UNROLL for (int y = 0; y < TILE; y++)
         UNROLL for (int x = 0; x < TILE; x++) __builtin_prefetch(from + y * row + x);
@@ -246,7 +248,8 @@ INLINE void add_gradient(Winograd& winograd, Tiles& tiles, long inputs, long out
     }
 }
 
-// The same as conv_backward. The weights' gradient stays in ``winograd`` until the end of the minibatch.
+// The backward pass as in ``conv_backward`` (convolution_back.h). The weights' gradient stays in ``winograd`` until the end of
+// the minibatch.
 void winograd_backward(Winograd& winograd, Tiles& tiles, Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds,
                        float* gradients) {
     const Slope slope = slope_of(layer, flow, gradient, false, gradients);
