@@ -98,7 +98,7 @@ class Timm(ImageModel):
             raise _missing("timm", f"timm:{self.name}", "timm") from error
         if not timm.is_model(self.name):
             raise _unknown("timm", self.name, timm.list_models())
-        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")  # as in vision transformers
+        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")  # as vision transformers need
         sized = {"img_size": (height, width)} if is_fixed else {}
         model: nn.Module = timm.create_model(
             self.name, pretrained=False, num_classes=num_classes, in_chans=channels, **sized

@@ -123,7 +123,7 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
         )
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            most = table.num_embeddings - table.padding_idx - 1  # RoBERTa's positions begin after the padding id
+            most = table.num_embeddings - table.padding_idx - 1  # RoBERTa numbers positions from padding_idx + 1
     if isinstance(most, int) and length > most:
         raise UserError(
             f"model {path!r} has {most:,} positions, and the records have {length:,} tokens: set data.max_length={most}"
@@ -145,7 +145,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # a call by the model's own code, with named inputs
+        if not given:  # the model's own code calls forward with named inputs
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-_EXCLUDED: Final = Event()  # set by leave_out; gc.get_freeze_count, which counts all objects, is as slow as a round
+_EXCLUDED: Final = Event()  # set by leave_out; gc.get_freeze_count is slow, because it counts all objects
 
 
 @contextmanager

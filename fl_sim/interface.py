@@ -172,7 +172,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     architecture = experiment.model_copy(update={"model": experiment.model.without_weights})
     model = as_made(procedure_of(job_of(architecture, root)).model())
     found, wanted = dict(layout_of(tensors)), dict(layout_of(model.state_dict()))
-    counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # evaluation does not use it
+    counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # a tensor that evaluation does not use
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:
         raise UserError(
             f"{path} does not fit model {experiment.model}: tensor {wrong[0]} is {found.get(wrong[0], 'missing')} "
@@ -229,7 +229,7 @@ def table(
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), RESULTS / name if out is None else Path(out)
     board = TableState(settings, plan_table(settings, root))
-    with suppress(TimeIsUp):  # then the table has the cells finished so far
+    with suppress(TimeIsUp):  # when the time is up, the table has the cells finished so far
         fill(board, directory, jobs, root, deadline=deadline, progress=progress, tracking=tracking, again=again)
     return TableResult(directory, conclude(board, directory)[0])
 

@@ -191,7 +191,7 @@ class NoiseSource(Protocol):
         """Return the mask of the records that Poisson sampling draws, shape (count,)."""
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> npt.NDArray[np.float64]:
-        """Return ``count`` independent N(0, std^2) numbers, as whole steps of the noise grid."""
+        """Return ``count`` independent N(0, std^2) numbers, each an integer multiple of the noise grid's step."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class LocalPlan:
         kind: Any = type(self)
         used, held = [], vars(self)
         for name, default in _defaults(kind):  # most values are the default object, so ``is`` is tried first
-            if held[name] is not default and (held[name] == default) is not True:  # tensor == number is a tensor
+            if held[name] is not default and (held[name] == default) is not True:  # ``==`` may return a tensor
                 used.append(name)
         return frozenset(used)
 

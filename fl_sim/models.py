@@ -290,7 +290,7 @@ def _build_own(
             _check_again(path, model, trial, logits)  # last, because the error messages about buffers are clearer
             _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():
-            for name, buffer in running_in(model).items():  # undo the change by the test
+            for name, buffer in running_in(model).items():  # the test has changed the buffers
                 buffer.copy_(before[name])
     return model
 

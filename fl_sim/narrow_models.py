@@ -125,8 +125,8 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
             places[name] = (outputs,)
             continue
         inputs = torch.arange(shape[1])
-        if last:  # not the first layer
-            each = 1 if len(shape) > 2 else shape[1] // last  # pixels of a channel in a linear layer
+        if last:  # the first layer keeps all its inputs
+            each = 1 if len(shape) > 2 else shape[1] // last  # inputs of a linear layer per channel
             inputs = (_channels(shape[1] // each, width, first)[:, None] * each + torch.arange(each)).flatten()
         places[name] = (outputs[:, None], inputs[None, :])
         last = shape[0]

@@ -103,7 +103,7 @@ class OneOf:
         has_number = dash and number.isdigit() and numbered in known and is_numbered(numbered, known[numbered])
         if name not in known and has_number:
             name, colon, value = numbered, ":", number
-        names_class = self._accepts_own and value[:1].isupper()  # fedavg:Mine is a class in the user's file fedavg.py
+        names_class = self._accepts_own and value[:1].isupper()  # fedavg:Mine means class Mine in the user's fedavg.py
         path = self._path_of(name)
         if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}

@@ -23,7 +23,7 @@ IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """The pattern of ``package.module:name``."""
 
 PACKAGES: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
-"""The top-level packages of fl-sim. All modules outside of them that are not installed are the user's own code."""
+"""The top-level packages of fl-sim. All other modules that are not installed are the user's own code."""
 
 MAIN: Final = "__main__"
 """The module of a script or notebook. A notebook's code has no file, so the digest of this module is empty."""
@@ -35,7 +35,7 @@ _PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
-_imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, which a reload replaces; digest of the imported file)}
+_imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, digest of its file)}; a reload makes a new spec
 
 
 def load_object(path: str, what: str) -> Any:
@@ -194,7 +194,7 @@ def _imports(name: str, path: Path) -> list[str]:
 
 def _as_imported(name: str, path: Path) -> str:
     spec = _spec(name)
-    if spec is None:  # not imported yet
+    if spec is None:  # the module is not imported yet
         return _digest(path)
     known = _imported.get(name)
     if known is None or known[0] is not spec:

@@ -70,7 +70,7 @@ def check_own_loss(model: nn.Module, *asked: Any) -> None:
 
 
 class _Calling(nn.Module):
-    """A module whose call is the method ``loss_of`` of a model, so that its parameters can be replaced in a call."""
+    """A module whose ``forward`` is ``loss_of`` of a model. A functional call can thus replace its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

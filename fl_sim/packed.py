@@ -85,7 +85,7 @@ class Packing:
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
-            if not is_finite({name: update}):  # all NaN, so that the server detects divergence after decompression
+            if not is_finite({name: update}):  # then all numbers become NaN, so that the server detects divergence
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
             on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)
             packed[name], kept[name] = self.compressor.pack(on_cpu, held.get(name, {}), coins)

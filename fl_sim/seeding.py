@@ -50,7 +50,7 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     Call this function only in a process of fl-sim's own, or inside ``torch_kept``. ``torch.manual_seed`` is slower: it
     also queues a call with a stack trace for every unused GPU.
     """
-    number = _key(seed, purpose, keys) >> 193  # 63 bits
+    number = _key(seed, purpose, keys) >> 193  # a seed of 63 bits
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:

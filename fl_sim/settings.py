@@ -252,7 +252,7 @@ def read_table(path: Path) -> dict[str, Any]:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (settings are given as key=value, for example rounds=50)") from error
-    except (OSError, ValueError) as error:  # ValueError: no path can hold this character
+    except (OSError, ValueError) as error:  # ValueError: the path has a forbidden character
         raise UserError(f"{str(path)!r} cannot be read ({error}): name a TOML file, or give key=value") from error
     if len(content) > MOST_BYTES:
         raise UserError(f"{path} has more than {MOST_BYTES:,} bytes: give a TOML file of settings")

@@ -170,7 +170,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     for payloads in (honest, [loud, honest[1]], honest[1:]):
         cohort = Cohort(1, tuple(Reply(client, one, 1, None) for client, one in enumerate(payloads)), 4, 2.0)
         released.append(aggregator.mean(cohort, noise=Noise.seeded(0), template=wanted))
-    limit = 2 * 1.0 / len(honest)  # sums of two clients, each clipped to norm 1, divided by 2
+    limit = 2 * 1.0 / len(honest)  # a mean changes by at most 2 * (clipping norm 1) / clients
     for one, other in ((released[0], released[1]), (released[1], released[2])):
         if (moved := _distance(one.payloads, other.payloads)) > limit * (1 + 1e-6):
             raise BrokenLaw(
@@ -274,7 +274,7 @@ def _pool(algorithm: Algorithm) -> Params:
 
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
-    own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})  # such as no momentum
+    own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})  # such as momentum 0
     local = Local(**{"epochs": 1, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, **own})
     model = _architecture(algorithm)
     settings: dict[str, Any] = {"partition": Iid(), "clients": 4, "model": model, "rounds": 4, "local": local}

@@ -85,7 +85,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable ``os.fsync``, which takes most of a small run's time: after each round and each privacy ledger entry."""
+    """Disable ``os.fsync``. Its calls after each round and privacy ledger entry take most of a small run's time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 

@@ -143,7 +143,7 @@ class Block(nn.Module):
     def forward(self, states: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         """Map states (batch, length, width) to states of the same shape. ``sees``: as in ``Transformer``."""
         parts = self.mixed(self.norms[0](states)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each of shape (batch, heads, length, width of a head)
         # Not by scaled_dot_product_attention: on CPUs it has no batching rule, which vmap needs.
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
         attended = scores.masked_fill(~sees, _FAR_BELOW).softmax(-1) @ value

@@ -223,7 +223,7 @@ class LocalSettings:
         """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
-        if self.epochs % 1 == 0:  # the usual case, without Fraction, which is slow
+        if self.epochs % 1 == 0:  # the usual case; Fraction would be slow
             return int(self.epochs) * self.num_batches(num_examples)
         # Fraction computes with the decimal number that the user wrote. With floats, 1.1 * 10 is above 11 and becomes
         # 12.

@@ -193,7 +193,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # without the preparation before the search
+            searching_since = searching_since or time.monotonic()  # after the preparation
             share = done
             bar.update(task, completed=done)
 

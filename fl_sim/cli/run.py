@@ -267,7 +267,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # more than the kind
+    if len(result["preprocess"]) > 1:  # more fields than the kind: there was a preprocessing
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))

@@ -65,7 +65,8 @@ class Clock:
     def asking_seconds(self, client: int, server_round: int) -> float:
         """Return the simulated seconds for a download and an evaluation of the model on the client's records.
 
-        An evaluation takes a third of a training step's seconds for each record: one pass in place of three.
+        For each record, an evaluation takes a third of the seconds of a training step, because it has only a forward
+        pass.
         """
         fleet, (traffic, work), size = self.fleet, self.load_of(client), int(self.sizes[client])
         taken = float(traffic.down / fleet.download[client] + size * work * fleet.record_seconds[client] / 3)

@@ -205,7 +205,7 @@ class ActorPool:
             found = ray.get(call)
         except RayError as error:
             return self._did_not_start(worker, error)
-        if found is None:  # the answer of CheckedActor.start
+        if found is None:  # CheckedActor.start has answered: the worker is ready
             self.ready.append(worker)
             self._alone_since = None
             return ""

@@ -86,7 +86,7 @@ def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
         if tuple(array.tensor.shape) != shape:
             raise Malformed(f"sent an array of another shape than {shape}")
         return array.tensor
-    return torch.from_numpy(numbers_in(array, shape, "<f4").astype(np.float32))  # a copy: bytes are read-only
+    return torch.from_numpy(numbers_in(array, shape, "<f4").astype(np.float32))  # copied, as bytes are read-only
 
 
 def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]:

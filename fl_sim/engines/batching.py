@@ -48,7 +48,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # seconds; less than any step takes
+_TINY = 1e-9  # a number of seconds that is shorter than any step
 
 Call = TypeVar("Call")
 
@@ -238,7 +238,7 @@ class Exchange(Generic[Call]):
         self.add(replies)
 
     def add(self, replies: Sequence[Message]) -> None:
-        """Store replies, also those that needed no worker or that belong to an unfinished call."""
+        """Store replies. They may belong to an unfinished call, or may have needed no worker."""
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:

@@ -18,8 +18,9 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-# A subclass of Grid needs both classes, and Flower has no public import of them: a message can be created only after a
-# task identity is set, and Grid.run has type Run. tests/fl_sim/engines/test_grid.py fails if Flower moves them.
+# A subclass of Grid needs these two classes, and Flower has no public import of them. A message can be created only
+# after a task identity is set, and Grid.run has the type Run. tests/fl_sim/engines/test_grid.py fails if Flower moves
+# the classes.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -86,7 +87,7 @@ class LocalGrid(Grid):
         """Send messages; return one reply per message. It is an error reply after more than ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
-            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex  # as Flower's own grids do
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex  # Flower's own grids do the same
         return self._exchange(sent, timeout)
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ class InProcessGrid(LocalGrid):
             workers, pool = self._groups.threads, self._group_pool
         else:
             batches = self._runner.batches(messages, workers)
-            # Stacked training uses the one model that all threads share, so it cannot run in parallel.
+            # All threads share one model, so stacks of clients cannot be trained in parallel.
             is_parallel = tasks <= self._in_threads or (tasks == {wire.TRAIN} and not self._is_stacked)
             pool = self._pool if is_parallel and len(batches) > 1 else None
         waiting, replies = deque(batches), dict[str, Message]()

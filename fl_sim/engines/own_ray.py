@@ -56,7 +56,7 @@ def choose_token() -> None:
 
 
 def is_own_token() -> bool:
-    """Return True if ``choose_token`` chose the present token in this process, so that no other Ray knows it."""
+    """Return True if ``choose_token`` made the present token in this process. Then no other Ray knows the token."""
     return os.environ.get(TOKEN) in _chosen
 
 

@@ -26,7 +26,7 @@ CONNECT_SECONDS = 5.0
 """Seconds that a cluster may take to accept a connection."""
 
 ENVIRONMENT = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a FutureWarning in every process
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every process prints a FutureWarning
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints a paragraph per dead actor, to standard output
     "RAY_worker_niceness": "0",  # else actors run at nice 15, with less priority than all other processes
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,7 +43,7 @@ and answers go through the object stores of the nodes. That takes two more copie
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
-_cleanups: list["subprocess.Popen[bytes]"] = []  # cleanup processes of this process's Ray; there is at most one
+_cleanups: list["subprocess.Popen[bytes]"] = []  # the cleanup process of this process's Ray, if any
 
 
 @dataclass(frozen=True)

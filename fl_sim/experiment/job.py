@@ -86,7 +86,7 @@ class Job:
     @property
     def num_validated(self) -> int:
         """The number of validation records: the data set's own, or those held out from all clients."""
-        given = self.dataset.validation  # job_of refuses data with validation records that the settings do not use
+        given = self.dataset.validation  # job_of raises if they exist and are unused
         return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
@@ -107,7 +107,7 @@ class Job:
     def built(self, seed: int) -> nn.Module:
         """Return the experiment's whole model, on the CPU. ``seed``: the seed of its random weights."""
         if seed == self.experiment.seed_of_model:
-            return self.whole_model()  # building a model of a library takes seconds
+            return self.whole_model()  # a copy is fast; to build a library's model takes seconds
         return self._placed(seed)[0]
 
     @cached_property
@@ -594,7 +594,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             "models: leave them out"
         )
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-    # A node partitions nothing; iid also turns off a feature skew of the inputs.
+    # A node does not partition its records. The partition iid also switches off a feature skew.
     settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
     experiment = experiment_from(settled)
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))

@@ -84,7 +84,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            if settings not in choices.values():  # else the groups of the choices exist already
+            if settings not in choices.values():  # else their groups exist already
                 inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [
             part

@@ -342,7 +342,7 @@ class TableFile(FileModel):
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raise ValueError if the file is too large, too deeply nested, or not JSON."""
     if not path.is_file():
-        raise ValueError("it is not a file")
+        raise ValueError("it is no regular file")
     with path.open("rb") as file:
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:

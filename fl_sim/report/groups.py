@@ -13,12 +13,12 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-_NOT_COMPARED = {"seed", "engine", "round_timeout"}  # all engines give bit-identical runs
+_NOT_COMPARED = {"seed", "engine", "round_timeout"}  # the engine has no effect on a run's numbers
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
-_DEFAULT_SERVER = "synchronous"  # not mentioned in a method's name
+_DEFAULT_SERVER = "synchronous"  # the name of a method does not state this default
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
 """Default values of settings in the section ``evaluate``. A setting with its default value does not separate groups.
 
@@ -195,7 +195,7 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
     for name in ("code", "records"):
         own = run.identity.get(name)
-        if own and not str(own).startswith("keyed-"):  # private records: the digest is salted anew in every run
+        if own and not str(own).startswith("keyed-"):  # the keyed digest of private records has a new salt in every run
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
             settings[f"identity.{name}"] = digest[:8]
     return {**settings, "evaluate": used} if used else settings

@@ -248,7 +248,7 @@ def failures(found: Found, groups: Groups) -> list[str]:
     for place, table in found.tables.items():
         for one in table.results:
             if one.status != "finished" and (path := place / one.directory) not in listed:
-                listed.add(path)  # several columns may share the run of an upper bound
+                listed.add(path)  # centralized training may be in several columns
                 lines.append((f"{one.status}: {table.label(one.row)}, {one.column}, seed {one.seed}", one.error, path))
     if not lines:
         return []

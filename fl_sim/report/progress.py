@@ -191,7 +191,7 @@ class RunProgress(_Bars):
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
         self._bars.update(self._task, completed=self._done)
         is_due = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
-        if not self._timed:  # about 20 lines for the whole run
+        if not self._timed:  # about 20 lines, by the number of the round
             is_due = record.round % max(1, self._rounds // _UNTIMED_LINES) == 0
         if not self._live and (record.round == self._rounds or is_due):
             self._last_line = time.monotonic()

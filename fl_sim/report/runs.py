@@ -148,7 +148,7 @@ def find(directories: Sequence[Path]) -> Found:
 def read_all(directories: Sequence[Path]) -> Found:
     """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep.
 
-    Each run is read once. There may be no run and no table.
+    Each run is read once. The result may be empty.
     """
     found = Found()
     seen: set[Path] = set()

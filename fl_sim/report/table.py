@@ -292,7 +292,10 @@ def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
 
 
 def _grid(table: Table, title: str, heads: Sequence[str], places: Sequence[tuple[str, str]]) -> Grid:
-    """Return a table of the means of measures. ``places``: for each head a pair (column, name of the measure)."""
+    """Return a table with mean values of measures.
+
+    ``places``: for each heading in ``heads``, (column, name of the measure).
+    """
     rows = []
     for row in table.rows:
         cells = [(table.at(row, column), name) for column, name in places]

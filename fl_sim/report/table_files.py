@@ -266,7 +266,7 @@ def _formula(found: re.Match[str]) -> str:
 
 def _escape_words(text: str) -> str:
     escaped = "".join(_SPECIAL.get(character, character) for character in text)
-    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus sign in place of a hyphen
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a hyphen before a number becomes a minus sign
 
 
 def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> dict[str, Any]:

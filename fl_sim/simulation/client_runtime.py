@@ -228,7 +228,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return a function (client) -> records. The function slices one array with the records of all clients."""
     bounds = job.shards.bounds
     everybody = _as_held(job.records.train.take(job.shards.records), job.shards, job)
-    for client, tamper in _tampers(job).items():  # the arrays are copies
+    for client, tamper in _tampers(job).items():  # changes only copies
         place = slice(*bounds[client : client + 2])
         changed = tamper(Examples(everybody.inputs[place], everybody.labels[place]))
         everybody.inputs[place], everybody.labels[place] = changed.inputs, changed.labels

@@ -86,7 +86,7 @@ FLOWER = EngineChoice(
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
     """Start the job's engine; yield its Grid (Flower's class that delivers messages) and the choice; close the Grid."""
-    check_trainer(job)  # before choose() times steps, which could take a minute
+    check_trainer(job)  # before choose(), which may need a minute to time steps
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     grid: LocalGrid

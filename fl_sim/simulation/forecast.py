@@ -131,7 +131,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     asked = trainings * num_asked(job.experiment.sampler, job.experiment.num_members) * float(job.shards.sizes.mean())
     return (
         clients,
-        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server, without parallel work
+        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server: one step at a time
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
         *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
@@ -212,7 +212,7 @@ def features_work(job: Job, body: FrozenBody) -> Work:
     return Work(
         f"features of {BATCH} records of {short_label(job.experiment.data)} before the head of {job.experiment.model}",
         _kind(job.experiment, "features"), 0.0, batches, ready, BATCH, most=MOST_MEASURED // BATCH,
-        clock=time.perf_counter,  # threads compute the features
+        clock=time.perf_counter,  # wall-clock time, because several threads compute features
     )  # fmt: skip
 
 

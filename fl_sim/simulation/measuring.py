@@ -41,8 +41,7 @@ class Measured:
     ``validation``: the scores on the validation records; None without validation records. ``clients``: statistics of
     the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data from
     which client accuracies are computed. They are the owner of each test record, or the class counts of each client.
-    ``by_client``: the accuracy of each client, NaN if undefined. Clients after the last defined accuracy may be
-    missing.
+    ``by_client``: the accuracy of each client, NaN if undefined. The list may end after the last defined accuracy.
     """
 
     test: Scores | None
@@ -150,7 +149,9 @@ class Measuring:
             seed = self.job.experiment.seed
             for name, value in measured_by(metrics, what, server_round, model, self._test_records(), seed=seed).items():
                 if name in found:
-                    raise RunError(f"{what} returned {name!r}, as another one does: give the metric another name")
+                    raise RunError(
+                        f"{what} returned {name!r}, as another metric function does: give the metric another name"
+                    )
                 found[name] = value
         return found
 

@@ -282,7 +282,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        if progress.chain != chain:  # equal if a crash interrupted an earlier call after write_state
+        if progress.chain != chain:  # else a crash interrupted an earlier call after write_state
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
             if state := procedure.kept_by_clients(server):
@@ -324,7 +324,7 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
             f"rounds that are added after its results were seen; {_ANEW}, with its full privacy cost"
         )
     result = run_directory.read_result(out) or {}
-    stopped = result.get("stopped") and not result.get("stopped_by_observer")  # an observer's stop does not count
+    stopped = result.get("stopped") and not result.get("stopped_by_observer")  # a stop by an observer is allowed
     if result.get("status") == "finished" and stopped:
         raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more rounds change nothing")
 

@@ -435,7 +435,7 @@ def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
-        found |= facts if is_json(facts) else {}  # facts that are not JSON have made the run fail
+        found |= facts if is_json(facts) else {}  # without facts that are not JSON, which ended the run
     return found
 
 

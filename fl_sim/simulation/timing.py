@@ -65,11 +65,11 @@ MEASURING_SECONDS: Final = 12.0
 _FEWEST: Final = 2
 """The number of records of the first timed piece (step). BatchNorm needs two."""
 _GROWTH: Final = 8
-"""Usually the largest factor between the numbers of records in two successive timings."""
+"""The usual upper limit of the factor by which the number of records grows from one timing to the next."""
 _LEAST_GROWTH: Final = 1.5
-"""The smallest such factor. If the remaining time only allows a smaller factor, the timing ends."""
+"""The smallest factor by which the number of records grows. If too little time is left for it, the timing ends."""
 _FLAT: Final = 1.5
-"""If a timed piece takes less than this many times the seconds of the piece before, the next factor is _GROWTH**2."""
+"""If a piece takes less than this number times the seconds of the piece before, the next factor is _GROWTH**2."""
 _CHEAP: Final = 0.25
 """A whole piece is timed at once if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
@@ -187,7 +187,7 @@ class _GrowingTiming:
             return min(_FEWEST, records) if left > 0 else 0
         if self._waited * records / self._size <= _CHEAP * left:
             return records
-        growth = min(_GROWTH, left / max(self._waited, 1e-9))  # the time may grow more slowly than the records
+        growth = min(_GROWTH, left / max(self._waited, 1e-9))  # the time grows at most as fast as the records
         if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
             growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0

@@ -47,9 +47,9 @@ _CURES: Final = {
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
-_A_FEW_TRIES: Final = 5 * _PAUSE  # a try can fail on a lock file that its last holder is about to remove
+_A_FEW_TRIES: Final = 5 * _PAUSE  # more than one try, because the last holder of the lock may be removing its file
 _FOR_EVER: Final = -1.0
-_SKEW: Final = 60.0  # seconds by which the system's clock may have been changed since the lock was made
+_SKEW: Final = 60.0  # the largest assumed change of the system's clock in seconds since the lock was made
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
@@ -269,9 +269,9 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
     try:
-        folder.stat()  # raises for a missing folder, which FileLock would create
+        folder.stat()  # raises an error for a missing folder, because FileLock would create the folder
         with suppress(FileNotFoundError):
-            mode = path.lstat().st_mode  # one system call: the last holder may remove the file at any moment
+            mode = path.lstat().st_mode  # only one system call, because the last holder may remove the file meanwhile
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
         while not lock.is_locked:

@@ -34,7 +34,9 @@ PRIVATE_ERRORS, PRIVATE_WARNINGS = "private-errors.log", "private-warnings.log"
 STUDENT = "student.safetensors"
 CLIENTS = "clients.csv"
 MOST_LISTED: Final = 5_000
-"""The largest number of clients whose numbers are written one by one, so that the files of a run stay small."""
+"""The largest number of clients for which a run writes one value per client. More clients would make files too large.
+
+"""
 
 
 _LONGEST = 2**28
@@ -345,7 +347,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         found, said = load(content), metadata_in(content)
         facts = json.loads(said["progress"])
         private = {name: facts.pop(name) for name in ("clipping_norm", "receipt") if name in facts}
-        if any(value is not None for value in private.values()):  # an older version had fields of one layer
+        if any(value is not None for value in private.values()):  # the fields for one layer in an older version
             facts["layers"] = {"strategies.private:PrivateRounds": private}
         progress = _PROGRESS.validate_python(facts)
         now = digest_of(said["progress"], dict(sorted(found.items())))

@@ -32,7 +32,7 @@ STATES, LAYOUT = "states.bin", "layout.json"
 """The names of two files: all client states, and the schema of one state."""
 
 _PAGE = 4096
-_HEAD = struct.Struct("<qq")  # the round that wrote this state, 0 for none; the checksum of its numbers
+_HEAD = struct.Struct("<qq")  # a slot's header: round of the state (0: empty slot), and checksum of its numbers
 
 SEAL = "seal.json"
 
@@ -233,8 +233,8 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the position of the first written byte at or after ``place``, or else at least the file size."""
-    if not hasattr(os, "SEEK_DATA"):  # Windows
+    """Return the position of the first written byte from ``place`` on; without such a byte, at least the file size."""
+    if not hasattr(os, "SEEK_DATA"):  # as on Windows
         return place
     try:
         return os.lseek(file.fileno(), place, os.SEEK_DATA)

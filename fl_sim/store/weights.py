@@ -30,7 +30,7 @@ from fl_sim.store.run_directory import CONFIG, MODEL
 from fl_sim.types import Params
 
 NONE: Final = "none"
-"""The value of ``model.weights`` for random weights of a model whose source has weights."""
+"""The value of ``model.weights`` for random weights, also for a model with weights in its library or folder."""
 
 _WRAPPERS: Final = ("state_dict", "model_state_dict", "model")
 """The keys under which training programs store a model's weights beside those of an optimiser."""

@@ -37,7 +37,7 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
     if out.exists() or not out.parent.is_dir():
         return None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
-        with suppress(UserError, RunError):  # a run that is damaged, in use, or cannot be extended
+        with suppress(UserError, RunError):  # the run is damaged or in use, or cannot be extended
             check_extension(experiment, folder, earlier, read_rounds(folder))
             with run_lock(folder):
                 _copy(folder, out)
@@ -175,7 +175,7 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
-            # Names of runs depend on the records: equal settings could belong to other data.
+            # The name is compared, too, because it depends on the records: equal settings may belong to other records.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
             if objection(earlier, folder, identity_of(experiment, data_root)):
                 continue

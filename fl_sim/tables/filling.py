@@ -71,7 +71,7 @@ class TableState:
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Store the results of the hyperparameter search, and the plan of the table with the chosen values."""
         self.choices, self.plan = choices, plan
-        for name in ("_flat_settings", "_titles"):  # cached properties of the old plan
+        for name in ("_flat_settings", "_titles"):  # delete cached values of the old plan
             vars(self).pop(name, None)
 
     @cached_property
@@ -87,7 +87,7 @@ class TableState:
         plan = self.plan
         alone = self._alone()
         results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
-        settings = json.loads(self.settings.model_dump_json())  # model_dump would keep inf, which JSON lacks
+        settings = json.loads(self.settings.model_dump_json())  # model_dump alone would return inf, which JSON lacks
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
             reference=plan.reference, alone=frozenset(cell.row for cell in plan.cells if _is_alone(cell)),
@@ -189,7 +189,7 @@ def fill(
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
                     state.outcomes[event.name] = event
-                elif number:  # after the first event the files are written, so that they show the plan
+                elif number:  # the files are written after the first event and after each ended run
                     continue
                 is_behind = time.monotonic() - written < WRITE_SECONDS
                 if not is_behind:

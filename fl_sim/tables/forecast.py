@@ -308,7 +308,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # a note needs a PLD computation that ``may_begin`` did not allow
+        with suppress(NoTimeError):  # raised if ``may_begin`` forbids a PLD computation for a note
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)

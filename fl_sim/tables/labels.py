@@ -139,7 +139,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label always states.
     """
     changed = _changed(settings, also)
-    if not isinstance(vars(type(settings)).get("title", ""), str):  # a property: the title states the first parameter
+    if not isinstance(vars(type(settings)).get("title", ""), str):  # a property, which states the first parameter
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:
         changed.pop("over")
@@ -222,7 +222,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
-    if experiment.evaluate == Evaluate():  # keeps the names of runs from before this setting existed
+    if experiment.evaluate == Evaluate():  # so old names of runs stay valid
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
@@ -299,9 +299,7 @@ def _best(experiments: Sequence[Experiment]) -> str:
     judged = [f"{held_out} of every client's training records"] if shares else []
     judged += ["the validation records that the data come with"] if "given" in parts else []
     chosen = f"the round that is best on validation, {' or '.join(judged)}"
-    return (
-        chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and therefore optimistic"
-    )
+    return chosen if 0.0 not in parts else f"{chosen}; without them, on the test set and therefore optimistic"
 
 
 def _federation(experiments: Sequence[Experiment], show: Callable[[Iterable[Any]], str]) -> str:

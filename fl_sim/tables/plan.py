@@ -197,7 +197,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
                 grid[key] = value.split(",")
         else:
             base.append(override)
-    start = {"engine": "inprocess", **settings.base}  # parallel runs already use all cores
+    start = {"engine": "inprocess", **settings.base}  # not "auto": parallel runs already use all cores
     given = tuple(grids) if isinstance(settings.grid, tuple) else grids[0]
     return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
 

@@ -268,7 +268,7 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    for part in ("algorithm", "preprocess"):  # the row's name states their parameters that are not default
+    for part in ("algorithm", "preprocess"):  # the row's name states which parameters differ from their defaults
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
         spanned |= {f"{part}.{name}" for name, default in defaults.items() if getattr(value, name) != default}

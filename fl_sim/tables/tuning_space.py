@@ -118,7 +118,7 @@ class ValueList:
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("must be a number")
-    return value  # unchanged: the range from 1 has integers, the range from 1.0 has floats
+    return value  # not converted, because ``low = 1`` gives integers and ``low = 1.0`` floats
 
 
 Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
@@ -285,7 +285,7 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
-    def is_dimension(value: Any) -> bool:  # False: a nested table of settings
+    def is_dimension(value: Any) -> bool:  # False for a nested table of settings
         return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
     return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}

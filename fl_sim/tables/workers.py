@@ -249,7 +249,7 @@ class _Worker:
         """
         try:
             event: Event | str = self.connection.recv()
-        except (EOFError, OSError):  # OSError: the process was killed in the middle of a message
+        except (EOFError, OSError):  # OSError if the process was killed while it sent a message
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_SECONDS_TO_STOP)
             self.close()
@@ -308,7 +308,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
     """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-    # Ctrl-C reaches every process of the terminal. Workers inherit this mask, so that only the parent handles Ctrl-C.
+    # Ctrl-C reaches all processes of the terminal. Workers inherit this signal mask, so that only the parent reacts.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
@@ -334,7 +334,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _TimeIsUp(KeyboardInterrupt):
-    """Ends a run at the deadline, after a round.
+    """The exception that ends a run at the deadline, after a round.
 
     This is a subclass of KeyboardInterrupt, so that the run keeps its finished rounds.
     """

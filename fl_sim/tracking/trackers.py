@@ -110,7 +110,7 @@ class TensorBoard:
         self._path.parent.mkdir(exist_ok=True)
         for other in self._path.parent.glob("events.out.tfevents.*"):
             if other != self._path:
-                other.unlink()  # the file of an earlier run that is no longer in this directory
+                other.unlink()  # an event file of an earlier run, which is no longer here
         steps = [event.step for event in _complete_events(self._path)] if self._path.exists() else []
         self.last_round = max(steps, default=0)
         self.place = f"tensorboard --logdir {tracked.directory}"
@@ -229,7 +229,7 @@ class Trackio:
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{tracked.name}-{tracked.state.identity}"
-        with redirect_stdout(StringIO()):  # Trackio prints an address, but with --json only JSON may be printed
+        with redirect_stdout(StringIO()):  # hides the address that Trackio prints, because --json prints only JSON
             self._run = trackio.init(
                 project, name=name, config=dict(tracked.settings), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
@@ -329,7 +329,7 @@ def _experiment(client: "MlflowClient", name: str) -> str:
     if (found := client.get_experiment_by_name(name)) is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another process may have created it meanwhile
+        except MlflowException:  # another process may have created the experiment in the meantime
             if (found := client.get_experiment_by_name(name)) is None:
                 raise
     return str(found.experiment_id)

@@ -32,14 +32,16 @@ app = typer.Typer(
 )
 
 _Rate = Annotated[
-    float | None, typer.Option(help="Poisson sampling: the probability of a unit in each step, in (0, 1].")
+    float | None, typer.Option(help="Poisson sampling: the probability that a unit takes part in a step, in (0, 1].")
 ]
 _Noise = Annotated[
     float | None,
-    typer.Option(help="Standard deviation of the noise on the sum / clipping norm; computed if left out."),
+    typer.Option(
+        help="Standard deviation of the noise on the sum, divided by the clipping norm; computed if left out."
+    ),
 ]
-_Delta = Annotated[float, typer.Option(help="Well below 1 / number of protected units.")]
-_Epsilon = Annotated[float | None, typer.Option(help="Largest allowed epsilon; the epsilon is computed if left out.")]
+_Delta = Annotated[float, typer.Option(help="The delta: well below 1 / number of protected units.")]
+_Epsilon = Annotated[float | None, typer.Option(help="Largest allowed epsilon; if left out, the epsilon is computed.")]
 _Accountant = Annotated[
     Literal["rdp", "pld"], typer.Option(help="The accountant that the plan uses; the epsilons of both are shown.")
 ]
@@ -61,24 +63,34 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
     ] = None,
     noise_multiplier: _Noise = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Number of rounds; the number that fits --epsilon is computed if left out.")
+        int | None,
+        typer.Option(help="Number of rounds; if left out, the largest number that --epsilon allows is computed."),
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
     accountant: _Accountant = "rdp",
-    groups: Annotated[int | None, typer.Option(help="Cyclic turns: groups of clients, one in each round.")] = None,
-    noise_bands: Annotated[int, typer.Option(help="Rounds over which noise is correlated; with --groups.", min=1)] = 1,
-    adaptive: Annotated[bool, typer.Option("--adaptive-clipping", help="With a count for the clipping norm.")] = False,
+    groups: Annotated[
+        int | None, typer.Option(help="Number of groups of clients that take part in turn, one group per round.")
+    ] = None,
+    noise_bands: Annotated[
+        int, typer.Option(help="Number of rounds over which noise is correlated; with --groups.", min=1)
+    ] = 1,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive-clipping", help="Adaptive clipping: each round also releases a noisy count of clients."
+        ),
+    ] = False,
     count_noise: Annotated[
-        float | None, typer.Option(help="Noise on this count; set by default.", min=1e-3, max=1e6)
+        float | None, typer.Option(help="Noise multiplier of this count; by default it is computed.", min=1e-3, max=1e6)
     ] = None,
     start_noise: Annotated[
-        float | None, typer.Option(help="With a private start: the noise multiplier of its sums.", min=1e-3)
+        float | None, typer.Option(help="Private start: the noise multiplier of its sums.", min=1e-3)
     ] = None,
     plot: _Plot = None,
     json_output: _Json = False,
 ) -> None:
-    """Client-level privacy of a federated run. Give two of --noise-multiplier, --rounds and --epsilon.
+    """Plan client-level privacy: give two of --noise-multiplier, --rounds and --epsilon; the third is computed.
 
     For example:
 
@@ -91,7 +103,7 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
       fl-sim privacy global-dp --clients 1000 --groups 10 --noise-bands 10 --rounds 100 --epsilon 8
     """
     if groups is None or sampling_rate is not None or cohort is not None:
-        _sampling("client", sampling_rate, cohort, clients)  # raises an error for options that do not fit
+        _sampling("client", sampling_rate, cohort, clients)  # raises an error for options that contradict each other
     rounds_of = load_object("strategies.private_plan:global_rounds", "planner")
     sampling = rounds_of(
         sampling_rate, cohort, clients, groups=groups, noise_bands=noise_bands, adaptive=adaptive,
@@ -110,7 +122,8 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     ] = None,
     noise_multiplier: _Noise = None,
     steps: Annotated[
-        int | None, typer.Option(help="Number of steps; the number that fits --epsilon is computed if left out.")
+        int | None,
+        typer.Option(help="Number of steps; if left out, the largest number that --epsilon allows is computed."),
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
@@ -118,10 +131,11 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     plot: _Plot = None,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon; or all three, for delta.
+    """Plan the privacy of DP-SGD: give two of --noise-multiplier, --steps and --epsilon; the third is computed.
 
     One data holder has --records records, such as a client with local.privacy=dp-sgd. Its steps are the local steps
-    of a round times its rounds. 'fl-sim plan' computes the costs of all clients of a run.
+    of a round times its rounds. If all three options are given, delta is computed, too. 'fl-sim plan' computes the
+    costs of all clients of a run.
 
     For example:
 
@@ -151,7 +165,8 @@ def local_dp(
         float | None, typer.Option(help="Standard deviation of the noise / clipping norm; computed if left out.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds of one client; the number that fits --epsilon is computed if left out.")
+        int | None,
+        typer.Option(help="Rounds of one client; if left out, the largest number that --epsilon allows is computed."),
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
@@ -159,9 +174,10 @@ def local_dp(
     plot: _Plot = None,
     json_output: _Json = False,
 ) -> None:
-    """Privacy of a client whose updates are noisy when they are sent. Give two of noise multiplier, rounds and epsilon.
+    """Plan the privacy of a client that adds noise to its own updates: give two of noise, rounds and epsilon.
 
-    The setting is local.privacy=local-dp. All data of the client are replaced: an update moves by two clipping norms.
+    The setting is local.privacy=local-dp. The guarantee holds if all data of the client are replaced. This changes an
+    update by at most two clipping norms.
 
     For example:
 
@@ -174,28 +190,38 @@ def local_dp(
 @app.command("distributed-dp")
 def distributed_dp(  # noqa: PLR0913 (one parameter per option)
     *,
-    clients: Annotated[int, typer.Option(help="Clients that answer in a round.", min=1)],
-    parameters: Annotated[int, typer.Option(help="Numbers that a client sends, such as the model's size.", min=1)],
+    clients: Annotated[int, typer.Option(help="Number of clients that answer in a round.", min=1)],
+    parameters: Annotated[
+        int, typer.Option(help="Number of values that a client sends, such as the model's size.", min=1)
+    ],
     noise_multiplier: Annotated[
         float | None,
-        typer.Option(help="Noise of all clients together / clipping norm; computed if left out.", min=1e-6, max=1e6),
+        typer.Option(
+            help="Noise of all clients together, divided by the clipping norm; computed if left out.", min=1e-6, max=1e6
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds of one client; the number that fits --epsilon is computed if left out.", min=1),
+        typer.Option(
+            help="Rounds of one client; if left out, the largest number that --epsilon allows is computed.", min=1
+        ),
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
-    mechanism: Annotated[Literal["skellam", "discrete-gaussian"], typer.Option(help="A client's noise.")] = "skellam",
+    mechanism: Annotated[
+        Literal["skellam", "discrete-gaussian"], typer.Option(help="Distribution of a client's noise.")
+    ] = "skellam",
     bits: Annotated[int, typer.Option(help="Bits of each sent number.", min=8, max=20)] = 16,
-    headroom: Annotated[float, typer.Option(help="Standard deviations of a sum in half of 2^bits.", min=1)] = 4.0,
-    dropped: Annotated[int, typer.Option(help="Also compute the epsilon if so many clients drop out a round.")] = 0,
+    headroom: Annotated[float, typer.Option(help="Half of 2^bits, in standard deviations of a sum.", min=1)] = 4.0,
+    dropped: Annotated[
+        int, typer.Option(help="Also compute the epsilon if this number of clients drops out in each round.")
+    ] = 0,
     json_output: _Json = False,
 ) -> None:
-    """Privacy of a client without a trusted server. Give two of --noise-multiplier, --rounds and --epsilon.
+    """Plan privacy without a trusted server: give two of --noise-multiplier, --rounds and --epsilon.
 
-    The setting is aggregator=distributed-dp. A client's data are replaced by nothing. The server sees only sums, by
-    secure aggregation, which runs simulate.
+    The setting is aggregator=distributed-dp. The guarantee holds if all data of a client are removed. The server sees
+    only sums, by secure aggregation. Runs simulate secure aggregation.
 
     For example:
 
@@ -220,9 +246,9 @@ def plan_labels(
         int, typer.Option("--range", help="Largest number of synthetic records of a class. This number is public.")
     ],
     epsilon: Annotated[float, typer.Option(help="Privacy cost of the noisy number of one class.")] = 0.1,
-    mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="The noise on the count.")] = (
-        "exponential"
-    ),
+    mechanism: Annotated[
+        Literal["exponential", "geometric"], typer.Option(help="Distribution of the noisy number of labels.")
+    ] = ("exponential"),
     classes: Annotated[int, typer.Option(help="Number of classes, for the epsilon of all classes together.")] = 10,
     false_positive: Annotated[
         float, typer.Option(help="Probability that a class without records gets labels; 1 means no threshold.")
@@ -324,7 +350,10 @@ def run_audit(
         tight = {"claimed_epsilon": at_delta, "refuted_epsilon": proven, "tightness": proven / at_delta}
         say(json.dumps({**head, "true_mechanism": TRUE_MECHANISM, **tight, "mechanisms": shown}))
         return
-    say(f"noise multiplier {noise_multiplier:g}, {runs} rounds per world, 95 % confidence; deltas at epsilon 0 and 1")
+    say(
+        f"noise multiplier {noise_multiplier:g}, {runs} rounds with the audited client and {runs} without it, "
+        "95 % confidence; deltas at epsilon 0 and 1"
+    )
     say(f"{'mechanism':32}{'delta(0) >=':>12}{'delta(1) >=':>12}{'epsilon >=':>12}  verdict")
     claimed = findings[0].profile.claimed
     say(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
@@ -427,12 +456,12 @@ def _label_costs_in_words(found: dict[str, Any]) -> str:
         f"synthetic labels    {found['mean']:.4g} on average, standard deviation {found['standard_deviation']:.4g}",
         f"target              {found['target']:.6g} = gamma x records; at most {found['range']}",
         f"threshold           {found['threshold']}; a class with fewer labels gets none",
-        f"  of this class     {found['dropped']:.3g} is the probability to fall below the threshold",
-        f"  of an absent one  {found['false_positive']:g} at most is the probability to reach the threshold",
+        f"  of this class     {found['dropped']:.3g} is the probability that this class gets no labels",
+        f"  of an absent one  {found['false_positive']:g} at most is the probability that an absent class gets labels",
         f"absent class        {found['mean_of_absent_class']:.3g} labels on average without the threshold",
         f"epsilon             {found['epsilon_parallel']:g} for all classes together, since a record is in one class",
         f"  sequential        {found['epsilon_sequential']:g} added up over {found['classes']} classes",
-        f"  replace one       {found['epsilon_replace_one']:g} where a record may change its class",
+        f"  replace one       {found['epsilon_replace_one']:g} if a record is replaced by one of another class",
         "unit                record, add-or-remove-one; delta 0",
         "",
         f"{'labels':>8}  probability",

@@ -27,7 +27,7 @@ _NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "gnmax": ("--sigma",),
     "confident": ("--sigma", "--threshold", "--sigma-threshold"),
 }
-_MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments 1 to 8
+_MOMENTS_2017: Final = np.arange(2.0, 10.0)  # Renyi orders of the moments 1 to 8 in the paper of 2017
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
             votes = np.lib.format.read_array(file, allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (votes are a .npy file, written with numpy.save)") from error
-    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # a header is a Python dict
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # a header is Python code
         raise UserError(f"{path} is no .npy file of numbers ({error}): write the counts with numpy.save") from error
     try:
         return labelling_cost.valid_counts(votes)

@@ -42,7 +42,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event ``event`` of a sampled cohort, with the amplification by this sampling."""
+        """Return the privacy event of one step: ``event`` with the privacy amplification by this sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -79,7 +79,7 @@ class PlannedReleases(Protocol):
         """The number of all units, None if it is unknown."""
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event ``event`` of a sampled cohort."""
+        """Return the privacy event of one step: ``event`` with the privacy amplification by sampling."""
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
         """Return all releases of ``steps`` steps, {event: number}."""

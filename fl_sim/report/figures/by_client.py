@@ -83,7 +83,10 @@ def client_figures(found: Found) -> list[ClientFigure]:
 def _of_column(
     place: Path, table: Table, column: str, name: str, share: str, runs: Mapping[Path, SavedRun]
 ) -> list[ClientFigure]:
-    """Return the data of the figures of one column of a table. ``name``: the list of shares in ``result.json``."""
+    """Return the data of the figures of one column of a table.
+
+    ``name``: the name of the clients' shares in ``result.json``.
+    """
     lists: dict[str, dict[int, Sequence[float | None]]] = {}
     notes: dict[str, None] = {}
     for row in table.rows:

@@ -182,14 +182,14 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # no ticks below the bars, which stand to the right of the last round
+        if entries:  # no ticks below the error bars to the right of the last round
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if handles:
-        # The upper bound comes after the methods.
+        # The upper bound (centralized training) comes after the methods.
         bounds = {plain(names[label]) for panel in panels for label, one in panel.lines if one.is_bound}
         ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(

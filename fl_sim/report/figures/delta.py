@@ -96,6 +96,6 @@ def _draw(curves: Sequence[DeltaCurve], layout: Layout) -> "Figure":
         )
         axes.plot([curve.epsilon], [curve.delta], color=color, marker=marker)
     axes.set(xlabel="epsilon", ylabel="delta", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")  # exponents, as in powers of ten, would be too small to read
+    axes.yaxis.set_major_formatter("{x:g}")  # in 10^x, the exponent x would be too small to read
     axes.yaxis.set_minor_formatter("")
     return with_legend(figure)

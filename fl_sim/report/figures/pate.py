@@ -148,7 +148,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
         axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
     else:
-        axes.xaxis.set_major_formatter("{x:g}")  # exponents, as in powers of ten, would be too small to read
+        axes.xaxis.set_major_formatter("{x:g}")  # in 10^x, the exponent x would be too small to read
     axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
     return with_legend(figure)
@@ -214,7 +214,7 @@ def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Pi
         return [], problems
     heading = "Agreement of the teachers (PRIVATE)"
     caption = (
-        f"{heading}: {where}. Queries on which teachers agree cost little by the data-dependent analysis.",
+        f"{heading}: {where}. The data-dependent epsilon of a query is small if the teachers agree.",
         "This figure is computed from the raw votes, which are as private as the teachers' records: do not publish it.",
     )
     return [Picture(f"pate-agreement-{name}.png", heading, caption, drawn(partial(_ecdf, gaps, where), PAGE))], problems

@@ -53,7 +53,7 @@ def test_a_table_of_pate_takes_no_momentum_for_a_number_of_teachers() -> None:
     assert not [line for line in lines if "votes of" in line]
 
 
-ON_TEST = "on the test set, and therefore optimistic"
+ON_TEST = "on the test set and therefore optimistic"
 OPTIMISTIC = "the best evaluated round, picked on the test set and therefore optimistic"
 TENTH = "10 % of every client's training records"
 GIVEN = "the validation records that the data come with"
@@ -73,7 +73,7 @@ GIVEN = "the validation records that the data come with"
         ),
         (
             [{"validation": 0.1}, {}],
-            f"the round that is best on validation, {TENTH}; where none are held out, {ON_TEST}",
+            f"the round that is best on validation, {TENTH}; without them, {ON_TEST}",
         ),
         ([{"validation": "given"}], f"the round that is best on validation, {GIVEN}"),
         (

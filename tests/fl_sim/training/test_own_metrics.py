@@ -170,7 +170,9 @@ def test_two_metrics_of_one_name_are_refused(tmp_path: Path) -> None:
             return {"seen": 1.0}
 
     settings = {**BASE, "evaluate": {"metrics": "mine:seen"}}
-    with pytest.raises(fl_sim.RunError, match=r"evaluate\.metrics=mine:seen returned 'seen', as another one does"):
+    with pytest.raises(
+        fl_sim.RunError, match=r"evaluate\.metrics=mine:seen returned 'seen', as another metric function does"
+    ):
         fl_sim.run(settings, out=tmp_path / "run", progress=False, observer=Other())
 
 

@@ -48,7 +48,7 @@ def test_the_exponential_mechanism_is_the_default_and_nothing_is_dropped_on_requ
 def test_people_get_the_middle_of_the_distribution(records: str, largest: str, rows: int) -> None:
     arguments = ["labels", "--records", records, "--gamma", "0.05", "--range", largest]
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
-    for word in ("standard deviation", "threshold", "all classes together", "sequential", "change its class"):
+    for word in ("standard deviation", "threshold", "all classes together", "sequential", "of another class"):
         assert word in text
     shown = [line for line in text.splitlines() if line[:8].strip().isdigit()]
     assert len(shown) == rows
