@@ -87,7 +87,7 @@ def as_cell(text: str) -> str:
 
 
 def _middle_cut(message: str) -> str:
-    """Return ``message``; words and texts that are too long lose their middle."""
+    """Return ``message``. If a word or the whole text is too long, its middle is cut out."""
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

@@ -340,13 +340,14 @@ def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params
         names = set(algorithm.sends(params))
         if unknown := names - set(params):
             raise UserError(
-                f"sends of {type(algorithm).__name__} returned {', '.join(sorted(unknown))}, but the model trains "
-                f"{', '.join(params)}: return some of these names"
+                f"the method sends of {type(algorithm).__name__} returned {', '.join(sorted(unknown))}, but the model "
+                f"trains {', '.join(params)}: return some of these names"
             )
         if not names and not getattr(algorithm, "sends_nothing", False):
             raise UserError(
-                f"sends of {type(algorithm).__name__} returned no name, and the model trains {', '.join(params)}: "
-                "return some of these names, or declare sends_nothing = True if clients send no parameters"
+                f"the method sends of {type(algorithm).__name__} returned no name, and the model trains "
+                f"{', '.join(params)}: return some of these names, or declare sends_nothing = True if clients "
+                "send no parameters"
             )
     names -= personal_names(personal, params)
     return {name: value for name, value in params.items() if name in names}

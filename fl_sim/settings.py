@@ -117,7 +117,7 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
         return in_one_line.to_table(inner), None
     inner = spelt_out(field, inner)
     if not isinstance(inner, dict):
-        raise UserError(f"{shortened(name)} is a single value, it has no settings inside")
+        raise UserError(f"{shortened(name)} is a single value: it has no further settings")
     if field is None:
         return inner, None
     default = {"kind": _default_kind(field)} if one_of is not None else {}

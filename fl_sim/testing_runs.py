@@ -45,7 +45,7 @@ _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_lo
 
 @dataclass(frozen=True)
 class Without:
-    """The partition ``iid``, but the shard of client number ``client`` is empty; -1 means no empty shard."""
+    """The partition ``iid`` with an empty shard for client number ``client``. With -1, no shard is empty."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1

@@ -1,1 +1,1 @@
-"""The command line. ``verbs`` and ``running_verbs`` define the commands (verbs). Other modules have their code."""
+"""The command line. ``verbs`` and ``running_verbs`` define the commands (verbs); other modules execute them."""

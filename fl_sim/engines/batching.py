@@ -258,7 +258,7 @@ class Exchange(Generic[Call]):
             self.give_up(f"not tried again: {self._deaths} workers died in this round")
 
     def node_lost(self, call: Call) -> None:
-        """Schedule the batch of ``call`` again, unchanged. Its node was lost, but no client of it is the cause."""
+        """Schedule the batch of ``call`` again, unchanged: its node was lost, but no client caused the loss."""
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:

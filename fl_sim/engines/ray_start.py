@@ -20,7 +20,7 @@ from fl_sim.engines.own_ray import choose_token, is_own_token
 from fl_sim.errors import RunError, UserError
 
 MANY = 10**6
-"""A number of actors that no cluster can reach; it stands for no limit."""
+"""A number of actors that is larger than in any cluster. It means that there is no limit."""
 
 CONNECT_SECONDS = 5.0
 """Seconds that a cluster may take to accept a connection."""

@@ -22,7 +22,10 @@ LIBRARIES = ("torch", "numpy", "flwr")
 
 
 class CheckedActor:
-    """A Ray actor that first reports the versions on its node. After their acceptance, it answers messages."""
+    """A Ray actor that first reports the versions on its node.
+
+    If the driver accepts them, the actor answers messages.
+    """
 
     def versions(self, modules: list[str]) -> dict[str, str]:
         """Return {name: version} of the software on this actor's node: see the function ``versions``."""
@@ -39,7 +42,7 @@ class CheckedActor:
         self._handler = MessageHandler(Encryption(key), *arguments)
 
     def answer(self, requests: Any, contents: dict[int, Any], files: dict[str, Any]) -> Any:
-        """Answer messages: see ``MessageHandler.answer``."""
+        """Answer messages by the method ``MessageHandler.answer``."""
         return self._handler.answer(requests, contents, files)
 
     @ray.method(concurrency_group="progress")

@@ -70,10 +70,10 @@ class Experiment(Settings):
     on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published mean and standard
     deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change feature vectors. "unit"
     puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform that depends on
-    no data set (fl_sim.data.scattering), so that linear models and small perceptrons reach on these vectors the
-    accuracy of a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
-    the same variance, so that noise harms them less. The variances are those of artificial images. "scattering-maps"
-    keeps all numbers of the transform, such as 3,888 of a CIFAR-10 image, and gives its maps about the same variance
+    no data set (fl_sim.data.scattering). On these vectors, linear models and small perceptrons are as accurate as a
+    convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about the same
+    variance, so that noise harms accuracy less. The variances are those of artificial images. "scattering-maps" keeps
+    all numbers of the transform, such as 3,888 of a CIFAR-10 image, and gives its maps about the same variance
     (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``, ``model_seed`` and ``sampling_seed``
     replace ``seed`` for the random numbers of the partition, of the initial weights and of the cohorts
     (fl_sim.seeding); a seed that is left out equals ``seed``.
@@ -121,7 +121,7 @@ class Experiment(Settings):
             for key, value in starts_with.items():
                 given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
-                    given = {name: getattr(given, name) for name in given.model_fields_set}  # set by the user
+                    given = {name: getattr(given, name) for name in given.model_fields_set}  # the user's own
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = _laid_over(value, given) if both else filled.get(key, value)
         return filled

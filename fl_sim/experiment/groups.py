@@ -390,12 +390,13 @@ class Evaluate(Settings):
     the model after the last round, and are measured apart.
 
     ``count_noise``: the standard deviation of the Gaussian noise on a client's number of right answers. It is for runs
-    with ``local.privacy=dp-sgd``. There each measuring of a client's own model is a release, whose cost is written into
-    the client's privacy ledger beforehand. Its unit is one test record, which moves the number by at most 1; how many
-    test records a client has is public. Without ``count_noise``, the noise is the least one with which all measurings
-    cost at most ``local.privacy.epsilon``. Only the own model is measured, and all measures come from the noisy
-    numbers. Numbers are exact only with ``clients`` "own", on a public data set or with ``test_is_public``.
-    "class-shares" is refused there, because it chooses test records by the labels of training records.
+    with ``local.privacy=dp-sgd``. In such a run, each evaluation of a client's own model is a release, and its cost is
+    first written into the client's privacy ledger. The privacy unit is one test record, which changes the number of
+    right answers by at most 1. The number of a client's test records is public. Without ``count_noise``, the run
+    computes the smallest noise for which all evaluations together cost at most ``local.privacy.epsilon``. Only the own
+    model is measured, and all its measures are computed from the noisy numbers. Numbers have no noise only with
+    ``clients`` "own" and public test records (a public data set, or ``test_is_public``). "class-shares" is refused in
+    such a run, because it chooses test records by the labels of training records.
 
     ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
     function receives (round, model, test records) and returns {name: number}. It is called with the server's model

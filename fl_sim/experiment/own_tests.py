@@ -17,7 +17,7 @@ FEWEST: Final = 10
 """The smallest number of test records that ``with_class_shares`` gives to a client, if the test set has enough."""
 
 MOST_NAMED: Final = 20
-"""The largest number of sources under whose names the measures of their clients are shown."""
+"""The largest number of sources, such as hospitals, for which a table has a column with the name of the source."""
 
 
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:

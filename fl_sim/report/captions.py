@@ -133,7 +133,7 @@ def _warnings(table: Table) -> list[str]:
     left = len(lines) - _MOST_WARNINGS
     lines = [
         *lines[:_MOST_WARNINGS],
-        *([f"{left} more: warnings and stopped in result.json of the runs."] * (left > 0)),
+        *([f"{left} more warnings: see warnings and stopped in result.json of the runs."] * (left > 0)),
     ]
     return [f"Warnings: {lines[0]}", *lines[1:]] if lines else []
 

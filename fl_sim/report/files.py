@@ -59,7 +59,7 @@ class PrivacyStatement(FileModel):
 
     @property
     def protects(self) -> bool:
-        """Return True if the statement is a guarantee."""
+        """Return True if the statement has an epsilon, so that it is a privacy guarantee."""
         return self.epsilon is not None
 
     @property
@@ -92,7 +92,7 @@ class PrivacyStatement(FileModel):
 
 
 class KindTable(FileModel):
-    """A section of ``config.toml`` or ``result.json``. A report reads only its kind, such as ``fedavg``."""
+    """A section of ``config.toml`` or ``result.json``. A report reads only the field ``kind``, such as ``fedavg``."""
 
     kind: str
 
@@ -319,7 +319,7 @@ class CellFile(FileModel):
 
 
 class ShownMeasure(FileModel):
-    """The settings of a table that a report reads. ``measure``: as in ``fl_sim.tables.plan.TableSettings``."""
+    """The part of a table's settings that a report reads. ``measure``: as in ``fl_sim.tables.plan.TableSettings``."""
 
     measure: str = ""
 

@@ -60,10 +60,11 @@ This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to 
 
 
 MOST_CACHED = 2**20
-"""The largest number of parameters of clients that make single steps together: their models stay in the cache.
+"""The largest number of parameters of all clients that a worker trains together step by step, so that models stay in
+the CPU's cache.
 
-On two cores, a step of APFL by ten clients took 10 % less time together for a model of 26,000 parameters, and 35 % more
-for one of 532,000.
+Measured on two cores, for a step of APFL by ten clients: together, they took 10 % less time for a model of 26,000
+parameters, and 35 % more time for a model of 532,000 parameters.
 """
 
 

@@ -158,7 +158,7 @@ def start_or_resume(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
-    """Return the identity to store: the stored identity if it agrees with ``now``, else the identity ``now``."""
+    """Return the identity to write into the run directory: the stored one if it agrees with ``now``, else ``now``."""
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
     return now.written() if now.unverified(recorded) or now.changed(recorded) else recorded
 

@@ -253,7 +253,7 @@ def is_json(facts: Mapping[str, Any]) -> bool:
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Return the facts about the weights from which the model started: their file, and the tensors that are new."""
+    """Return facts about the initial weights: their file, and the names of the tensors that are not from it."""
     model, placed = job.experiment.model, job.placed
     return {
         "path": model.origin,

@@ -69,7 +69,10 @@ _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
 """The smallest factor by which the number of records grows. If too little time is left for it, the timing ends."""
 _FLAT: Final = 1.5
-"""If a piece takes less than this number times the seconds of the piece before, the next factor is _GROWTH**2."""
+"""A piece that takes less than this number times the seconds of the previous, smaller piece is fast.
+
+After a fast piece, the number of records may grow by the factor _GROWTH**2.
+"""
 _CHEAP: Final = 0.25
 """A whole piece is timed at once if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
@@ -140,7 +143,7 @@ class Stopwatch:
         return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it cannot be timed beforehand")
 
     def seconds(self, work: Work) -> float:
-        """Return the approximate seconds of ``work``, from the timing of its turns and pieces; 0 without a timing."""
+        """Return the approximate seconds of the computation ``work``, from its timing; 0 if it was not timed."""
         timing = self.timing(work)
         return (work.turns * timing.turn + work.pieces * timing.piece) / work.at_once
 
@@ -212,7 +215,7 @@ class _GrowingTiming:
         pieces = max(2, int(min(self.work.most, _CHEAP * affordable)))
         several = self._timed(self.work.records, pieces, deadline)
         piece = (several - one) / (pieces - 1)
-        # If the noise of the clock hides the difference, all seconds are counted as those of the pieces.
+        # If the difference is smaller than the clock's error, the fixed time of a turn is taken as 0.
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:

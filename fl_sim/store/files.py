@@ -271,7 +271,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     try:
         folder.stat()  # raises an error for a missing folder, because FileLock would create the folder
         with suppress(FileNotFoundError):
-            mode = path.lstat().st_mode  # only one system call, because the last holder may remove the file meanwhile
+            mode = path.lstat().st_mode  # one system call: the file may be removed at any time
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
         while not lock.is_locked:

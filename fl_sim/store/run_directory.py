@@ -365,7 +365,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         part, group, name = key.split("/", 2)
         parts.setdefault(part, {}).setdefault(group, {})[name] = value
     layers = parts.get("layers", {}).get("", {})
-    params = parts.get("params", {}).get("", {})  # empty if the whole model stays on the clients
+    params = parts.get("params", {}).get("", {})  # empty if all parameters stay on clients
     return progress, ServerState(params, parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 

@@ -143,7 +143,7 @@ def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
     if not (seconds := seconds_together(found, jobs)):
         return line
     about = "at least" if any(one.estimate.at_least for one in found) else "about"
-    line += f"; the remaining rounds take {about} {in_time(seconds)}{_in_parallel(jobs)}, by steps that were timed now"
+    line += f"; the remaining rounds take {about} {in_time(seconds)}{_in_parallel(jobs)}, as estimated from timed steps"
     unknown = sum(one.seconds_left is None for one in found)
     return f"{line} ({unknown} of the runs could not be timed, and are not included)" if unknown else line
 

@@ -477,7 +477,7 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     spanned = {key.split(".")[0] for key in grid} - {"algorithm"} | {"data", "partition", "seed"}
     if twice := sorted(set(entry) & spanned):
         raise UserError(
-            f"an entry of grid.algorithm sets {', '.join(twice)}, which is an axis of the table already: an entry may "
+            f"an entry of grid.algorithm sets {', '.join(twice)}, which the table varies already: an entry may "
             "set only parts of a method, such as algorithm, preprocess or aggregator"
         )
     return {"algorithm": "fedavg", **entry}

@@ -106,7 +106,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["rounds=ten"], "rounds = 'ten': input should be a valid integer"),
         (["rounds.x=1"], "rounds = {'x': '1'}: input should be a valid integer"),
         (["seed=-1"], "seed = '-1': input should be greater than or equal to 0"),
-        (["local=5", "local.epochs=3"], "local is a single value, it has no settings inside"),
+        (["local=5", "local.epochs=3"], "local is a single value: it has no further settings"),
         (["rounds"], "settings are given as key=value, got 'rounds'; for example rounds=50"),
         (["=3"], "settings are given as key=value, got '=3'"),
         (["sampler=fixed-size:20"], "^sampler fixed-size:20 needs more than the run's 10 clients: set a smaller"),

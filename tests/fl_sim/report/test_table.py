@@ -144,7 +144,7 @@ def test_of_many_different_remarks_the_commonest_are_told_and_the_others_counted
     told = [line for line in notes(table(*runs)) if "A, x" in line or "more" in line]
     assert told[0] == "Warnings: A, x, seed 4 and 7 other runs: common."
     assert len(told) == 9
-    assert told[-1] == "5 more: warnings and stopped in result.json of the runs."
+    assert told[-1] == "5 more warnings: see warnings and stopped in result.json of the runs."
 
 
 POOL = PrivacyStatement(

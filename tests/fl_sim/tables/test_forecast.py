@@ -56,17 +56,18 @@ def test_nothing_left_takes_no_time_and_what_was_not_timed_is_not_known() -> Non
     assert seconds_together([left(None)], 2) is None
     assert seconds_together([left(10), left(None)], 2) == START_SECONDS + 10
     assert time_in_words([left(96), left(None), left(1, is_finished=True)], 2) == (
-        "3 runs, 1 finished; the remaining rounds take about 2 min with 2 runs in parallel, by steps that were timed "
-        "now (1 of the runs could not be timed, and are not included)"
+        "3 runs, 1 finished; the remaining rounds take about 2 min with 2 runs in parallel, as estimated from timed "
+        "steps (1 of the runs could not be timed, and are not included)"
     )
 
 
 def test_the_time_is_told_for_one_run_at_a_time_and_what_is_finished_is_not_missing_in_it() -> None:
     assert time_in_words([left(96)], 1) == (
-        "1 run, 0 finished; the remaining rounds take about 2 min, by steps that were timed now"
+        "1 run, 0 finished; the remaining rounds take about 2 min, as estimated from timed steps"
     )
     assert time_in_words([left(None, is_finished=True), left(6)], 3) == (
-        "2 runs, 1 finished; the remaining rounds take about 10 s with 3 runs in parallel, by steps that were timed now"
+        "2 runs, 1 finished; the remaining rounds take about 10 s with 3 runs in parallel, as estimated from "
+        "timed steps"
     )
 
 

@@ -243,9 +243,9 @@ def test_further_settings_of_an_entry_are_named_and_change_single_keys_of_the_ba
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ({"algorithm": [DA_FL], "preprocess": ["none"]}, "sets preprocess, which is an axis of the table already"),
-        ({"algorithm": [DA_FL], "preprocess.gamma": [0.1]}, "sets preprocess, which is an axis of the table already"),
-        ({"algorithm": [{**DA_FL, "seed": 1}]}, "sets seed, which is an axis of the table"),
+        ({"algorithm": [DA_FL], "preprocess": ["none"]}, "sets preprocess, which the table varies already"),
+        ({"algorithm": [DA_FL], "preprocess.gamma": [0.1]}, "sets preprocess, which the table varies already"),
+        ({"algorithm": [{**DA_FL, "seed": 1}]}, "sets seed, which the table varies"),
         ({"algorithm": [{**DA_FL, "preproces": "none"}]}, "unknown key 'preproces'.*did you mean 'preprocess'"),
         ({"algorithm": [{**DA_FL, "algorithm": "centralized"}], "x": [1]}, "unknown key 'x'"),
     ],
