@@ -176,7 +176,8 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:
         raise UserError(
             f"{path} does not fit model {experiment.model}: tensor {wrong[0]} is {found.get(wrong[0], 'missing')} "
-            f"there and {wanted.get(wrong[0], 'unknown')} in the model: restore the code with which the run was made"
+            f"in the file and {wanted.get(wrong[0], 'unknown')} in the model: restore the code with which the run was "
+            "made"
         )
     model.load_state_dict(tensors, strict=False)
     return model.eval()

@@ -75,8 +75,8 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
     """Return (the keys that the user wrote, the settings class that contains the last key).
 
-    ``location``: pydantic's location of a mistake. After the key of a field with several classes, it has the name of
-    the chosen class, which the user did not write; that name is removed.
+    ``location``: pydantic's location of a mistake. For a field with several classes, the location also contains the
+    name of the chosen class. The user did not write this name, so it is removed.
     """
     path: list[str] = []
     parts = iter(location)

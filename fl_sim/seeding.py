@@ -81,7 +81,7 @@ class _Key(ISeedSequence):
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[np.uint64]:
         """Return the key of Philox as two 64-bit words."""
-        assert (n_words, dtype) == (2, np.uint64), "a key is for Philox alone"
+        assert (n_words, dtype) == (2, np.uint64), "only Philox uses this key"
         return self._words
 
 

@@ -20,8 +20,8 @@ MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Two environment variables that Ray reads: the authentication mode ("token" if required), and the token."""
 
 DONE = b"done"
-"""The last message from the run's process to the cleanup process at a normal end. The first message is host:port of
-Ray's node.
+"""The message that the run's process sends to the cleanup process before a normal end. The first message to the cleanup
+process is host:port of Ray's node.
 """
 
 CONNECT_SECONDS = 2.0
@@ -107,7 +107,7 @@ def clear(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait until standard input is closed, then clear the folder that the first argument names, if any.
+    """Wait until standard input is closed, then end the Ray whose folder is the first argument, if any.
 
     If the run's process did not end normally and Ray's node is gone, print an error message first.
     """

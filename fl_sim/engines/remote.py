@@ -145,7 +145,7 @@ def encrypted_bytes(encrypted: Any) -> int:
 
 
 def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
-    """Return consecutive parts of ``content``, of ``sizes`` bytes. Raises ValueError if the sum of sizes differs."""
+    """Split ``content`` into consecutive parts of ``sizes`` bytes. Raises ValueError if its size differs."""
     ends = list(accumulate(sizes))
     if ends[-1:] != [len(content)]:
         raise ValueError("parts of the encrypted value are missing")

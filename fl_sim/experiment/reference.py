@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"``(\w+)``")
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _WORDS: Final = {
     int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "nothing",
-    Scheme: "a partition, as the setting partition",
+    Scheme: "a partition, as for the setting partition",
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            if settings not in choices.values():  # else their groups exist already
+            if settings not in choices.values():  # their groups are not repeated
                 inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [
             part

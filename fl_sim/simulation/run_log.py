@@ -285,7 +285,7 @@ def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | No
     if experiment.evaluate.test != "never":
         scores = [one for one in scores if one.test_accuracy is not None]
     validated = [one for one in scores if one.validation_accuracy is not None]
-    scores = validated or scores  # clients' own models may be validated in some rounds only
+    scores = validated or scores  # if any round has validation accuracies, only such rounds count
 
     def chosen_by(one: RoundRecord) -> float:
         return (one.test_accuracy if one.validation_accuracy is None else one.validation_accuracy) or 0.0

@@ -386,7 +386,7 @@ def tasks_of(job: Job) -> dict[str, ClientTask]:
 
 
 MOST_HELD = 10**9
-"""The largest number of records that a node of Flower's own runtime may report about its own data."""
+"""The largest number of records that a node of Flower's own runtime may report."""
 
 
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:

@@ -306,7 +306,7 @@ def _holder(path: Path) -> str:
     try:
         said = json.loads(_content(path))
         return f"process {int(said['pid'])}, started {str(said['started'])[:40]}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not written yet, or deleted already
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # the lock's file is incomplete or gone
         return "another process"
 
 

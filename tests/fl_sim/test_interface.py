@@ -122,7 +122,7 @@ def test_a_run_without_a_whole_model_is_named(tmp_path: Path) -> None:
         fl_sim.load_model(tmp_path / "run")
     fl_sim.run(SMALL, out=tmp_path / "run", progress=False)
     (tmp_path / "run" / "model.safetensors").write_bytes(save({"1.weight": torch.zeros(2, 2)}))
-    with pytest.raises(fl_sim.UserError, match=r"does not fit model logistic: tensor 1.weight is \(2, 2\) there"):
+    with pytest.raises(fl_sim.UserError, match=r"does not fit model logistic: tensor 1.weight is \(2, 2\) in the file"):
         fl_sim.load_model(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").write_bytes(b"half")
     with pytest.raises(fl_sim.UserError, match=r"model.safetensors is damaged"):

@@ -314,7 +314,7 @@ def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_pr
     assert {cell.experiment.data for cell in board.plan.cells} == {"digits"}
     told = (tmp_path / "table.md").read_text()
     assert "public.npz, public records in place of the table's own" in told
-    assert "judged by its test records" in told
+    assert "evaluated on its test records" in told
 
 
 def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: Path) -> None:
