@@ -295,7 +295,7 @@ def _build_own(
     return model
 
 
-_WANTED: Final = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
+_WANTED: Final = "a function of (input_shape, num_classes) that returns a new torch.nn.Module"
 _CURE: Final = (
     "draw random numbers from the global generators of torch, NumPy or Python, which fl-sim seeds before each call, "
     "not from a generator of its own"

@@ -183,7 +183,7 @@ def _print_card(card: Mapping[str, Any]) -> None:
     what = "x".join(map(str, inputs["shape"]))
     kind = {
         "images": f"images, channels x height x width {what}",
-        "tokens": f"sequences of up to {what} tokens below {inputs.get('vocabulary')}, 0 is padding",
+        "tokens": f"sequences of up to {what} tokens, from 1 to below {inputs.get('vocabulary')}; 0 is padding",
         "numbers": f"{what} numbers per record",
     }[inputs["kind"]]
     validation = f", {records['validation']:,} for evaluate.validation=given" if "validation" in records else ""

@@ -70,8 +70,8 @@ class PlanReport:
         if making := [one.estimate for one in self.runs if one.estimate.seconds and one.estimate.synthetic_seconds]:
             share = sum(one.synthetic_seconds for one in making) / sum(one.seconds or 0.0 for one in making)
             say(
-                f"Synthetic records are {share:.1%} of the time of the runs that make them ({len(making)} of "
-                f"{len(self.runs)})."
+                f"Making synthetic records takes {share:.1%} of the time of the {len(making)} runs with synthetic "
+                f"records (of {len(self.runs)} runs)."
             )
         if self.searches:
             say(f"before these runs: {search_in_words(self.searches, self.jobs)}")

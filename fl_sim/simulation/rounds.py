@@ -196,9 +196,10 @@ class Rounds(Procedure):
         return self._traffic_of(updates, experiment.rounds * num_asked(experiment.sampler, experiment.num_members))
 
     def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
-        """Return the bytes of ``updates`` client updates and of all stages, by purpose.
+        """Return the bytes of all rounds and of each stage, {purpose: bytes}.
 
-        ``more_sent``: the number of models that the server sends without receiving an update for them.
+        ``updates``: the number of client updates in all rounds. ``more_sent``: the number of further models that the
+        server sends, for which no update comes back.
         """
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(

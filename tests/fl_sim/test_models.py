@@ -221,7 +221,7 @@ def test_what_can_be_trained_is_built_and_its_weights_depend_on_the_seed_alone(n
     ("name", "message"),
     [
         ("missing", "has no 'missing'"),
-        ("number", r"is 3, not a function of \(input_shape, num_classes\) that returns a fresh torch.nn.Module"),
+        ("number", r"is 3, not a function of \(input_shape, num_classes\) that returns a new torch.nn.Module"),
         ("model", r"is Sequential\(.*, not a function of"),
         ("one", r"takes \(shape\), but must be a function of \(input_shape, num_classes\)"),
         ("three", r"takes \(shape, classes, depth\), but must be"),

@@ -62,7 +62,8 @@ def test_a_plan_tells_what_share_of_the_time_goes_into_synthetic_records(
     assert private[0]["synthetic_seconds"] == private[1]["synthetic_seconds"]
     assert typed(monkeypatch, "grid.toml", "partition=label-1,label-2") == 0
     told = re.search(
-        r"Synthetic records are ([\d.]+)% of the time of the runs that make them \(2 of 6\)\.", capsys.readouterr().out
+        r"Making synthetic records takes ([\d.]+)% of the time of the 2 runs with synthetic records \(of 6 runs\)\.",
+        capsys.readouterr().out,
     )
     assert told is not None
     assert 0 < float(told[1]) <= 100
