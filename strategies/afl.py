@@ -9,7 +9,7 @@ from strategies.ridge import Ridge
 
 
 class AFL(Ridge):
-    """One message a client and no training: the head in closed form, on features of the initial model."""
+    """Each client sends one message, without training; the server computes the initial model's head in closed form."""
 
     kind: Literal["afl"] = "afl"
     title: ClassVar[str] = "AFL"

@@ -46,7 +46,7 @@ class AggregatorMemory(Layer):
         return replace(server, memory={**server.memory, MEMORY: memory})
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of the cohort, which contains the memory of the last round."""
+        """Return the aggregate of the round. The aggregator reads the memory of the last round from its cohort."""
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:

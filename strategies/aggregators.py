@@ -51,7 +51,7 @@ class WeightedMean(Settings):
             if trained
             else {}
         )
-        # One number that is not finite makes the mean not finite. So single updates are checked only in that case.
+        # If any number of an update is not finite, the mean is not finite. Only then are the single updates checked.
         apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
         for reply in apart if is_finite(payloads) else cohort.replies:
             check_finite(reply, cohort.server_round)
@@ -122,7 +122,7 @@ class Robust(Settings):
         return Aggregate(payloads, cohort.participation(len(rows)), self.no_effect(rows, taken), memory)
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). ``cohort``: has a reply per row."""
+        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). ``cohort``: the reply per row."""
         raise NotImplementedError
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
@@ -186,7 +186,7 @@ def squared_distances(rows: torch.Tensor) -> torch.Tensor:
 
 
 def as_named(payloads: Payloads) -> Params:
-    """Return all tensors of the payloads by the names "group/name"."""
+    """Return all tensors of the payloads as {"payload name/tensor name": tensor}."""
     return {f"{group}/{name}": value for group, params in payloads.items() for name, value in params.items()}
 
 

@@ -1,4 +1,4 @@
-"""Agnostic federated learning: the worst mixture of clients counts (Mohri, Sivek, Suresh 2019, section 4)."""
+"""Agnostic federated learning: minimise the largest loss of all client mixtures (Mohri et al. 2019, section 4)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from strategies.received_loss import SendingLoss
 class AgnosticFL(SendingLoss):
     """x <- x + sum_i lambda_i (y_i - x); lambda <- Proj(lambda + r F), to lower the largest loss of all mixtures.
 
-    F_i is the loss of x on all training records of client i. lambda begins with the same weight for every client, and
-    Proj is the nearest mixture: weights of at least 0 with sum 1. ``mixture_learning_rate``: r; 0 is FedAvg with equal
-    weights. ``average``: the model that is evaluated and saved is the mean of the models after all rounds, as in the
-    paper. Clients always continue from the last model. False evaluates the last model, which a mean with the first
-    rounds trails for long. The paper's steps are single; here clients make their usual local steps.
+    F_i is the loss of x on all training records of client i. At first lambda has the same weight for every client. Proj
+    gives the nearest mixture: weights of at least 0 with sum 1. ``mixture_learning_rate``: r; 0 is FedAvg with equal
+    weights. ``average``: if true, the mean of the models after all rounds is evaluated and saved, as in the paper.
+    Clients always continue from the last model. If false, the last model is evaluated. The mean contains the first
+    models, so it is worse than the last model for many rounds. In the paper a client makes one step in a round; here
+    clients make their usual local steps.
 
-    All clients must take part in every round, as each weight depends on all losses. A client that is late keeps its
-    weight, and the others share the round in proportion to theirs. The server sees every F_i. Some papers also call
-    another method AFL, for analytic federated learning.
+    All clients must take part in every round, as each weight depends on all losses. A late client keeps its weight, and
+    the updates of the other clients are averaged in proportion to their weights. The server sees every F_i. Some papers
+    use the name AFL for another method, analytic federated learning.
     """
 
     kind: Literal["agnostic-fl"] = "agnostic-fl"
@@ -70,7 +71,7 @@ class AgnosticFL(SendingLoss):
         return server.memory["mean"] if self.average else server.params
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params``, and room for the mean."""
+        """Return the server state before the first round: the model ``params``, and the mean of 0 rounds."""
         return ServerState(params, memory={"mean": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:

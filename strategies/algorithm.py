@@ -50,7 +50,7 @@ Result: for each client, positions in this argument. Raises UserError if the par
 
 
 FEDAVG = "this is fedavg"
-"""Words for warnings that a setting has no effect because the method then equals FedAvg, as FedProx with mu 0 does."""
+"""Clause for warnings about a setting without effect: the method then equals FedAvg, for example FedProx with mu 0."""
 
 _LEAST, _MOST = 1e-37, 1e37
 """Range of absolute values x for which float32 can represent both x and 1 / x."""
@@ -175,7 +175,7 @@ class Advising(Protocol):
 
 @runtime_checkable
 class ForModel(Protocol):
-    """An algorithm whose first server state depends on the whole model, also where clients send only a part of it."""
+    """An algorithm whose first server state depends on the whole model, even if clients send only a part of it."""
 
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round, in place of ``init``.
@@ -188,7 +188,7 @@ class ForModel(Protocol):
 
 @runtime_checkable
 class OfHead(Protocol):
-    """An algorithm that treats the model's head, its last linear layer, apart. It needs a head that is trained."""
+    """An algorithm with special rules for the model's head, the last linear layer. The head must be trained."""
 
     needs_head: ClassVar[bool]
 
@@ -234,7 +234,7 @@ class Sizing(Protocol):
 
 @runtime_checkable
 class Alternating(Protocol):
-    """An algorithm whose updates have other names and shapes from round to round, which repeat after ``turns``."""
+    """An algorithm whose updates change names and shapes from round to round; these repeat after ``turns`` rounds."""
 
     turns: ClassVar[int]
 

@@ -1,4 +1,4 @@
-"""APFL: each client uses a mixture of the global model and of a model of its own (Deng et al. 2020, algorithm 1)."""
+"""APFL: each client uses a mixture of the global model and its own model (Deng et al. 2020, algorithm 1)."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class HostilePlans(ClientLayer):
 
 @dataclass(frozen=True)
 class Seen:
-    """The round of an attack, as the strongest attacker sees it.
+    """The facts about a round that the strongest attacker knows.
 
     ``honest``: the updates of the honest clients with records. ``cohort_size``: the number of clients in the round.
     ``coins``: random numbers from the run's seed.
@@ -178,7 +178,7 @@ class SignFlip(HostileClients):
 
 
 class Forging(HostileClients):
-    """Base class of attacks whose forged updates are no multiples of a client's own update."""
+    """Base class of attacks whose forged updates are not multiples of the client's honest update."""
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError, too, if clients compress updates, because forged updates have no compressed form."""
@@ -192,7 +192,7 @@ class Forging(HostileClients):
 
 
 class Knowing(Forging):
-    """Base class of attacks that compute with updates.
+    """Base class of attacks that compute forged updates from several honest updates.
 
     ``knows``: "own" for the honest updates of the hostile clients, "all" for the updates of all honest clients of the
     round. If a round has no honest client, the attack uses those of the hostile clients.
@@ -212,8 +212,8 @@ class Knowing(Forging):
         if not self.needs_two or self.knows == "all" or hostile >= 2:
             return []
         why = (
-            f"a hostile client that is alone in a round has no deviation, and rounds have {hostile:g} of them on "
-            "average; set a larger attack.clients"
+            f"a deviation needs two hostile clients in a round, and rounds have {hostile:g} of them on average; set a "
+            "larger attack.clients"
         )
         return [off(f"attack {kind_of(self)}", why)]
 
@@ -362,5 +362,5 @@ class HostileUpdates(Layer):
 
     def remarks(self) -> Sequence[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
-        said = off(f"attack {kind_of(self._attack)}", "no hostile client took part with records")
+        said = off(f"attack {kind_of(self._attack)}", "no hostile client with records took part")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

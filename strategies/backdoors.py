@@ -1,4 +1,4 @@
-"""Backdoors: the model calls every image with a trigger the target class, and other images what they are."""
+"""Backdoors: attacks after which the model predicts the target class for every image that has a trigger."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class Backdoor(HostileClients):
     """Hostile clients stamp a trigger on a share of their images and label these ``target`` (Gu et al. 2017, BadNets).
 
     The trigger is a white square of ``size`` x ``size`` pixels in the lower right corner. ``poisoned_share``: the share
-    of a hostile client's records, rounded up and drawn from the run's seed, that get the trigger. ``parts`` 4 cuts the
-    square in four, and the hostile clients take turns in stamping one part each (DBA, Xie et al. 2020); models are
-    tested with the whole square. ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients),
-    for n clients of equal weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3).
-    ``loss_share``: hostile clients train on this share a of their loss plus (1 - a) times the squared distance to the
-    received model, so that their updates stay short (constrain-and-scale, equation 4, with a Euclidean distance).
+    of a hostile client's records, rounded up and drawn from the run's seed, that get the trigger. With ``parts`` 4 the
+    square has four parts, and each hostile client stamps one of them (DBA, Xie et al. 2020); models are tested with the
+    whole square. ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients), for n clients
+    of equal weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a
+    number a. Hostile clients minimise a times their loss plus (1 - a) times the squared distance to the received model,
+    so that their updates stay short (constrain-and-scale, equation 4, with a Euclidean distance).
 
-    Each tested round and ``result.json`` have the attack success rate beside the accuracy: the share of the test
-    records of other classes, with the trigger, that the model calls ``target``. These records have no feature skew.
+    Each tested round and ``result.json`` have the attack success rate beside the accuracy. For this rate the test
+    records of all other classes get the trigger. The rate is the share of these records for which the model predicts
+    ``target``. They have no feature skew.
     """
 
     kind: Literal["backdoor"] = "backdoor"
@@ -45,13 +46,13 @@ class Backdoor(HostileClients):
     stage: ClassVar[str] = "fl_sim.stages.backdoor:BackdoorSuccess"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a sentence if no client stamps some parts of the trigger."""
+        """Return a sentence if there are fewer hostile clients than parts of the trigger."""
         del experiment
         few = f"attack.parts={self.parts} with {self.clients} hostile clients: nobody stamps the other parts"
         return [few] if self.clients < self.parts else []
 
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
-        """Return the records of a hostile client with the trigger, or one part of it, and the target label on some."""
+        """Return a hostile client's records; some of them get the target label and the trigger, or a part of it."""
         chosen = coins.permutation(len(examples))[: int(np.ceil(self.poisoned_share * len(examples) - 1e-9))]
         inputs, labels = examples.inputs.copy(), examples.labels.copy()
         inputs[chosen] = self.stamped(inputs[chosen], None if self.parts == 1 else number % 4)
@@ -70,7 +71,8 @@ class Backdoor(HostileClients):
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records of other classes than ``target``, with the trigger and the label ``target``.
 
-        Raises UserError if the records are no images, if the trigger does not fit, or without records of both kinds.
+        Raises UserError if the records are no images, if the trigger does not fit, or if all or none of them
+        are of class ``target``.
         """
         shape, others = dataset.input_shape, np.flatnonzero(dataset.test.labels != self.target)
         if len(shape) != 3:

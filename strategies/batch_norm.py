@@ -136,7 +136,7 @@ class ClientBatchNorm(ClientLayer):
         return {LAYERS: server.layers} if server.layers else {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the BatchNorm tensors that the server sends: clients return the same names and shapes."""
+        """Return the BatchNorm tensors that the server sends. The clients' tensors have the same names and shapes."""
         return self.broadcast(server)
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:

@@ -15,11 +15,12 @@ from strategies.krum import scores_of
 
 
 class Bulyan(Robust):
-    """Krum selects n - 2 ``hostile`` updates, one after the other; then each coordinate has a mean near its median.
+    """Krum selects n - 2 ``hostile`` updates; the aggregate is a mean of the selected values near each median.
 
-    The mean of a coordinate is that of the n - 4 ``hostile`` selected values which are nearest to their median. Of
-    updates with equal scores, Krum selects the one nearest to all others, as the last scores have no neighbours. Every
-    round needs n >= 4 ``hostile`` + 3 clients with records. No privacy guarantee.
+    In each coordinate it is the mean of the n - 4 ``hostile`` selected values that are nearest to their median. Krum
+    selects one update after the other. If scores are equal, it selects the update that is nearest to all others. The
+    last scores may be equal, because they are sums over few neighbours or none. Every round needs n >= 4 ``hostile`` +
+    3 clients with records. No privacy guarantee.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -27,14 +28,14 @@ class Bulyan(Robust):
     title: ClassVar[str] = "Bulyan"
 
     def fewest(self) -> int:
-        """Return 4 ``hostile`` + 3."""
+        """Return the smallest number of updates to which the rule can be applied: 4 ``hostile`` + 3."""
         return 4 * self.hostile + 3
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
         """Return the mean of the selected values around the median of every coordinate."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # a pair has one distance, so that equal scores are equal
+        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not decide between ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)

@@ -56,4 +56,4 @@ class CentredClipping(Robust):
         centre = row_like(cohort.memory, cohort.replies[0].payloads).double()
         if self.iterations > 1 or float((rows.double() - centre).norm(dim=1).max()) > self.tau:
             return ""
-        return off(f"aggregator.tau={self.tau:g}", "no update was further from the last result")
+        return off(f"aggregator.tau={self.tau:g}", "no update was further from the last aggregate")

@@ -12,16 +12,16 @@ from strategies.split_clusters import check_single_updates
 
 
 class CFL(Averaging):
-    """FedAvg in clusters, each with a model of its own. It begins with one cluster, and splits clusters by updates.
+    """FedAvg in clusters of clients, each with its own model. The run begins with one cluster, and clusters are split.
 
     D_i = y_i - x is the update of client i, and D the mean update of its cluster. A cluster is split in two if
-    ‖D‖ < ``eps_1`` and the largest ‖D_i‖ > ``eps_2``: the cluster's model hardly moves, and single clients still want
-    to move it. Then the clusters' clients are grouped by the cosines of their updates. Both parts continue from the
-    model of the cluster, each with its own mean update. ``linkage`` "complete" joins groups by the smallest cosine
-    between their clients, as in the released code. "single" joins them by the largest cosine: it finds the two parts
-    with the smallest largest cosine between them, as in the paper's algorithm 1. A single client with noisy updates
-    then often becomes a part. A split needs ``gamma_max`` < sqrt((1 - largest cosine between the parts) / 2), as in the
-    paper; with 0 every split is allowed, as in the released code.
+    ‖D‖ < ``eps_1`` and the largest ‖D_i‖ > ``eps_2``: the mean update is small although single updates are large. Then
+    the cluster's clients are grouped by the cosines of their updates. Both parts continue from the model of the
+    cluster, each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their
+    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. Of all
+    splits into two parts, "single" finds the split whose largest cosine between the parts is smallest. A single client
+    with noisy updates then often becomes a part. A split needs ``gamma_max`` < sqrt((1 - largest cosine between the
+    parts) / 2), as in the paper; with 0 every split is allowed, as in the released code.
 
     ``eps_1`` and ``eps_2`` are those of the released code for its network; they depend on the model, and on the rate
     and number of local steps. ``split_after``: the number of rounds before the first split, 20 in the released code.
@@ -59,7 +59,7 @@ class CFL(Averaging):
         return []
 
     def mean_only(self) -> str:
-        """Return the reason for error messages; empty for one cluster."""
+        """Return the reason why robust aggregators do not fit, for error messages; empty for one cluster."""
         return "clusters may be too small for it, and their updates must differ" if self.num_models > 1 else ""
 
     def note(self) -> str:

@@ -40,7 +40,7 @@ class CorrelatedNoise:
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
     the ``released`` sums they reveal the noise. They are kept only in memory, so a resumed run begins with an empty
-    state. This costs accuracy but no privacy (two such mechanisms run one after the other).
+    state. This costs accuracy but no privacy: the run then consists of two such mechanisms, one after the other.
     """
 
     bands: int

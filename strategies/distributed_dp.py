@@ -27,8 +27,8 @@ class DistributedDP(Settings):
     number of messages. Secure aggregation is simulated: this program computes the same sum, without masks.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
-    part. Public are which clients take part in a round, and which drop out. So the sampling of clients does not reduce
-    the cost. The noise of all clients that answer counts, and the cost of a round rises if clients drop out.
+    part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
+    reduce the cost. The sum has the noise of the clients that answer, so the cost of a round rises if clients drop out.
 
     ``epsilon``: the largest epsilon at ``delta`` over the whole run. Without ``noise_multiplier``, the noise is the
     least one with which all rounds cost ``epsilon``. A sum that would exceed ``epsilon`` is not opened.

@@ -92,7 +92,7 @@ class DistributedSums(Layer):
 
     ``noise``: the source that identifies this run's releases in the ledger; it draws no noise, as clients do that.
     ``grid``: the grid of the sums. The stage sets it before the first round. ``unopened``: the rounds whose sums the
-    budget did not allow. ``wrapped``: the rounds whose sums probably went around the modulus.
+    budget did not allow. ``wrapped``: the rounds whose sums probably overflowed (wrapped around) the modulus.
     """
 
     settings: DistributedDP
@@ -212,7 +212,7 @@ class DistributedSums(Layer):
         return self._is_paid(server_round, self.grid.shares) or self.ledger.affords(event)
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings on sums that were not opened, and on sums that went around the modulus."""
+        """Return warnings on sums that were not opened, and on sums that overflowed the modulus."""
         warnings = self.inner.conclusions(rounds)
         if self.unopened:
             warnings.append(
@@ -234,8 +234,8 @@ class DistributedSums(Layer):
     def _pay(self, server_round: int, present: int) -> None:
         """Write the cost of a round's sum with ``present`` answers to the ledger. Raises BudgetExhausted.
 
-        With a cyclic sampler, one charge covers the rounds in which no client takes part twice. A later round of these
-        with fewer answers is charged again.
+        With a cyclic sampler, one charge covers consecutive rounds in which no client takes part twice. If fewer
+        clients answer in a later one of these rounds, that round is charged again.
         """
         assert self.grid is not None
         if not self._is_paid(server_round, present):
@@ -271,8 +271,8 @@ class ClientShares(ClientLayer):
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
         """Return the client's numbers, of weight 1 and without loss. The client state stays with the client.
 
-        A client without records sends the noise alone. Raises RunError if names or shapes of the update are not those
-        of the template: these could tell facts about records.
+        A client without records sends the noise alone. Raises RunError if names or shapes of the update differ from the
+        template, because they could reveal facts about records.
         """
         del task, trained
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
@@ -292,7 +292,7 @@ class ClientShares(ClientLayer):
         return ClientUpdate({}, 1, None, update.state, content)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the sizes of the message: all numbers together are in the first group of tensors."""
+        """Return the packed size of each payload: the first payload carries the numbers of all payloads."""
         del model
         first, *others = template
         return {first: Size(0, self.grid.num_bytes), **dict.fromkeys(others, Size(0))}
@@ -304,7 +304,7 @@ class ClientShares(ClientLayer):
         return Reply(reply.client, {_SHARE: {_SHARE: torch.from_numpy(numbers)}}, 1, None)
 
     def _noise(self, client: int, server_round: int) -> Noise:
-        """Return a source of noise that serves this one message."""
+        """Return the source of noise for this message."""
         if not self.run_digest:
             return Noise.secret()
         text = f"{self.run_digest} {client} {server_round}"

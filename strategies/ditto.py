@@ -1,4 +1,4 @@
-"""Ditto: beside the global model each client trains a model of its own near it (Li et al. 2021, algorithm 1)."""
+"""Ditto: each client also trains its own model, which stays near the global model (Li et al. 2021, algorithm 1)."""
 
 from collections.abc import Mapping
 from typing import Literal

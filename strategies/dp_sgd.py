@@ -95,7 +95,7 @@ class ClientPrivacy(Settings):
 
 
 class DPSGD(ClientPrivacy):
-    """Each client trains by DP-SGD, so what it sends protects each of its records, also from the server.
+    """Each client trains by DP-SGD, so its messages protect each of its records, also from the server.
 
     Let n be the client's number of records. In every local step, each record joins the batch independently, with
     probability q = ``local.batch_size`` / n. The gradient of each record is clipped to the L2 norm ``clipping_norm``,

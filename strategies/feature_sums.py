@@ -16,7 +16,7 @@ MOST_BYTES: Final = 2**28
 class SumsOfFeatures(Settings):
     """Base class of settings for sums of features, with or without noise.
 
-    ``sensitivity``: the largest L2 norm of what one record adds to the sums.
+    ``sensitivity``: the largest L2 norm of one record's contribution to the sums.
     """
 
     if TYPE_CHECKING:  # fields of each subclass, in its own order, which the names of runs depend on

@@ -1,4 +1,4 @@
-"""FedALA: a client begins a round between its own model and the global one (Zhang et al. 2023, algorithm 1)."""
+"""FedALA: a client starts a round at a mixture of its own and the global model (Zhang et al. 2023, algorithm 1)."""
 
 from __future__ import annotations
 

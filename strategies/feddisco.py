@@ -30,7 +30,7 @@ class FedDisco(Averaging):
         del experiment
         if self.a:
             return []
-        return [off("algorithm.a=0", "labels do not count" if self.b else FEDAVG)]
+        return [off("algorithm.a=0", "labels have no effect on the weights" if self.b else FEDAVG)]
 
     def note(self) -> str:
         """Return the note for tables: it names the number that clients send besides their update."""

@@ -64,7 +64,7 @@ class Dynamic(Averaging):
 
 
 class FedDyn(Dynamic):
-    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2, so that they agree where the sum of all F_i is least.
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2, so that all w agree at the minimum of sum_i F_i.
 
     ``alpha``: the paper tries 0.001, 0.01 and 0.1. The released code divides alpha by a client's share of the records
     times the number of clients, clips gradients to norm 10 (``local.clip_norm``), and evaluates both x and the mean of

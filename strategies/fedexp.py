@@ -26,7 +26,7 @@ class FedExP(Averaging):
     epsilon: float = Field(1e-3, ge=0)
     average_two: bool = True
     weighting: ClassVar[Weighting] = "uniform"
-    knobs: ClassVar[str] = "algorithm.epsilon alone bounds the server step: set a larger one"
+    knobs: ClassVar[str] = "only algorithm.epsilon bounds the server step: set a larger algorithm.epsilon"
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if noise or compression would make the ratio of squared norms useless."""

@@ -9,7 +9,7 @@ from strategies.low_rank import STARTS_WITH, check_adapters
 
 
 class FedIT(Averaging):
-    """FedAvg on the factors A and B of adapters, as any method with ``model.trainable=lora`` averages them.
+    """FedAvg on the factors A and B of adapters. Any method with ``model.trainable=lora`` averages them in this way.
 
     The mean of the factors is biased: the product of the means, mean(B_i) mean(A_i), is not the mean of the products
     B_i A_i. The methods ``ffa-lora``, ``flora``, ``flexlora`` and ``rolora`` have no such bias, or less of it. The

@@ -1,4 +1,4 @@
-"""FedMGDA+: a step that no client opposes, from updates of equal length (Hu et al. 2022, algorithm 1)."""
+"""FedMGDA+: a server step that lowers every client's loss, from normalised updates (Hu et al. 2022, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_STEPS: Final = 100_000
 class FedMGDA(Averaging):
     """x <- x + server_learning_rate sum_i lambda_i d_i, with d_i = (y_i - x) / ||y_i - x||.
 
-    lambda is the mixture with the least ||sum_i lambda_i d_i|| among those within ``epsilon`` of the shares p_i = n_i /
-    n: every |lambda_i - p_i| <= epsilon. At epsilon 1 the step lowers the loss of every client, for small steps. At 0
-    it is the mean of updates of length 1. The length 1 limits the effect of a client that exaggerates.
+    lambda is the mixture with the least ||sum_i lambda_i d_i|| among all mixtures with |lambda_i - p_i| <= ``epsilon``
+    for every i, where p_i = n_i / n are the shares of records. At epsilon 1 a small step lowers the loss of every
+    client. At 0 lambda_i is p_i. All d_i have length 1, which limits the effect of a client with a too large update.
 
-    ``server_learning_rate``: at most the length of a step, because the mean of vectors of length 1 is no longer than 1.
-    The paper lets it decay over the rounds. The defaults are those of a program that others have released.
+    ``server_learning_rate``: the largest possible length of a step, as the mean of vectors of length 1 is at most 1
+    long. The paper lets it decay over the rounds. The defaults come from a program that other authors have released.
     """
 
     kind: Literal["fedmgda"] = "fedmgda"
@@ -57,8 +57,8 @@ class FedMGDA(Averaging):
 def least_norm(products: NDArray[np.float64], shares: NDArray[np.float64], epsilon: float) -> NDArray[np.float64]:
     """Return the mixture lambda with the least lambda' G lambda, where G = ``products``, of shape (n, n).
 
-    Each entry is at least 0, and within ``epsilon`` of its share; the sum is that of ``shares``, 1. In each step weight
-    moves between the two entries that gain most, as far as the norm falls.
+    Each entry is at least 0, and within ``epsilon`` of its share. The entries have sum 1, as ``shares``. Each step
+    moves weight between the two entries for which the norm falls fastest, to the point where the norm is least.
     """
     lowest, highest = np.maximum(0.0, shares - epsilon), shares + epsilon
     mixture, slopes = shares.copy(), products @ shares

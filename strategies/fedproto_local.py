@@ -1,4 +1,4 @@
-"""FedProto as published: clients send prototypes alone, and have models of their own (Tan et al. 2022, algorithm 1)."""
+"""FedProto as published: clients have their own models, and send only prototypes (Tan et al. 2022, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class FedProtoLocal(FedProto):
     """The loss and the prototypes of ``fedproto``; each client trains a model of its own, and no parameter is sent.
 
     Clients train from the run's initial model, in the rounds in which they take part. ``strength``: 0 is local-only.
-    ``predict``: "head" takes the class with the highest logit. "prototype" takes the class whose prototype is nearest
-    to z among the known ones, and the head as long as none is known. The released code reports both, and leaves classes
-    that a client does not hold out of the second. Other differences of that code are those of ``fedproto``.
+    ``predict``: "head" predicts the class with the highest logit. "prototype" predicts the class whose prototype is
+    nearest to z; before the first prototypes are known, the head predicts. The released code reports both. For
+    "prototype" it uses only prototypes of classes that the client holds. Its other differences are those of
+    ``fedproto``.
     """
 
     kind: Literal["fedproto-local"] = "fedproto-local"  # type: ignore[assignment]  # another kind than its base class
@@ -38,7 +39,7 @@ class FedProtoLocal(FedProto):
         return super().remarks(experiment)
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return no names."""
+        """Return no names: clients send no parameters."""
         del params
         return ()
 

@@ -1,4 +1,4 @@
-"""FedRoD: a generic head for all classes and a personal head for a client's own (Chen and Chao 2022, algorithm 1)."""
+"""FedRoD: each client predicts by a generic head and a personal head (Chen and Chao 2022, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HEAD = "personal-head"
 
 
 class FedRoD(BalancedSoftmax):
-    """Body and generic head train by balanced softmax and are averaged; each client has a personal head beside them.
+    """Body and generic head are trained by balanced softmax and averaged. Each client also has a personal head.
 
     A client predicts by the sum of both heads' logits. In each local step, on one batch, the personal head makes a step
-    on the cross-entropy of this sum, without the shift of balanced softmax. The gradient of this loss reaches neither
-    body nor generic head. Both gradients are at the parameters before the step. The heads are the last linear layer, so
-    the client's own model has the sum of both heads as its head. The personal head begins at 0, where the own model is
-    the received one. In PFLlib it begins as a copy of the initial generic head. The variant of the paper in which a
-    hypernetwork makes the personal heads is not here.
+    on the cross-entropy of this sum, without the shift of balanced softmax. This loss changes neither the body nor the
+    generic head. Both gradients are computed at the parameters before the step. A head is a linear layer, so the
+    client's own model has the sum of both heads as its head. The personal head begins at 0, so the own model begins as
+    the received model. In PFLlib the personal head begins as a copy of the initial generic head. The paper's variant
+    with personal heads from a hypernetwork is not implemented.
     """
 
     kind: Literal["fedrod"] = "fedrod"  # type: ignore[assignment]  # another kind than its base class
@@ -44,8 +44,8 @@ class FedRoD(BalancedSoftmax):
             )
         if {*experiment.model.trainable.split(",")} & {"lora", "head"} == {"lora"}:
             raise ValueError(
-                "algorithm fedrod adds the outputs of two heads, and the sum of two adapters' factors is another "
-                "thing: train the head itself (model.trainable=lora,head), or take fedper"
+                "algorithm fedrod adds the outputs of two heads, and the sum of two adapters' factors is not the "
+                "sum of their outputs: train the head itself (model.trainable=lora,head), or take fedper"
             )
 
     def course(self, job: LocalJob) -> Course:

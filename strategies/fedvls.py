@@ -17,15 +17,15 @@ class FedVLS(Averaging):
     """A client's loss is the sum of three terms: a calibrated cross-entropy, a distillation, a suppression of logits.
 
     f_c is the logit of class c, C the number of classes, and pi_c the share of class c in the client's records. The
-    first term is the cross-entropy of f + log pi, so that absent classes leave the softmax. The second term is
+    first term is the cross-entropy of f + log pi, so the softmax leaves absent classes out. The second term is
     ``distillation_weight`` (the paper's lambda) times KL(received model || own model) over the absent classes. The
     third term is ``logit_weight`` times the sum over c of pi_c log(mean over the batch of
     exp [y != c] (f_c - log pi_c - log C)).
 
     The third term and its weight follow the released code. In the paper it is log(mean of [y != c] exp f_c) with weight
     1. That term has no lower bound, and training diverges. The paper's lambda is 0.1, and 0.5 on CIFAR-100. The
-    released code has log 1e-9 in place of log pi for an absent class. It pools training and test records, and measures
-    on records that clients train on, so its figures for MNIST are not of new records.
+    released code has log 1e-9 in place of log pi for an absent class. It joins training and test records, and evaluates
+    models on records on which clients train, so its figures for MNIST are not test accuracies.
     """
 
     kind: Literal["fedvls"] = "fedvls"

@@ -1,4 +1,4 @@
-"""FFA-LoRA: the factor A of all adapters is frozen at its start, and only B is trained (Sun et al. 2024, section 4)."""
+"""FFA-LoRA: the factor A of all adapters keeps its initial values, only B is trained (Sun et al. 2024, section 4)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
@@ -9,10 +9,10 @@ from strategies.low_rank import STARTS_WITH, check_adapters, is_factor
 
 
 class FFALoRA(Averaging):
-    """FedAvg on the factor B of adapters. A is equal on all clients and never moves.
+    """FedAvg on the factor B of adapters. A is equal on all clients and never changes.
 
-    The mean is exact: mean(B_i) A is the mean of the B_i A. Half of an adapter travels, or less. Under Global DP, local
-    DP and DP-SGD clipping and noise concern B alone, and the noise enters the model linearly.
+    The mean is exact: mean(B_i) A is the mean of the B_i A. Clients send about half of an adapter, or less. Under
+    Global DP, local DP and DP-SGD only B is clipped and gets noise, and the noise enters the model linearly.
     """
 
     kind: Literal["ffa-lora"] = "ffa-lora"
@@ -24,6 +24,6 @@ class FFALoRA(Averaging):
         check_adapters(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
-        """Return all names in ``trained`` but those of the factors A."""
+        """Return all names in ``trained`` except the names of the factors A."""
         del frozen
         return [name for name in trained if not is_factor(name, "A")]

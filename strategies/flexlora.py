@@ -15,7 +15,7 @@ class FlexLoRA(Averaging):
     """Clients train and send adapters; the server averages their products, and sends the best factors of rank r.
 
     U S V^T is the singular value decomposition of sum p_i B_i A_i. The new factors are B = U S and A = V^T, cut to the
-    r largest singular values: exact as long as the mean has no higher rank. All clients have the same rank here.
+    r largest singular values. They are exact if the sum has rank r or less. All clients have the same rank here.
     """
 
     kind: Literal["flexlora"] = "flexlora"
@@ -27,7 +27,7 @@ class FlexLoRA(Averaging):
         check_products(self, experiment)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the factors after training, and the update y_i - x of trained parameters beside adapters."""
+        """Return the factors after training, and the update y_i - x of all other trained parameters."""
         return factored(task, trained, list(task.params))
 
     def unfolded(self, payloads: Payloads) -> Payloads:
@@ -38,7 +38,7 @@ class FlexLoRA(Averaging):
         """Return the next server state: the factors of the mean product, and all else plus its mean update."""
         found, params = aggregate.payloads["products"], dict(server.params)
         for one in factors_in(params):
-            if not found[one.a].any():  # before any training, as B is 0: A keeps its random start
+            if not found[one.a].any():  # B is 0 before the first training: A keeps its random initial values
                 continue
             left, values, right = torch.linalg.svd(found[one.a].double(), full_matrices=False)
             rank, (a, b) = params[one.a].shape[0], (params[one.a], params[one.b])

@@ -1,4 +1,4 @@
-"""FLoRA: the server adds all clients' adapters, stacked, to the weights W; clients start anew (Wang et al. 2024)."""
+"""FLoRA: the server adds the product of all clients' stacked adapters to the weights W (Wang et al. 2024)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
@@ -15,9 +15,9 @@ class FLoRA(Averaging):
     """W <- W + (alpha / r) sum of p_i B_i A_i; each round, clients train new adapters of the new W.
 
     The product of the stacked factors [p_1 B_1 ... p_m B_m] [A_1; ...; A_m] is this sum, so the mean is exact. A and B
-    begin each round at their first values. Clients send their factors. The paper's server sends the stacked factors of
-    the round, which clients add to their own W; here it sends W, so that clients may miss rounds. The released code
-    compares with a FedIT that starts anew in each round, too; ``fedit`` here keeps its factors.
+    begin each round at their initial values. Clients send their factors. The paper's server sends the stacked factors
+    of the round, which clients add to their own W; here it sends W, so that clients may miss rounds. In the released
+    code FedIT also begins each round at initial factors; ``fedit`` here keeps the averaged factors.
     """
 
     kind: Literal["flora"] = "flora"
@@ -41,12 +41,12 @@ class FLoRA(Averaging):
         return [*trained, *wanted]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the plan of FedAvg for adapters and parameters beside them; W and the scales do not move."""
+        """Return the plan of FedAvg for adapters and other trained parameters; W and the scales do not change."""
         still = {f"{one.layer}{name}" for one in factors_in(task.params) for name in ("weight", "lora_scale")}
         return LocalPlan(trained=frozenset(task.params.keys() - still))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the factors after training, and the update y_i - x of trained parameters beside adapters."""
+        """Return the factors after training, and the update y_i - x of all other trained parameters."""
         moved = self.plan(task).trained or frozenset()
         return factored(task, trained, [name for name in task.params if name in moved])
 
@@ -57,7 +57,7 @@ class FLoRA(Averaging):
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the next server state: W plus the mean product, and all else plus its mean update.
 
-        The product of the factors from which clients started, usually 0, is taken off: the model has it already.
+        The product of the initial factors, usually 0, is subtracted, because the model already contains it.
         """
         found, start, params = aggregate.payloads["products"], products(server.params), dict(server.params)
         for one in factors_in(params):

@@ -263,7 +263,7 @@ class FederatedStrategy(Strategy):
         return int(self.holders.sum() if self.members is None else self.holders[self.members].sum())
 
     def _expected(self, server_round: int, size: float) -> _Expected:
-        """Return what a client with a model of ``size`` sends in round ``server_round``."""
+        """Return the form of an update in round ``server_round`` from a client with a model of ``size``."""
         key = ((server_round - 1) % turns_of(self.algorithm) + 1, size)
         if key not in self._by_turn:
             server = self.sized(self.server, size)
@@ -291,10 +291,10 @@ class FederatedStrategy(Strategy):
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a client sends in a round.
+    """The form of a client's update in a round.
 
-    ``template``: names and shapes of the payloads. ``packed``: {payload name: compressed size} of those that clients
-    send in compressed form.
+    ``template``: names and shapes of the payloads. ``packed``: {payload name: compressed size} for all payloads that
+    clients compress.
     """
 
     template: Payloads
@@ -310,12 +310,12 @@ class _Expected:
 
 @dataclass
 class _Innermost(Layer):
-    """The innermost layer: samples the cohort, aggregates with the aggregator and lets the algorithm merge."""
+    """The innermost layer: it samples the cohort, applies the aggregator, and calls the algorithm's ``merge``."""
 
     strategy: FederatedStrategy
 
     def ready(self, work: Workload) -> None:
-        """Do nothing: the innermost layer does not use the amount of work."""
+        """Do nothing: the innermost layer does not use the clients' amounts of work."""
 
     def begin(self, server_round: int) -> None:
         """Do nothing: the innermost layer needs no preparation for a round."""
@@ -457,7 +457,7 @@ def run_round(
     the round.
     """
     start = time.perf_counter()
-    if not strategy.population.nodes:  # before any charge, as nodes may be missing on Flower's runtime
+    if not strategy.population.nodes:  # before any privacy charge: on Flower's runtime nodes may be missing
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     strategy.layer.begin(server_round)
     order = replace(strategy.order, server_round=server_round, learning_rate=learning_rate)

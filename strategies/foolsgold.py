@@ -1,4 +1,4 @@
-"""FoolsGold: clients whose updates point the same way count less (Fung, Yoon, Beschastnikh 2020, algorithm 1)."""
+"""FoolsGold: clients with similar updates have less weight (Fung, Yoon, Beschastnikh 2020, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from strategies.algorithm import Weighting
 
 
 class FoolsGold(Robust):
-    """The mean of updates with weights that fall with the similarity of clients over all rounds.
+    """The mean of updates, with less weight for clients whose updates were similar in all rounds so far.
 
-    A client's history h_i is the sum of its updates, also of this round. v_i is its largest cosine to the history of
-    another client of the round, at least 0. The cosine of i and j is first multiplied by v_i / v_j if v_j > v_i, which
-    the paper calls pardoning. The weight is ``confidence`` * (ln(a / (1 - a)) + 0.5), clipped to [0, 1], with
-    a = (1 - v_i) / max of all (1 - v_j). If all weights are 0, all clients count the same. The histories are a part of
-    the checkpoint and need one model per client.
+    A client's history h_i is the sum of its updates, including this round's. v_i is the largest cosine between h_i and
+    the history of another client of the round, at least 0. The cosine of i and j is first multiplied by v_i / v_j if
+    v_j > v_i; the paper calls this step pardoning. The weight is ``confidence`` * (ln(a / (1 - a)) + 0.5), clipped to
+    [0, 1], with a = (1 - v_i) / max of all (1 - v_j). If all weights are 0, all clients have the same weight. The
+    histories are a part of the checkpoint. Each takes as much memory as a model.
 
-    The rule assumes that honest clients have different data and that several hostile clients have one aim. It bounds no
-    single update: one hostile client alone moves the result without limit. On IID data it removes honest clients. No
-    privacy guarantee.
+    The rule assumes that honest clients have different data, and that several hostile clients send similar updates. The
+    rule bounds no single update: one hostile client alone may change the result without limit. On IID data the rule
+    removes honest clients. No privacy guarantee.
     """
 
     kind: Literal["foolsgold"] = "foolsgold"
@@ -37,7 +37,7 @@ class FoolsGold(Robust):
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return histories of zeros."""
+        """Return the histories before the first round: zeros."""
         named = as_named(payloads)
         return {f"{client}/{name}": torch.zeros_like(named[name]) for client in range(num_clients) for name in named}
 

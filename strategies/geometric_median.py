@@ -17,9 +17,9 @@ from strategies.coordinate_median import median
 class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
 
-    It starts from the coordinate-wise median. From the mean, where the paper starts, ten iterations do not return if a
-    hostile update is large: two of nine clients with updates of 1e8 then still move the result by 14.
-    ``smoothing``: the paper's nu, the least distance that the algorithm divides by; so no division by 0 occurs. Every
+    The iterations start from the coordinate-wise median. The paper starts from the mean. If a hostile update is large,
+    ten iterations from the mean are not enough: two of nine clients with updates of 1e8 then still move the result by
+    14. ``smoothing``: the paper's nu, the least number that the algorithm divides by, so no division by 0 occurs. Every
     client has the same weight, because the server cannot verify a client's number of records (the paper weights clients
     by records). No privacy guarantee.
     """
@@ -43,8 +43,8 @@ class GeometricMedian(Robust):
         """Return a sentence for the user if the result is the mean of ``rows``, else an empty string."""
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        if len(rows) > 2 and 2 * float(far) > self.smoothing:  # the start may be as far on the other side of the mean
+        if len(rows) > 2 and 2 * float(far) > self.smoothing:  # 2: also the starting point may be ``far`` from the mean
             return ""
         if len(rows) <= 2:
             return off("aggregator geometric-median", "at most two clients had records, and their median is their mean")
-        return off(f"aggregator.smoothing={self.smoothing:g}", "no update was further from the mean, the result")
+        return off(f"aggregator.smoothing={self.smoothing:g}", "no update was further away, so the result is the mean")

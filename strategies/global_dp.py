@@ -110,19 +110,19 @@ def _no_raw_median(value: Any) -> Any:
 class GlobalDP(Settings):
     """Client-level differential privacy (Global DP) for any algorithm whose clients send tensors.
 
-    ``noise_multiplier``: z, standard deviation of the noise on the sum divided by the clipping norm (with adaptive
-    clipping the updates get more noise, so that updates and counts together cost z); 0 clips only and guarantees
-    nothing. With "from-epsilon" the run uses the least z with which all rounds together cost no more than the budget.
-    ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client sends (with adaptive clipping,
-    the bound in the first round). ``epsilon``: the budget at ``delta``: training stops before the round that would
-    exceed this budget. If all rounds cost less, a part of the budget stays unused. None sets no limit. ``delta``: the
-    delta of the guarantee. ``accountant``: the method that computes the epsilon spent. ``noise``: the source of the
-    noise. With "secret" the noise comes from a fresh key of the operating system, so no two runs have the same noise.
-    With "seeded" the noise is repeatable; the guarantee is then only about the method, not about this run.
-    ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less noise in the model; 1
-    for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed run the correlation
-    starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out:
-    the norm is fixed.
+    ``noise_multiplier``: z, the standard deviation of the noise on the sum divided by the clipping norm (with adaptive
+    clipping the updates get more noise, so that updates and counts together have the cost of z); with 0, updates are
+    only clipped and nothing is guaranteed. With "from-epsilon" the run uses the least z with which all rounds together
+    cost no more than the budget. ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client
+    sends (with adaptive clipping, the bound in the first round). ``epsilon``: the budget at ``delta``: training stops
+    before the round that would exceed this budget. If all rounds cost less, a part of the budget stays unused. None
+    sets no limit. ``delta``: the delta of the guarantee. ``accountant``: the method that computes the epsilon spent.
+    ``noise``: the source of the noise. With "secret" the noise comes from a fresh key of the operating system, so no
+    two runs have the same noise. With "seeded" the noise is repeatable; the guarantee is then only about the method,
+    not about this run. ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less
+    noise in the model; 1 for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed
+    run the correlation starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows
+    the updates; left out: the norm is fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -211,7 +211,7 @@ class GlobalDP(Settings):
         self.check_bands(sampler)
 
     def check_bands(self, sampler: object) -> None:
-        """Raise UserError if correlated noise has more bands than there are rounds between two turns of a client."""
+        """Raise UserError if a client may take part twice within ``noise_bands`` rounds."""
         if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
             raise UserError(
                 f"aggregator.noise_bands={self.noise_bands} is private only if a client takes part at most once in any "
@@ -290,7 +290,7 @@ class GlobalDP(Settings):
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
         count_noise, std = self.count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
-        # SENSITIVE until noised: total and centred never leave this method as they are.
+        # SENSITIVE: total and centred never leave this method without noise.
         total, centred = self.sums(cohort, template, clipping_norm)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)

@@ -1,4 +1,4 @@
-"""The round layer of samplers with feedback: it notes what clients send, and asks candidates before a round."""
+"""The round layer of samplers with feedback: it stores facts about each update, and asks candidates before a round."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TELL_LOSS: Final = "tell-loss"
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts by ``Feedback``, and weights updates by the sampler's probabilities, if it has them.
+    """Samples cohorts by ``Feedback``. If the sampler has probabilities, updates are divided by these.
 
-    ``met``: what the server knows of each client that has sent an update.
+    ``met``: {client: facts about its last update} for all clients that have sent an update.
     """
 
     def __init__(self, experiment: Any, met: Mapping[int, Met]) -> None:
@@ -42,7 +42,7 @@ class GuidedCohorts(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> GuidedCohorts:
-        """Return the layer. In a resumed run it knows what clients sent in earlier rounds."""
+        """Return the layer. In a resumed run it has the facts about the updates of earlier rounds."""
         del out
         return cls(experiment, {int(client): Met(*facts) for client, facts in progress.get("met", {}).items()})
 
@@ -63,7 +63,7 @@ class GuidedCohorts(Layer):
         self.inner.ready(work)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Ask the sampler's candidates for their loss; return the bytes of the question."""
+        """Ask the sampler's candidates for their loss, and return the bytes that were sent."""
         candidates = self._sampler.candidates(self._coins(server_round), self._feedback()).tolist()
         traffic = self.inner.consult(server_round, ask)
         self._asked = {}
@@ -79,10 +79,10 @@ class GuidedCohorts(Layer):
         return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Note what the clients sent, and return the mean of their updates, divided by probabilities if there are any.
+        """Store facts about the updates, and return their mean; updates are divided by probabilities p_i, if any.
 
-        Let w_i be the weights of all clients with records. The mean over the cohort of f_i update_i, with f_i = (sum of
-        w in the cohort) / (p_i sum of all w), is the sum of w_i update_i / p_i, divided by the sum of all w.
+        Let w_i be the weights of all clients with records. Each update is multiplied by f_i = (sum of w in the cohort)
+        / (p_i sum of all w). The weighted mean over the cohort then is (sum of w_i update_i / p_i) / (sum of all w).
         """
         trained = [reply for reply in cohort.replies if reply.num_examples]
         if self._rates is not None and trained:
@@ -93,12 +93,12 @@ class GuidedCohorts(Layer):
             replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
             cohort = replace(cohort, replies=replies)
         found = self.inner.aggregate(cohort, algorithm, server)
-        for reply in trained:  # after the aggregator has refused numbers that are not finite
+        for reply in trained:  # only now, because the aggregator refuses numbers that are not finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
         return found
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the server knows of the clients, for the checkpoint."""
+        """Return the facts about all clients, for the checkpoint."""
         return {"met": {str(client): list(astuple(facts)) for client, facts in self.met.items()}}
 
     def _coins(self, server_round: int) -> Coins:

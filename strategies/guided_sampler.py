@@ -1,4 +1,4 @@
-"""The base class of samplers that use feedback: what clients sent in earlier rounds, or answer before a round."""
+"""The base class of samplers that use feedback: facts about earlier updates, and clients' answers before a round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from strategies.samplers import Coins
 
 @dataclass(frozen=True)
 class Met:
-    """What the server knows of a client that has sent an update.
+    """The server's facts about a client that has sent an update.
 
     ``server_round``: the last round with an update of the client. ``loss``: its mean loss of the local steps of that
-    round. ``norm``: the L2 norm of what it sent. ``seconds``: the virtual duration of its turn, 0 without ``devices``.
+    round. ``norm``: the L2 norm of its update. ``seconds``: the virtual duration of its turn, 0 without ``devices``.
     """
 
     server_round: int
@@ -31,11 +31,11 @@ class Met:
 
 @dataclass(frozen=True)
 class Feedback:
-    """What the server knows of the clients when a cohort is sampled.
+    """The server's facts about the clients when it samples a cohort.
 
-    ``sizes``: the number of training records of each client, shape (clients,). ``met``: {client: facts} of the clients
-    that have sent an update; a client that was never met is missing. ``asked``: {candidate: loss of the model that the
-    client would receive in this round}.
+    ``sizes``: the number of training records of each client, shape (clients,). ``met``: {client: facts}; a client that
+    has sent no update so far is missing. ``asked``: {candidate: loss of the model that the client would receive in this
+    round}.
     """
 
     sizes: NDArray[np.int64]
@@ -51,7 +51,7 @@ class GuidedSampler(Settings):
     cohort_size: int = Field(10, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for too few clients, and if a run promises privacy: no noise covers what clients tell."""
+        """Raise ValueError for too few clients, and for private runs: losses, norms and sizes have no noise."""
         if self.cohort_size > experiment.clients:
             raise ValueError(
                 f"sampler.cohort_size={self.cohort_size} is more than the run's {experiment.clients} clients: set a "
@@ -75,7 +75,7 @@ class GuidedSampler(Settings):
         return [off(f"sampler.cohort_size={self.cohort_size}", f"all {experiment.clients} clients are in every round")]
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the cohort of a round before anything is known of the clients, ascending."""
+        """Return the cohort of a round, ascending, without any feedback."""
         return self.select(coins, server_round, Feedback(np.ones(num_clients, np.int64)))
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
@@ -93,7 +93,7 @@ class GuidedSampler(Settings):
         return 0
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's probability of taking part, shape (clients,); None if updates are not divided by it."""
+        """Return each client's probability of taking part, shape (clients,). None: updates are not divided by it."""
         del feedback
         return None
 

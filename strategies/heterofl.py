@@ -30,22 +30,24 @@ def _several(value: object) -> object:
 class HeteroFL(Averaging):
     """A client of width s has the first ceil(s K) of the K channels of every layer, and trains this small model.
 
-    Only inputs and logits are whole. Each entry of the model moves by the mean update of the clients of the round that
-    have it, weighted by their numbers of records. An entry that none of them has stays as it is. Clients receive, train
-    and send small models alone, so bytes, memory and time are those of small models. The whole model is evaluated.
+    All inputs and all logits remain. The update of an entry of the model is the mean update of the round's clients that
+    have this entry, weighted by their numbers of records. An entry that none of them has stays unchanged. Clients
+    receive, train and send only small models, so bytes, memory and time are those of small models. The whole model is
+    evaluated.
 
-    ``rates``: of n rates each occurs once among clients 0 to n - 1, once among the next n, and so on, in random orders.
-    So widths do not follow the classes of a split by client number. Repeat a rate for a larger share of clients.
-    ``mode`` "fix": widths stay. With "dynamic" each client has a random one of ``rates`` in every round. The numbers of
-    client and round alone decide the draws, so they are the same in every run. Widths are public.
+    ``rates``: the widths. Of n rates each occurs once among clients 0 to n - 1, once among the next n clients, and so
+    on, in random orders. So a client's width does not depend on its classes in splits that assign classes by client
+    number. List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes.
+    With "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on the numbers of client
+    and round, so they are the same in every run. Widths are public.
 
-    ``scaler``: in training, the outputs of all layers but the last are divided by s, as in the paper. A norm follows
-    each layer of the paper's models and takes this factor out again. Without norms, small widths then diverge easily,
-    so ``scaler`` is false by default. ``masked``: classes that a client
-    lacks leave the softmax, and the client does not count for their rows of the last layer. For this it tells the
-    server which classes it holds. In the released code such logits are 0 and stay in the softmax, and all clients have
-    the same weight. A group of nn.GroupNorm keeps its number of channels where that divides those that are left.
-    BatchNorm, with statistics from a pass over all clients at the end, is not here.
+    ``scaler``: if true, the outputs of all layers except the last are divided by s in training, as in the paper. In the
+    paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
+    then diverge easily, so ``scaler`` is false by default. ``masked``: if true, the softmax leaves out the classes that
+    a client lacks, and the client is left out of the mean of these classes' rows in the last layer. For this the client
+    tells the server its classes. In the released code such logits are 0 and stay in the softmax, and all clients have
+    the same weight. The groups of nn.GroupNorm keep their number of channels if it divides the number of channels that
+    remain. BatchNorm, with statistics from a pass over all clients at the end, is not implemented.
     """
 
     kind: Literal["heterofl"] = "heterofl"
@@ -53,7 +55,7 @@ class HeteroFL(Averaging):
     layer: ClassVar[str] = "strategies.widths:MeanOfHolders"
     needs_head: ClassVar[bool] = True
     knobs: ClassVar[str] = (
-        "algorithm.scaler divides the outputs of each layer by the width, which only a norm undoes: leave it out"
+        "algorithm.scaler divides the outputs of each layer by the width, and only a norm undoes this: leave it out"
     )
     rates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_several)] = Field(
         (1.0, 0.5, 0.25, 0.125, 0.0625), min_length=1
@@ -77,7 +79,7 @@ class HeteroFL(Averaging):
         return said
 
     def mean_only(self) -> str:
-        """Return the reason for error messages: updates have different shapes."""
+        """Return the reason why robust aggregators do not fit: updates have different shapes."""
         return "updates of clients of different widths have different shapes"
 
     def note(self) -> str:

@@ -1,4 +1,4 @@
-"""IFCA: of several models each client trains the one with the least loss on its records (Ghosh et al. 2020, alg. 1)."""
+"""IFCA: each client trains the one of several models that has the least loss on its records (Ghosh et al. 2020)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class IFCA(Averaging):
-    """The server keeps k = ``num_models`` models. A client chooses j = argmin F_i(x_j) and trains x_j alone.
+    """The server keeps k = ``num_models`` models. A client chooses j = argmin F_i(x_j) and trains only x_j (alg. 1).
 
     x_j <- x_j + sum p_i (y_i - x_j) over the clients that chose j, with weights p_i in proportion to their numbers of
     records. F_i is the mean loss over the client's training records. A model that no client chooses stays as it is. In
@@ -32,8 +32,8 @@ class IFCA(Averaging):
     plus normal noise of this standard deviation; this is for models that are trained already. Both are drawn from a
     digest of the initial model, and so depend on ``model_seed``.
 
-    k models travel to each client. One update and k numbers travel back; ``OneUpdate`` leaves out the zeros of the
-    other k - 1 updates. ``num_models`` 1 is FedAvg.
+    Each client receives k models. It sends one update and k numbers; ``OneUpdate`` leaves out the zeros of the other
+    k - 1 updates. ``num_models`` 1 is FedAvg.
     """
 
     kind: Literal["ifca"] = "ifca"
@@ -58,7 +58,7 @@ class IFCA(Averaging):
         return [off("algorithm.num_models=1", FEDAVG)] if self.num_models == 1 else []
 
     def mean_only(self) -> str:
-        """Return the reason for error messages; empty for one model."""
+        """Return the reason why robust aggregators do not fit, for error messages; empty for one model."""
         if self.num_models == 1:
             return ""
         return "a client's update is zero for all models but one, and only a mean leaves such zeros without effect"

@@ -1,4 +1,4 @@
-"""Importance sampling: who matters takes part more often, and then counts less (Chen, Horvath, Richtarik 2022)."""
+"""Importance sampling: clients with large updates take part more often, with less weight (Chen et al. 2022)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from strategies.samplers import Coins
 class Importance(GuidedSampler):
     """Client i takes part with probability p_i, independently, and its update is divided by p_i: the mean is unbiased.
 
-    Over all cohorts the expected server step is that of ``sampler=full``. The p_i sum to ``cohort_size``. ``by``:
-    "records" takes p_i in proportion to client i's number of records n_i. "norms" takes n_i times the norm of its last
-    update, which has little variance if norms change slowly. A client that was never met counts as one of mean norm.
-    The paper asks all clients for the norm of this round's update, which costs a training of all; here it is the last
-    one. ``uniform_share``: the share of the p_i that is the same for all clients, so that no p_i is close to 0. A
-    client without records takes no part. Probabilities above 1 are 1, and the others rise. A round may be empty. If
-    clients are late (``server.deadline``), the mean is not unbiased.
+    The expected server step is that of ``sampler=full``. The p_i have sum ``cohort_size``. ``by``: "records" takes p_i
+    in proportion to client i's number of records n_i. "norms" takes p_i in proportion to n_i times the norm of its last
+    update; the mean then has little variance if norms change slowly. A client that has sent no update yet gets the mean
+    norm. In the paper all clients train in every round and report the norm of this round's update; here the norm is
+    that of the last update. ``uniform_share``: the share of p_i that is the same for all clients, so that no p_i is
+    close to 0. A client without records takes no part. Probabilities above 1 become 1, and the others rise. A round may
+    be empty. If clients are late (``server.deadline``), the mean is not unbiased.
     """
 
     kind: Literal["importance"] = "importance"

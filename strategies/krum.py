@@ -14,11 +14,11 @@ from strategies.algorithm import Weighting
 
 
 class Krum(Robust):
-    """The one update with the least sum of squared distances to its n - ``hostile`` - 2 nearest other updates.
+    """Selects the update with the least sum of squared distances to its n - ``hostile`` - 2 nearest other updates.
 
     ``hostile``: the paper's f, the number of hostile clients in a round that Krum tolerates. Every round needs
-    n >= 2 ``hostile`` + 3 clients with records. Clients with different data are also far from each other: under label
-    skew the result may follow a single client. No privacy guarantee.
+    n >= 2 ``hostile`` + 3 clients with records. Under label skew honest updates are far from each other, too, and the
+    same client may be selected again and again. No privacy guarantee.
     """
 
     kind: Literal["krum"] = "krum"
@@ -26,7 +26,7 @@ class Krum(Robust):
     title: ClassVar[str] = "Krum"
 
     def fewest(self) -> int:
-        """Return 2 ``hostile`` + 3."""
+        """Return the smallest number of updates to which the rule can be applied: 2 ``hostile`` + 3."""
         return 2 * self.hostile + 3
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
@@ -47,7 +47,7 @@ class MultiKrum(Robust):
     title: ClassVar[str] = "Multi-Krum"
 
     def fewest(self) -> int:
-        """Return 2 ``hostile`` + 3, or ``selected`` if this is more."""
+        """Return the smallest number of updates: 2 ``hostile`` + 3, or ``selected`` if this is more."""
         return max(2 * self.hostile + 3, self.selected)
 
     def remarks(self, experiment: Choices) -> list[str]:

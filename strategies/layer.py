@@ -120,7 +120,7 @@ class Ask(Protocol):
 
 
 class Stop(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
-    """Ends the run before the next round, which has not begun. The message is the reason."""
+    """Raised before a round begins, to end the run without this round. The message is the reason."""
 
 
 class Layer:
@@ -134,7 +134,7 @@ class Layer:
     """Name of the layer's own tensors in payloads and client state, or a prefix of names that ends in "/"."""
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for a method of an earlier version, which nobody would call."""
+        """Raise TypeError for a method with an old name, because no code calls it any more."""
         super().__init_subclass__()
         if "relabels" in vars(cls):
             raise TypeError(
@@ -193,7 +193,7 @@ class Layer:
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences on what no epsilon of the run covers. Every privacy statement of the run ends with them."""
+        """Return sentences on facts that no epsilon of the run covers; every privacy statement ends with them."""
         del experiment
         return ()
 

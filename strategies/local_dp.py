@@ -1,4 +1,4 @@
-"""The settings of local differential privacy: each client clips its own update and adds noise, and trusts nobody.
+"""The settings of local differential privacy: each client clips its own update and adds noise before it sends.
 
 The mechanism is in ``clients.private_updates``.
 """
@@ -14,15 +14,15 @@ from strategies.dp_sgd import ANOTHER, ClientPrivacy
 class LocalDP(ClientPrivacy):
     """Each client clips its update and adds noise before sending, so the update protects all of the client's data.
 
-    Everything that a client sends in a round is one vector: the update, and what the algorithm sends beside it, such as
+    All tensors that a client sends in a round are one vector: the update, and other payloads of the algorithm, such as
     SCAFFOLD's control variates. The vector is clipped to the L2 norm ``clipping_norm``. Gaussian noise is added to each
     number. Its standard deviation is ``noise_multiplier`` times ``clipping_norm``. Two clipped vectors differ by up to
     two clipping norms, and this sensitivity is charged. Loss and number of records are not sent: all clients have the
     same weight.
 
-    Privacy unit: one client. Adjacency: all data of one client are replaced by any other data. Public are which clients
-    hold records, and which take part in a round. A client's cost is that of all rounds in which it takes part. The
-    sampling of clients does not reduce it.
+    Privacy unit: one client. Adjacency: all data of one client are replaced by any other data. It is public which
+    clients hold records, and which clients take part in a round. A client's cost is the cost of all rounds in which it
+    takes part. The sampling of clients does not reduce it.
 
     ``epsilon``: the largest epsilon at ``delta`` for each client, over the whole run. Without ``noise_multiplier``, the
     noise is the least one with which all rounds cost at most ``epsilon``. With both, a client takes part until its next

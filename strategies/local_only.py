@@ -1,4 +1,4 @@
-"""Local training without a server: the baseline for every method that gives each client a model of its own."""
+"""Local training without a server: the baseline for every method in which each client has its own model."""
 
 from collections.abc import Collection
 from typing import ClassVar, Literal

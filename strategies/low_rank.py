@@ -28,7 +28,7 @@ class Factors(NamedTuple):
 
 
 def factors_in(names: Collection[str]) -> list[Factors]:
-    """Return the pairs of factors among ``names``, in order. A factor without its partner is left out."""
+    """Return the pairs of factors A and B among ``names``, in order. A single A or B is left out."""
     found = []
     for name in names:
         if (match := _FACTOR.match(name)) and match["side"] == "A":
@@ -39,7 +39,7 @@ def factors_in(names: Collection[str]) -> list[Factors]:
 
 
 def is_factor(name: str, sides: str = "AB") -> bool:
-    """Return True if ``name`` is that of a factor. ``sides``: the letters of the factors that count."""
+    """Return True if ``name`` is the name of a factor. ``sides``: the letters to look for, such as "AB"."""
     match = _FACTOR.match(name)
     return match is not None and match["side"] in sides
 
@@ -50,7 +50,7 @@ def products(params: Params) -> dict[str, torch.Tensor]:
 
 
 def head_shape(params: Params) -> tuple[int, int]:
-    """Return (classes, features) of the last linear layer, whose own weights are frozen if it has an adapter.
+    """Return (classes, features) of the last linear layer. If this layer has an adapter, its own weights are frozen.
 
     Raises UserError if the model has no linear layer.
     """
@@ -61,7 +61,7 @@ def head_shape(params: Params) -> tuple[int, int]:
 
 
 def check_adapters(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError if the settings add no adapters to the model, and it may have none of its own."""
+    """Raise ValueError if ``model.trainable`` neither adds adapters to the model nor trains all of its parameters."""
     words = experiment.model.trainable.split(",")
     if "lora" not in words and words != ["all"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Bucketing and nearest-neighbour mixing: any other rule on means of updates, which differ less than updates do."""
+"""Bucketing and nearest-neighbour mixing: another aggregator, applied to means of several updates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from strategies.algorithm import Weighting
 
 
 class _Mixed(Robust):
-    """Base class of aggregators that apply the aggregator ``over`` to means of updates."""
+    """Base class of aggregators that apply the aggregator ``over`` to means of updates, which differ less."""
 
     if TYPE_CHECKING:
-        over: Any  # a field of each subclass, after the parameter of its short form
+        over: Any  # each subclass declares this field after the field that its short form sets
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if ``over`` is no rule for single updates, or if rounds have too few clients."""
@@ -63,7 +63,7 @@ class _Mixed(Robust):
 
 
 class Bucketing(_Mixed):
-    """The rule ``over``, applied to means of ``size`` updates at random (Karimireddy, He, Jaggi 2022, algorithm 1).
+    """The rule ``over``, applied to means of ``size`` random updates (Karimireddy, He, Jaggi 2022, algorithm 1).
 
     The last bucket has fewer updates if ``size`` does not divide their number. The buckets come from the run's seed.
     Buckets of hostile and honest updates count as hostile, so ``over`` must withstand as many hostile buckets as there
@@ -87,10 +87,11 @@ class Bucketing(_Mixed):
 
 
 class NearestNeighbourMixing(_Mixed):
-    """The rule ``over``, applied to the mean of each update's n - ``hostile`` nearest (Allouah et al. 2023, alg. 2).
+    """The rule ``over``, applied to the means of each update and its nearest others (Allouah et al. 2023, alg. 2).
 
-    An update is one of its own nearest. With ``hostile`` 0 all means are the mean of all updates. A round needs 2
-    ``hostile`` + 1 clients with records, or as many as ``over``. No privacy guarantee.
+    Each mean is over n - ``hostile`` updates, including the update itself. With ``hostile`` 0 all means are the mean of
+    all updates. A round needs 2 ``hostile`` + 1 clients with records, or as many as ``over`` needs. No privacy
+    guarantee.
     """
 
     kind: Literal["nnm"] = "nnm"
@@ -100,7 +101,7 @@ class NearestNeighbourMixing(_Mixed):
     lower: ClassVar[str] = "aggregator.hostile or aggregator.over.hostile"
 
     def fewest(self) -> int:
-        """Return 2 ``hostile`` + 1, or the number of updates that ``over`` needs if this is more."""
+        """Return the smallest number of updates: 2 ``hostile`` + 1, or the number for ``over`` if that is more."""
         return max(2 * self.hostile + 1, self._fewest_means)
 
     def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Mixture(Layer):
         return found
 
     def _admit(self, clients: Sequence[int]) -> None:
-        """Give each client that is new the same weight as all clients have on average."""
+        """Give each new client the mean weight of all clients."""
         new = [client for client in clients if client not in self.weights]
         count = len(self.weights) + len(new)
         kept = {client: weight * len(self.weights) / count for client, weight in self.weights.items()}
@@ -65,7 +65,7 @@ class Mixture(Layer):
 
 def on_simplex(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the vector with entries of at least 0 and sum 1 that is nearest to ``values``, both of shape (n,)."""
-    values = values - values.max()  # the result stays the same, and large losses lose no digits
+    values = values - values.max()  # the same result, with less rounding for large losses
     ordered = np.sort(values)[::-1]
     shifts = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)
     nearest: NDArray[np.float64] = np.maximum(values - shifts[ordered > shifts][-1], 0.0)

@@ -19,8 +19,9 @@ from strategies.attacks import Forging, HostileClients, Knowing, Seen, with_row
 class InnerProductManipulation(Knowing):
     """IPM: all hostile clients send -``eps`` times the mean of the known updates (Xie, Koyejo, Gupta 2019, section 4).
 
-    A small ``eps`` looks like a short honest update. With ``eps`` above (n - f) / f, for f of n clients, the mean turns
-    around. The paper takes 0.5 against distances, and more against the median.
+    With a small ``eps`` the forged update is as short as an honest one. With ``eps`` above (n - f) / f, for f hostile
+    clients of n, the mean has the opposite direction. The paper takes 0.5 against aggregators that compare distances,
+    and more against the median.
     """
 
     kind: Literal["ipm"] = "ipm"
@@ -35,7 +36,7 @@ class InnerProductManipulation(Knowing):
 
 
 class _Farthest(Knowing):
-    """Base class of Min-Max and Min-Sum: all hostile clients send mean + g p, with the largest g that stays hidden.
+    """Base class of Min-Max and Min-Sum: all hostile clients send mean + g p, with the largest allowed g.
 
     ``direction``: p is minus the deviation of every coordinate, minus the "sign" of the mean, or minus the unit vector
     of the "mean".
@@ -60,7 +61,7 @@ class _Farthest(Knowing):
 
 
 class MinMax(_Farthest):
-    """Min-Max: mean + g p, no further from any known update than two of these are apart.
+    """Min-Max: mean + g p, no further from any known update than the largest distance between two known updates.
 
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
     deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search the largest g;
@@ -79,7 +80,7 @@ class MinMax(_Farthest):
 
 
 class MinSum(_Farthest):
-    """Min-Sum: mean + g p, with a sum of squared distances to known updates that is no larger than one of theirs.
+    """Min-Sum: mean + g p, with squared distances to known updates whose sum is at most a known update's largest sum.
 
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
     deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search the largest g;
@@ -98,10 +99,10 @@ class MinSum(_Farthest):
 class FangTrim(Knowing):
     """Fang's attack on the trimmed mean and the median (Fang et al. 2020, section 4.3).
 
-    In every coordinate, hostile clients send random values on the far side of all honest values, against the sign of
-    the honest mean. With ``knows`` "all" they are between the honest extreme and ``spread`` (the paper's b) times it,
-    or the extreme divided by ``spread`` if that is further out. With "own" they are 3 to 4 deviations from the mean of
-    the hostile clients' honest updates.
+    In every coordinate, hostile clients send random values beyond all honest values: below the smallest honest value if
+    the honest mean is positive, above the largest if it is negative. ``knows``: with "all" the values are between this
+    honest value and ``spread`` (the paper's b) times it, or the honest value divided by ``spread`` if that is further
+    out. With "own" they are 3 to 4 deviations from the mean of the hostile clients' honest updates.
     """
 
     kind: Literal["fang-trim"] = "fang-trim"
@@ -112,7 +113,7 @@ class FangTrim(Knowing):
         """Return different random values for every hostile client."""
         rows = self.known(hostile, seen).double()
         mean = rows.mean(dim=0)
-        outward = torch.where(mean < 0, 1.0, -1.0).double()  # hostile values are above the honest ones where this is 1
+        outward = torch.where(mean < 0, 1.0, -1.0).double()  # 1: hostile values above the honest values; -1: below
         if self.knows == "all":
             near = torch.where(mean < 0, rows.max(dim=0).values, rows.min(dim=0).values)
             far = torch.where(near * outward > 0, near * self.spread, near / self.spread)
@@ -127,15 +128,15 @@ class FangTrim(Knowing):
 class Mimic(HostileClients):
     """All hostile clients repeat the update of the first honest client (Karimireddy, He, Jaggi 2022, section 3.2).
 
-    So this client counts more than others, and no rule can see that. The paper chooses the client along the direction
-    of the largest variance; here it is the one with the lowest number in the round. Under label skew this does harm,
-    and on IID data nearly none.
+    So this client has more weight than others, although all updates are honest ones. The paper chooses the client along
+    the direction of the largest variance; here it is the client with the lowest number in the round. The attack harms
+    under label skew, and hardly on IID data.
     """
 
     kind: Literal["mimic"] = "mimic"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the update of the first honest client for all hostile clients, their own if nobody is honest."""
+        """Return the first honest client's update for each hostile client; their own if no client is honest."""
         return [replace(reply, payloads=seen.honest[0].payloads) for reply in hostile] if seen.honest else hostile
 
 
@@ -149,14 +150,14 @@ class GaussianUpdates(Forging):
     deviation: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return noise, another for each hostile client."""
+        """Return independent noise for each hostile client."""
         return _noise(hostile, seen, self.deviation)
 
 
 class FreeRider(Forging):
     """Hostile clients do not train: they send the received model back (Fraboni, Vidal, Lorenzi 2021, section 3).
 
-    So their update is 0. ``deviation``: the standard deviation of normal noise on every number, which makes it look
+    So their update is 0. ``deviation``: the standard deviation of normal noise on every number, so that the zeros look
     like an update (the paper's disguised free-riding with constant noise).
     """
 
@@ -165,7 +166,7 @@ class FreeRider(Forging):
     title: ClassVar[str] = "free rider"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return zeros with noise, another for each hostile client."""
+        """Return zeros plus independent noise for each hostile client."""
         return _noise(hostile, seen, self.deviation)
 
 

@@ -33,7 +33,7 @@ class MRMTL(Averaging):
     strength: float = Field(1.0, ge=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError beside ``local.personal``: each client's whole model is its own, and is sent."""
+        """Raise ValueError if ``local.personal`` is set: each client's whole model is personal, and is sent."""
         if experiment.local.personal != "none":
             raise ValueError(
                 f"algorithm mr-mtl cannot run with local.personal={experiment.local.personal}: the whole model "
@@ -61,5 +61,5 @@ class MRMTL(Averaging):
         return ClientUpdate({"delta": update}, task.num_examples, trained.loss, {_OWN: trained.params})
 
     def own_model(self, task: LocalTask) -> Params:
-        """Return the client's own model, with which ``start`` lets the client begin a round."""
+        """Return the client's own model, from which the next round's training starts."""
         return task.params

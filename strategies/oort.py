@@ -18,21 +18,21 @@ _PERCENTILE: Final = 95.0
 
 
 class Oort(GuidedSampler):
-    """A share of the cohort are new clients; the others are drawn in proportion to their utility among the best.
+    """A share of the cohort are new clients; the others are drawn from the best known clients by utility.
 
     The utility of client i is (U_i + sqrt(0.1 log t / t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the
     round, t_i the last round with an update of the client, and s_i the virtual duration of its turn (``devices``). U_i
     is its number of records times its mean loss in that round, cut at the 95th percentile. T is the
-    ``preferred_percentile`` of all known durations. The best clients are those above 95 % of the utility of the last
-    one that would have a place.
+    ``preferred_percentile`` of all known durations. If the cohort has k places for known clients, the best clients are
+    those with at least 95 % of the k-th largest utility. k of them are drawn, in proportion to their utility.
 
     In round t the share of new clients is max(``least_exploration``, ``exploration`` 0.98^(t-1)). They are drawn
-    uniformly; if there are no more new clients, uniformly from all others. So with ``exploration`` and
-    ``least_exploration`` 1 the cohort is that of ``fixed-size`` until all clients are known, and afterwards.
+    uniformly. If there are too few new clients, all other clients are drawn from, uniformly. So if ``exploration`` and
+    ``least_exploration`` are 1, cohorts are drawn as by ``fixed-size``, except that new clients come first.
 
-    The paper has the root mean square of the losses of records; clients here send the mean loss. The term of time has
-    t_i as in the released code; the paper has the rounds since. T is fixed as a percentile, as at the start of the
-    released code, and the pacer that raises T over the rounds is left out.
+    U_i in the paper has the root mean square of the records' losses; here clients send the mean loss. The square root
+    in the utility has t_i as in the released code; the paper has the number of rounds since t_i. T is always the
+    percentile, as at the start of the released code. The pacer, which raises T over the rounds, is not implemented.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent above; with 0, durations do not count.
     """
@@ -66,7 +66,7 @@ class Oort(GuidedSampler):
         return np.sort(np.concatenate([best, new, rest]))
 
     def utilities(self, server_round: int, feedback: Feedback) -> NDArray[np.float64]:
-        """Return the utility of each client, shape (clients,); 0 for a client that was never met."""
+        """Return the utility of each client, shape (clients,); 0 for a client without an update so far."""
         utility, met = np.zeros(len(feedback.sizes)), feedback.met
         if not met:
             return utility

@@ -1,4 +1,4 @@
-"""A wrapper around a round layer that the user wrote. It checks results, and its error messages name this layer."""
+"""A wrapper around a user's round layer. It checks the results of all methods, and error messages name the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Personal parameters: the parameters that never leave their client. An algorithm's ``sends`` names all others."""
+"""Personal parameters: parameters that a client never sends. An algorithm's ``sends`` names all other parameters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OwnPart(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning that the evaluated model is no client's model, as clients have personal parameters."""
+        """Return a warning about personal parameters: the evaluated model is not the model of any client."""
         del rounds_done, idle
         has_part = sends_a_part(experiment.algorithm, experiment.local.personal)
         return [OWN_PART] if has_part and not experiment.evaluate.measures_clients else []

@@ -30,9 +30,9 @@ class PerFedAvg(Averaging):
     of the client's records. A local step computes two gradients. The variant "exact" also computes a product with the
     Hessian.
 
-    No client keeps a model of its own. A client uses the received model after one step of alpha on a batch of its
-    training records. The measurement ``trained`` is of this model. Common released code takes B and B' one after
-    another from one shuffle. Before the measurement it makes two steps, one of alpha and one of eta.
+    Clients keep no model. A client uses the received model after one step with rate alpha on a batch of its training
+    records. The measurement ``trained`` is of this model. Common released code takes B and B' one after another from
+    one shuffle. Before the measurement it makes two steps, one with rate alpha and one with rate eta.
     """
 
     kind: Literal["per-fedavg"] = "per-fedavg"

@@ -31,9 +31,9 @@ class PFedMe(Averaging):
     same weight for every client; ``beta``: 1 to 4 in the paper. A round of the paper has 20 steps of w
     (``local.steps``).
 
-    Released code: all clients train in every round, and the server averages the cohort's w alone; here a client outside
-    of the cohort keeps its theta. The steps of theta have a fixed weight decay of 0.001 there; here the setting is
-    ``local.weight_decay``. PFLlib's default of beta is 0, which never moves x.
+    In the released code all clients train in every round, and the server averages only the w of the cohort; here a
+    client outside of the cohort does not train. In the released code the steps of theta have a fixed weight decay of
+    0.001; here it is ``local.weight_decay``. PFLlib's default of beta is 0, with which x never changes.
     """
 
     kind: Literal["pfedme"] = "pfedme"

@@ -1,4 +1,4 @@
-"""Power-of-choice: of some candidates, those with the largest loss train (Cho, Wang, Joshi 2022, section 3)."""
+"""Power-of-choice: the candidates with the largest loss train (Cho, Wang, Joshi 2022, section 3)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from strategies.samplers import Coins, distinct
 
 
 class PowerOfChoice(GuidedSampler):
-    """``candidates_asked`` clients tell their loss of the model, and the ``cohort_size`` with the largest loss train.
+    """``candidates_asked`` clients send their loss of the model, and the ``cohort_size`` with the largest loss train.
 
     Candidates are drawn without replacement, in proportion to their numbers of records. Each receives the model and
-    evaluates it on all its training records. Bytes and virtual clock count this, with a third of a training step's
-    seconds for each record. The paper's mean has equal weights; here the algorithm's weights hold. With as many
-    candidates as ``cohort_size``, nobody is asked: with equal numbers of records the run is that of ``fixed-size``.
-    The larger the number of candidates, the more the model leans to clients with a high loss. The paper takes 2 to 10
-    times ``cohort_size``. None takes twice ``cohort_size``, or all clients if there are fewer.
+    evaluates it on all its training records. Bytes and virtual clock include this evaluation; a record takes a third of
+    its seconds in training. The paper's mean has equal weights; here the weights are those of the algorithm. If there
+    are only ``cohort_size`` candidates, no client is asked; with equal numbers of records the run is then that of
+    ``fixed-size``. With more candidates, clients with a high loss take part more often. The paper takes 2 to 10 times
+    ``cohort_size`` candidates. None takes twice ``cohort_size``, or all clients if there are fewer.
     """
 
     kind: Literal["power-of-choice"] = "power-of-choice"

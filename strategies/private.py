@@ -31,7 +31,7 @@ from strategies.layer import Beginning, Drawn, Layer, Stop
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
-_UNDERSPENT = 0.9  # a share of the budget: a run that spends less warns the user
+_UNDERSPENT = 0.9  # a run that spends less than this share of its budget warns the user
 
 BEFOREHAND = (
     " The sums over records that clients sent before the first round are covered, too. So are the images drawn from "
@@ -294,7 +294,7 @@ def noise_within(aggregator: GlobalDP, epsilon: float, charges: Callable[[Global
 
 
 def told_beforehand(experiment: Any) -> list[str]:
-    """Return sentences for the user on default Poisson sampling, and on a budget that is too small or not used up."""
+    """Return sentences for the user on default Poisson sampling, and on a budget that does not fit the rounds."""
     aggregator, sampler, sentences = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
         sentences.append(

@@ -74,7 +74,7 @@ class GlobalRounds:
             aggregator = self.aggregator.model_copy(update={"noise_multiplier": noise})
             counts = aggregator.count_noise(self.sampler.expected_size(self.population or 0))
             found["adaptive clipping"] = (
-                f"{100 * (noise / (2 * counts)) ** 2:.3g} % of the bill, in 1 / noise^2, is for counts with noise "
+                f"{100 * (noise / (2 * counts)) ** 2:.3g} % of the cost, in 1 / noise^2, is for counts with noise "
                 f"{counts:.6g}; updates have the noise multiplier {update_noise_multiplier(noise, counts):.6g}"
             )
         if self.start is not None:
@@ -117,7 +117,7 @@ def global_rounds(
             "or leave --cohort out"
         )
     if groups is not None and start_noise is not None:
-        raise UserError("a private start samples cohorts as rounds do, and --groups takes turns: leave one of them out")
+        raise UserError("a private start samples from all clients, and --groups takes turns: leave one of them out")
     if (adaptive or count_noise is not None) and clients is None and (count_noise is None or cohort is not None):
         raise UserError("adaptive clipping has noise for the expected number of clients in a round: give --clients")
     sampler: AnySampler

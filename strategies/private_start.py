@@ -135,7 +135,7 @@ class PrivateStart(Settings):
         return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
-        """Return one step's mechanism: Global DP as in the rounds, with another noise and clipping norm."""
+        """Return one step's mechanism: Global DP as in the rounds, with the step's own noise and clipping norm."""
         noise_multiplier = self.noise_multiplier / math.sqrt(_SHARES[step])
         return GlobalDP(
             noise_multiplier=noise_multiplier,

@@ -101,7 +101,7 @@ def _rehearse(algorithm: Algorithm, server: ServerState) -> None:
     """Call the client methods of ``algorithm``, for two rounds, with stand-ins for records, which raise UserError."""
     trainer: Any = RECORDS
     state: Payloads = {}
-    for server_round in (1, 2):  # in its first round a client may have no state, and then no choice to make
+    for server_round in (1, 2):  # two rounds, because a client has no state in its first round
         task = _task(server, server_round, state)
         if isinstance(algorithm, CustomStart):
             task = algorithm.start(task, OnClient(RECORDS, trainer))

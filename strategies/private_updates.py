@@ -1,4 +1,4 @@
-"""The round layer of local differential privacy: it checks what clients send, and counts the rounds of each client."""
+"""The round layer of local differential privacy: it checks the payloads, and counts the rounds of each client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrivateUpdates(PrivateTraining):
 def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting: str) -> None:
     """Raise UserError if clients send numbers other than changes of the model's parameters, or no numbers.
 
-    ``chosen``: the protection of what clients send, for error messages. ``setting``: the name of its setting.
+    ``chosen``: the name of the protection, for error messages. ``setting``: the name of its setting.
     """
     what = f"algorithm {kind_of(algorithm)} cannot run with {chosen}"
     if not beginning.server.params:

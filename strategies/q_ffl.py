@@ -1,4 +1,4 @@
-"""q-FFL: clients with a higher loss count more, by a power of their loss (Li et al. 2020, algorithm 2: q-FedAvg)."""
+"""q-FFL: a client's weight grows with a power of its loss (Li et al. 2020, algorithm 2: q-FedAvg)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class QFFL(SendingLoss):
     D_i = y_i - x is the update of client i, and F_i the loss of x on all its training records. eta is the local
     learning rate; 1 / eta is the paper's L. All clients of a round have the same weight in both sums, whatever their
     number of records. ``q``: 0 is FedAvg with equal weights. The paper takes 0.1 to 15. As in the released code, 1e-10
-    is added to each F_i, so that a loss of 0 has a power. The server sees every F_i.
+    is added to each F_i, because 0^(q-1) is not defined for q < 1. The server sees every F_i.
     """
 
     kind: Literal["q-ffl"] = "q-ffl"

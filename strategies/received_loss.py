@@ -19,8 +19,8 @@ _RECEIVED: Final = "received-loss"
 class SendingLoss(Averaging):
     """Clients send F_i beside their update: the mean cross-entropy of the received model on client i's records.
 
-    F_i is measured on all training records before the first local step. It is not the mean loss of the local steps,
-    which is lower, as the model improves between them.
+    F_i is measured on all training records before the first local step. The mean loss of the local steps would be
+    lower, because the model improves from step to step.
     """
 
     start_passes: ClassVar[int] = 1
@@ -40,5 +40,5 @@ class SendingLoss(Averaging):
 
 
 def losses_of(replies: Sequence[Reply]) -> list[float]:
-    """Return F_i for each reply. A hostile client's number below 0, which no loss has, counts as 0."""
+    """Return F_i for each reply. A number below 0, which only a hostile client sends, counts as 0."""
     return [max(0.0, float(reply.payloads[_RECEIVED]["loss"])) for reply in replies]

@@ -134,7 +134,7 @@ class Ridge(SumsOfFeatures):
 
 
 class RidgeStart(Ridge):
-    """Before the first round the server sets the model's head in closed form. Any method then goes on from there."""
+    """Before the first round the server sets the model's head in closed form. Rounds of any method follow."""
 
     kind: Literal["ridge-start"] = "ridge-start"
     title: ClassVar[str] = "ridge start"

@@ -24,9 +24,8 @@ class Scaffold(Averaging):
     to local momentum: a constant gradient g then moves the model by a_i eta g, not K eta g (Wang et al. 2020, section
     4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published benchmark (Li et al. 2022): the
     correction is added to the step after momentum, c_i+ divides by K eta, and models are weighted by records. The
-    result equals that program if all clients take part in every round. Otherwise the program gives other results: it
-    starts c and all c_i at one random model, not at 0. A part of this model stays in c as long as some client has not
-    taken part.
+    result equals that program's if all clients take part in every round. Otherwise results differ: the program starts c
+    and all c_i at one random model, not at 0, and a part of this model stays in c until every client has taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"

@@ -1,4 +1,4 @@
-"""TERM: clients with a higher loss count more, by the exponential of their loss (Li et al. 2021, section 2)."""
+"""TERM: a client's weight grows exponentially with its loss (Li et al. 2021, section 2)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class TERM(SendingLoss):
     """FedAvg with client weights in proportion to n_i exp(t F_i), the gradient of (1/t) log sum_i p_i exp(t F_i).
 
     F_i is the loss of the received model on all n_i training records of client i, and p_i = n_i / n. ``t``: the tilt.
-    Towards infinity the largest loss alone counts, as in agnostic federated learning; 0 is FedAvg; below 0 clients with
-    a high loss count less. With a larger tilt the learning rate must be smaller: steps from the worst client to the
-    next one do not end otherwise. The server sees every F_i.
+    For large t only the client with the largest loss has weight, as in agnostic federated learning; 0 is FedAvg; below
+    0 a high loss means less weight. A larger tilt needs a smaller learning rate. Otherwise each round follows the
+    client with the largest loss, this client changes from round to round, and the model does not converge. The server
+    sees every F_i.
     """
 
     kind: Literal["term"] = "term"

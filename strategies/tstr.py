@@ -94,7 +94,7 @@ class Tstr(Settings):
 
     def reports(self) -> str:
         """Return a phrase for the evaluated model: the best classifier on held-out synthetic records."""
-        return "the classifier that does best on held-out synthetic records"
+        return "the classifier that is best on held-out synthetic records"
 
     def note(self) -> str:
         """Return the note for tables: one sentence on how the accuracy is measured."""

@@ -12,9 +12,9 @@ e <- e - C(e). So the sum of all sent updates and the last error equals the sum 
   Here each tensor has a scale of its own: the scales of a model's layers differ by orders of magnitude, so one common
   scale would be wrong for tensors with small numbers.
 * PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
-  P = M Q; orthonormalise P; Q = M' P; send P and Q, which stand for P Q'. The next round's iteration starts from Q. In
-  the paper workers sum P before it is orthonormalised, and Q, so that all of them take the same step; here each client
-  sends a P and a Q of its own, of the same size, from which the server computes the client's update.
+  P = M Q; orthonormalise P; Q = M' P; send P and Q. The server computes P Q'. The next round's iteration starts from Q.
+  In the paper the workers sum their P before the orthonormalisation, and then sum their Q, so that all workers make the
+  same step. Here each client sends its own P and Q, and the server computes the client's update from them.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class PowerSGD(Settings):
         return self.rank * shape[0], self.rank * (size // shape[0])
 
     def _first(self, layout: Layout, generator: np.random.Generator) -> Params:
-        """Return the start of Q for each matrix in a client's first round: standard normal, shape (columns, rank)."""
+        """Return the initial Q of each matrix, for a client's first round: standard normal, shape (columns, rank)."""
         shapes = {name: self._counts(shape)[1] for name, shape in layout}
         return {
             name: torch.from_numpy(generator.standard_normal((count // self.rank, self.rank), dtype=np.float32))

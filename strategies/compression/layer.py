@@ -122,7 +122,7 @@ def check_compression(experiment: Choices) -> None:
         )
     rule = experiment.aggregator
     while isinstance(rule, Bucketing):
-        rule = rule.over  # means of few updates have nearly as many zeros
+        rule = rule.over  # the means of a few sparse updates are sparse, too
     if isinstance(compress, TopK | RandK) and isinstance(rule, CoordinateMedian | TrimmedMean | Bulyan):
         raise ValueError(
             f"aggregator {kind_of(rule)} cannot run with compress {kind}: most clients leave out each "

@@ -334,16 +334,16 @@ def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.
 
 
 def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "dp_event.DpEvent":
-    """Return one event with the cost of a Gaussian test and a Gaussian answer together.
+    """Return one Gaussian event that costs as much as a Gaussian test and a Gaussian answer together.
 
-    For the noise multipliers z of both events, the values 1 / z^2 add up.
+    Its 1 / z^2 is the sum of 1 / z^2 of both events, for noise multipliers z.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
     if test is None:
         return answer
     both = (test.noise_multiplier**-2 + answer.noise_multiplier**-2) ** -0.5
-    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # so that rounding never affords a test without its answer
+    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # with a margin for rounding errors
 
 
 @dataclass

@@ -58,7 +58,7 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
-    nn.init.normal_(layer.weight, std=0.05)  # the shorter a direction, the further a step of Adam turns it
+    nn.init.normal_(layer.weight, std=0.05)  # a step of Adam turns a short direction further than a long one
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 

@@ -52,7 +52,7 @@ _LATENT: Final = 100  # the generator's input has this many random numbers
 _START: Final = 500  # records of the data-dependent initialisation
 _DIRECTIONS: Final = 8  # bins of a histogram of gradients
 _MOST_COMPARED: Final = 10_000
-"""The largest number of records of which each is compared with each other one: the distances take 400 MB."""
+"""The largest number of records between which all pairwise distances are computed: these take 400 MB."""
 _MOST_CHOSEN: Final = 1000
 _NEIGHBOURS: Final = 10
 _SPREADING: Final = 0.99  # alpha of Zhou et al.
@@ -63,9 +63,9 @@ class FixMatch(Settings):
     """FixMatch: pseudo-labels of weak views with at least ``threshold`` probability are targets of strong views.
 
     ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: before
-    training, spread the labels over a graph of similar records; where the result is confident for a record, it is the
-    record's pseudo-label throughout. ``doubt_after``: the share of the steps after which, once, labels with which the
-    network disagrees are left out; 1 trusts all labels. ``averaging``: the decay of the moving average of the weights,
+    training, spread the labels over a graph of similar records; a confident result is the record's pseudo-label in all
+    steps. ``doubt_after``: a share of the steps. After this share, labels with which the network disagrees are left out
+    from then on; 1 keeps all labels. ``averaging``: the decay of the moving average of the weights,
     which is the returned model. ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled
     records in a step. ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW.
     ``augmentation``: the random changes of the strong views.
@@ -104,7 +104,7 @@ class FixMatch(Settings):
         with torch_kept():
             seed_torch(seed, "fixmatch student")
             generator = generator_for(seed, "fixmatch student")
-            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # a third less time on a CPU
+            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # this takes a third less time on a CPU
             return _FixMatchRun(self, data, fast, generator).result(watch).to(memory_format=torch.contiguous_format)
 
 
@@ -121,7 +121,7 @@ class _FixMatchRun:
         self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
         if settings.neighbours:
             shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # the shares themselves are too close to uniform
+            shares = shares[len(data.labels) :].square()  # squared, because the shares are too close to uniform
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> torch.nn.Module:

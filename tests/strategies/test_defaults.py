@@ -137,7 +137,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "no tilt": ({"algorithm": "term:0"}, "algorithm.t=0 has no effect: this is fedavg"),
     "no fairness": ({"algorithm": "q-ffl:0"}, "algorithm.q=0 has no effect: this is fedavg with equal weights"),
     "no ascent": ({"algorithm": "agnostic-fl:0"}, "algorithm.mixture_learning_rate=0 has no effect"),
-    "labels do not count": ({"algorithm": "feddisco:0"}, "algorithm.a=0 has no effect: labels do not count"),
+    "no labels": ({"algorithm": "feddisco:0"}, "algorithm.a=0 has no effect: labels have no effect on the weights"),
     "no labels, no constant": ({"algorithm": {"kind": "feddisco", "a": 0, "b": 0}}, "this is fedavg"),
     "corrections of one round": ({"algorithm": "scaffold", "rounds": 1}, "corrections have no effect: rounds=1"),
     "another program": (
@@ -178,7 +178,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "no cosine": ({"local": {"schedule": "cosine:1"}}, "local.schedule.final=1 has no effect"),
     "z of 0": ({"attack": {"kind": "alie", "deviations": 0}}, "attack.deviations=0.0 has no effect: z is 0 for 2"),
     "the paper's z of two": ({"attack": {"kind": "alie", "deviations": "formula"}}, "attack.deviations=formula has no"),
-    "alone": ({"attack": "alie:1"}, "alone in a round has no deviation, and rounds have 1 of them"),
+    "alone": ({"attack": "alie:1"}, "a deviation needs two hostile clients in a round, and rounds have 1 of them"),
     "alone on average": ({"attack": "alie:2", "sampler": "fixed-size:4"}, "rounds have 0.8 of them on average"),
 }  # fmt: skip
 
@@ -204,7 +204,7 @@ IDLE: dict[str, tuple[dict[str, Any], str]] = {
     "hardly smoothed": ({"aggregator": "geometric-median"}, ""),
     "hostile and empty": (
         {"attack": "sign-flip:1", "partition": "dirichlet:0.02", "clients": 60, "seed": 4},
-        "attack sign-flip has no effect: no hostile client took part with records",
+        "attack sign-flip has no effect: no hostile client with records took part",
     ),
     "hostile": ({"attack": "sign-flip:1"}, ""),
 }  # fmt: skip

@@ -84,7 +84,7 @@ def test_the_noise_for_an_epsilon_is_that_of_a_run_and_the_rounds_that_fit_are_t
 
 def test_the_counts_of_adaptive_clipping_have_their_share_of_the_bill() -> None:
     found = plan(*NOISE, "--sampling-rate", "0.5", "--count-noise", "2.5")
-    assert found["further"]["adaptive clipping"].startswith("36 % of the bill")
+    assert found["further"]["adaptive clipping"].startswith("36 % of the cost")
     assert f"{update_noise_multiplier(3.0, 2.5):.6g}" in found["further"]["adaptive clipping"]
     assert found["epsilon"] == plan(*NOISE, "--sampling-rate", "0.5")["epsilon"]
 
