@@ -120,8 +120,9 @@ def table(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Compare methods in a table: rows are methods, columns are data sets and partitions, seeds are averaged.
 
-    Without arguments, the table compares many methods on the digits that come with the package. Presets: digits, mnist.
-    The name of a preset always means the preset; for a file of the same name, write ./NAME.
+    Without arguments, the table compares many methods on the digits that come with the package. Presets:
+    dafl-paper-cifar10, dafl-paper-fashion-mnist, dafl-paper-mnist, dafl-paper-svhn, digits, mnist. The name of a preset
+    always means the preset; for a file of the same name, write ./NAME.
 
     The same command resumes a table after a crash or Ctrl-C, and repeats no finished run. After every run, the command
     writes table.md, table.csv (one line per run), table.tex (for a paper) and table.json. At the end it writes
@@ -136,8 +137,8 @@ def table(  # noqa: PLR0913 (one parameter per option)
     row Centralized. On the command line, KEY=VALUE takes a list of values for a setting in [grid].
 
     [tune] first searches for the settings of every method, at the same cost for each method and without the test
-    records. Its settings are trials, rounds, halving, validation, search, seed and data. The search spaces are in
-    [tune.space] and [tune.spaces.METHOD], as lists or ranges {low = 0.001, high = 0.1, log = true}.
+    records. Its settings are trials, rounds, halving, validation, search, seed, data and partial. The search spaces are
+    in [tune.space] and [tune.spaces.METHOD], as lists or ranges {low = 0.001, high = 0.1, log = true}.
 
     For example:
 

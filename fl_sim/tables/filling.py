@@ -95,7 +95,8 @@ class TableState:
         )  # fmt: skip
         if (search := self.settings.tune) is None:
             return table
-        lines = (*plan.caption, *search_caption(self.choices, search, plan.labels))
+        once = all(cell.experiment.evaluate.test == "last" for cell in plan.cells)
+        lines = (*plan.caption, *search_caption(self.choices, search, plan.labels, once=once))
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _alone(self) -> dict[tuple[str, int], Mapping[str, Any]]:
@@ -295,11 +296,12 @@ def search_json(choices: Iterable[SearchResult], tune: Tune) -> list[dict[str, A
 
 
 def search_caption(
-    choices: Sequence[SearchResult], tune: Tune, labels: Mapping[str, str] | None = None
+    choices: Sequence[SearchResult], tune: Tune, labels: Mapping[str, str] | None = None, *, once: bool = True
 ) -> tuple[str, ...]:
     """Return the lines of a table's caption about the hyperparameter search: plan, cost and chosen values.
 
     ``choices``: the results of the searches; empty before the searches finish. ``labels``: {row: short label}.
+    ``once``: True if no run of the table uses the test records before its last round.
     """
     if not choices:
         return ("The search for the settings of the methods is not finished, so no run of the table has started.",)
@@ -320,16 +322,19 @@ def search_caption(
     source = "at random" if tune.search == "random" else "by Optuna's TPE"
     seeds = ", ".join(dict.fromkeys(str(choice.search.cell.seed) for choice in choices))
     diverged = f", of which {cost['diverged']} diverged" if cost["diverged"] else ""
+    shown = labels or {}
+    tuned_rows = dict.fromkeys(choice.search.cell.row for choice in choices)
+    when = "once, at the end" if once else "in every round"
+    methods = f"{', '.join(shown.get(row, row) for row in tuned_rows)} alone" if tune.partial else "every method"
     held_out = any(choice.search.cell.experiment.evaluate.validation not in {0.0, "given"} for choice in choices)
     first = (
-        f"Tuned: for every method in every column {plans}; values drawn {source} (tune.seed {tune.seed}); all "
+        f"Tuned: for {methods} in every column {plans}; values drawn {source} (tune.seed {tune.seed}); all "
         f"methods have the same values of shared settings; {judged}. Trials have the first of the table's seeds "
         f"({seeds}). All searches together took {cost['runs']} runs{diverged}, {cost['rounds']:,} rounds and "
         f"{cost['seconds']:,.0f} s; tuning.csv lists them. The runs of the table "
-        f"{'' if held_out else 'train on all training records and '}use the test records once, at the end."
+        f"{'' if held_out else 'train on all training records and '}use the test records {when}."
     )
     chosen: dict[str, list[str]] = {}
-    shown = labels or {}
     for choice in choices:
         values = ", ".join(f"{key}={text(value)}" for key, value in choice.best.trial.values.items())
         row = choice.search.cell.row

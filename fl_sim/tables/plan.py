@@ -259,9 +259,10 @@ def tuned(
     """Return ``plan`` with the values that the hyperparameter search chose.
 
     ``chosen``: {(row, column): {setting: value}}. Each run of the new plan evaluates its model on the test records only
-    once, after its last round. The names of the rows do not change.
+    once, after its last round, unless [base] sets evaluate.test. The names of the rows do not change.
     """
-    points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), "evaluate.test": "last"} for cell in plan.cells]
+    test = {} if "evaluate.test" in dict(flat(settings.base)) else {"evaluate.test": "last"}
+    points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), **test} for cell in plan.cells]
     placed = [_placed(settings, point, data_root) for point in points]
     cells = tuple(
         replace(cell, experiment=one.experiment, name=one.name, point=point)

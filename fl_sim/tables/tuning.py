@@ -134,7 +134,7 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
     for cell in plan.cells:
         firsts.setdefault((cell.row, cell.column), cell)
     found = spaces(tune, {cell.row: _method(cell) for cell in firsts.values()}.values(), CENTRALIZED)
-    _check_records(tune, list(firsts.values()), data_root)
+    _check_records(tune, [cell for cell in firsts.values() if found[cell.row]], data_root)
     searches = tuple(
         Search(cell, found[cell.row], rungs(tune.trials, tune.rounds or cell.experiment.rounds, tune.halving))
         for cell in firsts.values()

@@ -41,6 +41,9 @@ class Tune(Settings):
     ``spaces``: the settings to search for single methods, by the kind of the algorithm or the name of the row.
     ``data``: a public data set on which the search trains in place of the table's own data. Methods with a privacy
     guarantee require it. The trials are then evaluated on the test records of this data set.
+
+    ``partial``: True leaves the rows without a search space as they are, as papers do that tune only some methods.
+    False refuses such rows, because only searches of the same effort make a fair comparison.
     """
 
     trials: int = Field(16, ge=1, le=10_000)
@@ -50,6 +53,7 @@ class Tune(Settings):
     search: Literal["random", "optuna"] = "random"
     seed: int = Field(0, ge=0)
     data: str = ""
+    partial: bool = False
     space: dict[str, Any] = Field(default_factory=dict)
     spaces: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -208,10 +212,11 @@ def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> d
             _check_free(key, method)
         if method.is_bound:
             space = {key: dimension for key, dimension in space.items() if key.split(".")[0] not in federated}
-        elif not space:
+        elif not space and not tune.partial:
             raise UserError(
                 f"row {method.row} has no setting to search for, and every row gets the same search: name a setting of "
-                'all rows in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }'
+                'all rows in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }, or '
+                "leave such rows as they are with partial = true"
             )
         found[method.row] = space
     return found

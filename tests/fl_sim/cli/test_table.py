@@ -280,7 +280,7 @@ def test_a_terminal_gets_a_drawn_table(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["digit"], "no file or preset 'digit' (did you mean 'digits'?); presets: digits, mnist"),
+        (["digit"], "no file or preset 'digit' (did you mean 'digits'?); presets: dafl-paper-cifar10,"),
         (["rouds=3"], "unknown key 'rouds' (did you mean 'rounds'?)"),
         (["a.toml", "b.toml"], "give at most one FILE or PRESET, got a.toml, b.toml"),
         (["algorithm=fedavg,fedporx"], "unknown algorithm 'fedporx' (did you mean 'fedprox'?)"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,10 +20,10 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
 from fl_sim.simulation.run import run
 from fl_sim.simulation.timing import Stopwatch, Timing
-from fl_sim.tables import tuning, tuning_space
+from fl_sim.tables import PRESETS, tuning, tuning_space
 from fl_sim.tables.earlier_runs import TrialOutcome
 from fl_sim.tables.filling import TableState, conclude, fill
-from fl_sim.tables.plan import TableSettings, plan_table, table_settings
+from fl_sim.tables.plan import TableSettings, plan_table, read_settings, table_settings
 from fl_sim.tables.tuning import (
     LOG,
     TRIALS,
@@ -33,6 +33,7 @@ from fl_sim.tables.tuning import (
     TrialResult,
     experiment_of,
     known_choices,
+    proposed_trial,
     ranked,
     searches_of,
     tune,
@@ -559,3 +560,27 @@ def test_trials_with_the_same_settings_run_once_for_the_most_rounds_of_them(
     choices = tune(chosen, plan_table(chosen), tmp_path, runner, None)
     assert [*known.values()] == [8, 8]
     assert [one.best.accuracy for one in choices] == [rounds / 10 for rounds in grid]
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "svhn"])
+def test_the_papers_presets_search_the_papers_grids_on_validation_records_alone(tmp_path: Path, name: str) -> None:
+    inputs, labels = np.zeros((100, 16, 16), dtype=np.uint8), np.arange(100) % 10
+    np.savez(tmp_path / "d.npz", x_train=inputs, y_train=labels, x_test=inputs, y_test=labels)
+    settings = read_settings(
+        PRESETS / f"dafl-paper-{name}.toml",
+        [f"data=npz:{tmp_path / 'd.npz'}", "seed=0", "evaluate.test_is_public=true"],
+    )
+    plan = plan_table(settings)
+    assert len(plan.runs) == 6 * 3 + 2 * 2 * 3 + 2 * 2 * 2 + (10 if name == "mnist" else 0) + 1
+    assert {cell.experiment.evaluate.test for cell in plan.cells} == {"rounds"}
+    searches = searches_of(settings, plan, None)
+    values = {key: one.extremes() for search in searches for key, one in search.space.items()}
+    assert values == {"algorithm.mu": (0.001, 0.01, 0.1, 1), "algorithm.mixing_weight": (0.05, 0.1, 0.2)}
+    assert {search.cell.row.split(",")[0] for search in searches} == {"FedProx", "NaiveMix", "FedMix"}
+    for search in searches:
+        trials = [proposed_trial(search, cast("Tune", settings.tune), number, ()) for number in range(4)]
+        assert {str(trial.values) for trial in trials} == {
+            str({key: value}) for key, one in search.space.items() for value in one.extremes()
+        }
+        run = experiment_of(settings, trials[0], 50)
+        assert (run.evaluate.validation, run.evaluate.test) == (0.1, "never")

@@ -134,6 +134,11 @@ def test_of_one_knob_the_space_of_the_row_goes_over_that_of_its_kind_and_this_ov
     assert [found[row][key].extremes() for row in ("FedAvg", "FedProx", "Mine")] == [(1,), (2,), (3,)]
 
 
+def test_a_partial_search_leaves_rows_without_a_space_as_they_are() -> None:
+    found = spaces(Tune(partial=True, spaces={"fedprox": {"algorithm.mu": [1]}}), [FEDAVG, FEDPROX], ())
+    assert {row: list(space) for row, space in found.items()} == {"FedAvg": [], "FedProx": ["algorithm.mu"]}
+
+
 def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
     tune = Tune(spaces={"fedprox": {"algorithm.mu": [1]}, "DA-FL + FedProx": {"preprocess.gamma": [0.1]}})
     found = spaces(tune, [FEDPROX, Method("DA-FL + FedProx", "fedprox", frozenset())], ())
