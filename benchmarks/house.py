@@ -12,7 +12,8 @@ import ast
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -62,12 +63,12 @@ GENERAL = (
 """Code that should know no feature, but for the features' own modules."""
 
 
-def modules(top: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the name and the syntax tree of every module of a checkout."""
-    for package in TOPS:
-        for path in sorted((top / package).rglob("*.py")):
-            name = ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
-            yield name, ast.parse(path.read_text())
+@cache
+def modules(top: Path) -> tuple[tuple[str, ast.Module], ...]:
+    """Return the name and the syntax tree of every module of a checkout. Each checkout is parsed once."""
+    paths = [path for package in TOPS for path in sorted((top / package).rglob("*.py"))]
+    names = [".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return tuple((name, ast.parse(path.read_text())) for name, path in zip(names, paths, strict=True))
 
 
 def imported(tree: ast.Module) -> set[str]:

@@ -3,29 +3,35 @@
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 PROJECT = Path(__file__).parents[1]
 
 
-def test_no_more_files_know_a_feature_that_is_not_theirs(load_benchmark) -> None:
-    house = load_benchmark("house")
+@pytest.fixture(scope="module")
+def house(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    """The script that counts, once for all tests: it parses every module."""
+    return load_benchmark("house")
+
+
+def test_no_more_files_know_a_feature_that_is_not_theirs(house: ModuleType) -> None:
     found = {feature: len(files) for feature, files in house.foreign(PROJECT).items()}
     most = {"DA-FL": 1, "Global DP": 5, "compression": 1, "CCVR, AFL": 1, "private start": 0, "devices": 0,
             "BatchNorm": 0, "PATE": 1, "TSTR": 0, "attacks": 0}  # fmt: skip
     assert {feature: count for feature, count in found.items() if count > most[feature]} == {}
 
 
-def test_general_code_asks_for_no_concrete_kind(load_benchmark) -> None:
-    house = load_benchmark("house")
+def test_general_code_asks_for_no_concrete_kind(house: ModuleType) -> None:
     assert house.asked_by_kind(PROJECT) == []
 
 
-def test_docstrings_name_a_thing_and_no_clause() -> None:
+def test_docstrings_name_a_thing_and_no_clause(house: ModuleType) -> None:
     found, clauses = 0, []
-    for name, tree in _modules():
+    for name, tree in house.modules(PROJECT):
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
                 found += 1
@@ -35,9 +41,9 @@ def test_docstrings_name_a_thing_and_no_clause() -> None:
     assert len(clauses) <= 0.03 * found, clauses
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_a_class_name_has_one_meaning(house: ModuleType) -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for name, tree in _modules():
+    for name, tree in house.modules(PROJECT):
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
@@ -46,13 +52,6 @@ def test_a_class_name_has_one_meaning() -> None:
 
 def test_docs_have_at_most_45_000_words() -> None:
     assert sum(len(page.read_text().split()) for page in (PROJECT / "docs").rglob("*.md")) <= 45_000
-
-
-def _modules() -> list[tuple[str, ast.Module]]:
-    paths = [
-        path for top in ("fl_sim", "strategies", "clients", "partitions") for path in (PROJECT / top).rglob("*.py")
-    ]
-    return [(str(path.relative_to(PROJECT)), ast.parse(path.read_text())) for path in paths]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +64,8 @@ def _modules() -> list[tuple[str, ast.Module]]:
     ],
 )
 def test_a_module_that_knows_a_feature_is_counted(
-    load_benchmark, tmp_path: Path, text: str, pairs: int, asked: int
+    house: ModuleType, tmp_path: Path, text: str, pairs: int, asked: int
 ) -> None:
-    house = load_benchmark("house")
     for package in house.TOPS:
         (tmp_path / package).mkdir()
     (tmp_path / "fl_sim" / "new.py").write_text(text)
