@@ -79,7 +79,8 @@ class PrivateTraining(Layer):
 
 def digest_of(experiment: Any) -> str:
     """Return a digest of all settings that determine the numbers of a run; it names runs with seeded noise."""
-    text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout"})
+    unused = {"keep_every"} | (set() if experiment.forgotten else {"forgotten"})  # settings of newer versions
+    text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout", *unused})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -74,9 +74,9 @@ def run(
     local.personal, local.privacy, rounds, evaluate_every, evaluate.validation, evaluate.test, evaluate.test_is_public,
     evaluate.patience, evaluate.target_accuracy, evaluate.clients, evaluate.personal_every, evaluate.fine_tune_epochs,
     evaluate.held_out_clients, evaluate.count_noise, evaluate.metrics, seed, partition_seed, model_seed, sampling_seed,
-    device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess, preprocess.epsilon,
-    preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs, devices,
-    server, server.deadline, server.late.
+    forgotten, keep_every, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
+    preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
+    preprocess.server_epochs, devices, server, server.deadline, server.late.
     'fl-sim settings' explains each, and 'fl-sim settings fedprox' the parameters of a kind.
 
     For example:

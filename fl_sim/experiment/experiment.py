@@ -3,9 +3,10 @@
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
@@ -46,6 +47,16 @@ from strategies.algorithm import Algorithm, Central
 from strategies.samplers import Sampler
 
 
+def _numbers(value: Any) -> Any:
+    """Return the client numbers in ``value``, a list, one number or a text such as "3+5", ascending."""
+    given = value if isinstance(value, list | tuple) else [value]
+    parts = [one for part in given for one in (part.split("+") if isinstance(part, str) else [part])]
+    with suppress(ValueError):
+        if not any(isinstance(part, bool | float) for part in parts):
+            return tuple(sorted({int(str(part)) for part in parts}))
+    return value
+
+
 class Experiment(Settings):
     """All settings of a run. All of them except the engine determine the numbers in the result.
 
@@ -77,6 +88,12 @@ class Experiment(Settings):
     (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``, ``model_seed`` and ``sampling_seed``
     replace ``seed`` for the random numbers of the partition, of the initial weights and of the cohorts
     (fl_sim.seeding); a seed that is left out equals ``seed``.
+
+    ``forgotten``: the numbers of clients, such as 3 or 3+5, whose records are removed after the partition. Such a run
+    never knew these records: the clients are sampled as before, and answer like clients without records. All other
+    clients keep their records, numbers and random numbers. ``keep_every``: the run directory keeps the server state
+    after each round whose number is a multiple of this, so that 'fl-sim unlearn' need not train from the first round
+    (0: only the state after the last round).
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
@@ -102,6 +119,8 @@ class Experiment(Settings):
     partition_seed: int | None = Field(None, ge=0)
     model_seed: int | None = Field(None, ge=0)
     sampling_seed: int | None = Field(None, ge=0)
+    forgotten: Annotated[tuple[int, ...], BeforeValidator(_numbers)] = ()
+    keep_every: int = Field(0, ge=0, le=10**9)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Annotated[Engine, OneOf("engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
@@ -132,6 +151,7 @@ class Experiment(Settings):
             if isinstance(part, Checking):
                 part.check(self)
         check_choices(self)
+        self._check_forgotten()
         if is_own_kind(self.server):
             self._check_own_server()
         if self.evaluate.measures_nothing and not self.is_private:
@@ -145,6 +165,19 @@ class Experiment(Settings):
                 "privacy cannot use it: leave it out, or choose settings on public records"
             )
         return self
+
+    def _check_forgotten(self) -> None:
+        """Raise ValueError for unknown clients in ``forgotten``, and for ``keep_every`` in a run with privacy."""
+        if unknown := [client for client in self.forgotten if not 0 <= client < self.num_clients]:
+            raise ValueError(
+                f"forgotten={unknown[0]}: the clients are 0 to {self.num_clients - 1}; take one of these numbers"
+            )
+        if self.keep_every and (self.is_private or not self.is_synchronous):
+            what = "promises privacy" if self.is_private else f"has server {kind_of(self.server)}"
+            raise ValueError(
+                f"keep_every={self.keep_every} keeps the server states of earlier rounds for 'fl-sim unlearn', which "
+                f"cannot use those of a run that {what}: leave keep_every out"
+            )
 
     def _check_own_server(self) -> None:
         """Raise ValueError if the user's own server has no procedure of its own, or if the run promises privacy."""
@@ -234,7 +267,7 @@ class Experiment(Settings):
     @property
     def _unused_newcomers(self) -> set[str]:
         """The names of settings that newer versions added and that have their default values."""
-        newcomers = ("features", "compress", "devices", "server")
+        newcomers = ("features", "compress", "devices", "server", "forgotten", "keep_every")
         return {name for name in newcomers if getattr(self, name) == default_of(type(self), name)}
 
     @property

@@ -268,7 +268,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     experiment = _resolved(experiment, dataset)
     if pooled := experiment.evaluate.pooled_share:
         dataset = own_tests.merged(dataset)
-    shards, weights = _shards(experiment, dataset), _weights(experiment)
+    shards, weights = _without(experiment.forgotten, _shards(experiment, dataset)), _weights(experiment)
     job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights)
     if experiment.evaluate.measures_clients:
         job = _with_own_tests(job, pooled)
@@ -495,6 +495,22 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
     return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
 
 
+def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
+    """Return ``shards`` without the records of the clients in ``forgotten``.
+
+    Raises UserError if no record is left.
+    """
+    if not forgotten:
+        return shards
+    left = shards.where(np.repeat(~np.isin(np.arange(len(shards)), forgotten), shards.sizes))
+    if not len(left.records):
+        raise UserError(
+            f"forgotten={'+'.join(map(str, forgotten))} removes the records of all clients that hold any: leave a "
+            "client with records"
+        )
+    return left
+
+
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
     """Partition ``records``, indices into the training set; return the positions in ``records`` of each client."""
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
@@ -598,5 +614,6 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
     experiment = experiment_from(settled)
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))
-    shards = Parts.of([everything if one == client else none for one in range(experiment.num_clients)])
+    held = none if client in experiment.forgotten else everything
+    shards = Parts.of([held if one == client else none for one in range(experiment.num_clients)])
     return Job(experiment, dataset, shards, device_of(experiment), None, weights=_weights(experiment))

@@ -13,7 +13,7 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-_NOT_COMPARED = {"seed", "engine", "round_timeout"}  # the engine has no effect on a run's numbers
+_NOT_COMPARED = {"seed", "engine", "round_timeout", "keep_every"}  # none but the seed changes a number
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip

@@ -218,10 +218,10 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
 def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: Identity | None) -> str:
     """Return a phrase with the settings that differ from ``found``, the stored experiment of the run in ``out``, or "".
 
-    The settings ``engine``, ``round_timeout`` and ``rounds`` are not compared: a run may continue with other values. A
-    path of the user's own files may differ, too, if the digest of the records is equal to the stored digest.
+    The settings in ``_FREE`` are not compared: a run may continue with other values of these settings. A path of the
+    user's own files may differ, too, if the digest of the records is equal to the stored digest.
     """
-    compared = (one.model_dump(exclude={"engine", "round_timeout", "rounds"}) for one in (experiment, found))
+    compared = (one.model_dump(exclude=_FREE) for one in (experiment, found))
     settings, earlier = compared
     changed = [key for key, value in settings.items() if earlier[key] != value]
     if files := [key for key in changed if _has_other_file(settings[key], earlier[key])]:
@@ -245,14 +245,18 @@ def _clear(out: Path) -> None:
     The privacy ledger stays, with the costs of all published outputs. If the run is repeated with other noise, its
     privacy cost is added.
     """
-    if (out / run_directory.STATE).exists():
-        shutil.rmtree(out / run_directory.STATE)
+    for folder in (run_directory.STATE, run_directory.KEPT):
+        if (out / folder).exists():
+            shutil.rmtree(out / folder)
     for stale in (run_directory.ROUNDS, run_directory.RESULT, run_directory.MODEL, run_directory.CLIENTS):
         (out / stale).unlink(missing_ok=True)
 
 
 MOST_KEPT = 64 * 2**20
 """The largest size, in bytes, of a finished run's server state and client states. Larger ones are removed."""
+
+_FREE = {"engine", "round_timeout", "rounds", "keep_every"}
+"""The settings that may change while a run goes on."""
 
 _ANEW = "choose another --out, where the run begins anew"
 
@@ -289,6 +293,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
                 open_state_checksum(out / run_directory.STATE, experiment.num_clients, last, state)
             write_state(out / CHECKPOINT, replace(progress, chain=chain), server)
         run_directory.write_log(out, content)
+        run_directory.relink_kept(out, settings, server)
     elif run_directory.read_rounds(out):
         raise UserError(
             f"{out} holds this run of {earlier.rounds} rounds, but not {CHECKPOINT}, so more rounds cannot follow: "

@@ -105,7 +105,7 @@ class Rounds(Procedure):
                 record = self._measured(made, rate, run)
                 seconds = None if experiment.is_private else time.perf_counter() - start
                 record = replace(record, seconds=seconds)
-                _write_round(out, log, strategy, record)
+                _write_round(out, log, strategy, record, experiment.keep_every)
                 if (ended := observer.finished_round(record)) and len(log.rounds) < experiment.rounds:
                     log.stopped_by_observer = ended
                     break
@@ -329,8 +329,11 @@ def _named_settings(algorithm: object) -> Iterator[None]:
         raise Diverged(f"{error}; {algorithm.knobs}", private=error.private) from error
 
 
-def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
-    """Write a finished round to the disk. The checkpoint is written last, after all files that it refers to."""
+def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord, keep_every: int = 0) -> None:
+    """Write a finished round to the disk. The checkpoint is written last, after all files that it refers to.
+
+    ``keep_every``: a copy of the checkpoint stays after each round whose number is a multiple of this (0: no copy).
+    """
     if log.seal is not None:
         log.seal.put(record.round, strategy.cohort.tolist())
     log.server = strategy.server
@@ -341,6 +344,8 @@ def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: Ro
         record.round, log.chain,
         records=log.records, versions=log.versions, counts_holders=holders, layers=states_of(strategy.layers),
     )  # fmt: skip
+    if keep_every and record.round % keep_every == 0:
+        write_state(run_directory.kept_path(out, record.round), progress, log.server)
     write_state(out / CHECKPOINT, progress, log.server)
 
 

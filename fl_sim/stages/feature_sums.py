@@ -158,7 +158,10 @@ def release_name(experiment: Experiment, sums: FeatureSums, client: int, params:
     A resumed run finds the sums under this name in the client's folder. It also finds their privacy cost under this
     name in the privacy ledger. ``params``: the model that computes the features.
     """
-    names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed", "model_seed")
+    names = (
+        "data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed", "model_seed",
+        "forgotten",
+    )  # fmt: skip
     priced = sums.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
     priced |= {"released": sums.released} if sums.of_initial_model else {}
     digest = hashlib.sha256(json.dumps([experiment.chosen(*names), priced, client], sort_keys=True).encode())

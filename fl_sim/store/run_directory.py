@@ -47,6 +47,9 @@ _STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
 
 CHECKPOINT = "checkpoint.safetensors"
 
+KEPT = "kept"
+"""The folder with the checkpoints of earlier rounds that the setting ``keep_every`` keeps."""
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -324,6 +327,41 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     digest = digest_of(facts, named)
     write_whole(path, save(named, {"progress": facts, "sha256": digest}))
     return digest
+
+
+def kept_path(out: Path, server_round: int) -> Path:
+    """Return the path of the kept checkpoint of a round. The folder is made if it is missing."""
+    (out / KEPT).mkdir(exist_ok=True)
+    return out / KEPT / f"round-{server_round:06}.safetensors"
+
+
+def kept_rounds(out: Path) -> list[int]:
+    """Return the numbers of the rounds whose checkpoints the run in ``out`` keeps, ascending."""
+    found = [re.fullmatch(r"round-(\d{6,10})\.safetensors", path.name) for path in (out / KEPT).glob("round-*")]
+    return sorted(int(one[1]) for one in found if one)
+
+
+def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress, ServerState]:
+    """Return the progress and the server state after an earlier round, from the checkpoint that the run keeps.
+
+    Raises UserError as ``read_state`` does, and if the checkpoint belongs to other rounds than those in the log.
+    """
+    path = kept_path(out, server_round)
+    progress, server = read_state(path, like)
+    chain = _linked(chain_start(out), _whole_lines(out)[:server_round])
+    if (progress.last_round, progress.chain) != (server_round, chain):
+        raise UserError(f"{path} does not belong to the rounds in {out / ROUNDS}: delete it, or put the files back")
+    return progress, server
+
+
+def relink_kept(out: Path, settings: Mapping[str, Any], like: ServerState) -> None:
+    """Write the hash chain of the log under other ``settings`` into all kept checkpoints of the run in ``out``."""
+    for server_round in kept_rounds(out):
+        path = kept_path(out, server_round)
+        progress, server = read_state(path, like)
+        _, chain = log_with_settings(out, settings, server_round, ())
+        if progress.chain != chain:
+            write_state(path, replace(progress, chain=chain), server)
 
 
 def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState] | None:

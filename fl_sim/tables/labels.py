@@ -215,13 +215,17 @@ def duration_in_words(result: Mapping[str, Any]) -> str:
     return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
 
 
+_NOT_NAMED = {"engine", "round_timeout", "keep_every"}
+"""Settings that change no number of a run, so they change no name."""
+
+
 def run_name(experiment: Experiment, dataset: Dataset) -> str:
     """Return the directory name of a run in a table, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
 
     The name ends with a hash of the settings and of the numbers of records. The name does not depend on the engine, so
     that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
-    content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
+    content = experiment.chosen(*(name for name in Experiment.model_fields if name not in _NOT_NAMED))
     if experiment.evaluate == Evaluate():  # so old names of runs stay valid
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]

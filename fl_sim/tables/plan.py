@@ -60,6 +60,7 @@ CENTRALIZED: Point = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
     "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
     "partition_seed": None, "sampling_seed": None,
+    "forgotten": (),
 }  # fmt: skip
 """The settings of the row Centralized: centralized training, without partition and clients, in every column."""
 

@@ -447,7 +447,7 @@ def test_a_bounds_run_has_one_client_and_nothing_that_a_federation_has_alone() -
     assert as_run(FEDERATION) == {
         "algorithm": "centralized", "data": "digits", "partition": "iid", "seed": 3, "clients": 1, "sampler": "full",
         "aggregator": "mean", "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
-        "partition_seed": None, "sampling_seed": None, "model": "logistic", "local.epochs": 2,
+        "partition_seed": None, "sampling_seed": None, "forgotten": (), "model": "logistic", "local.epochs": 2,
     }  # fmt: skip
 
 

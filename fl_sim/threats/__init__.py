@@ -1,0 +1,1 @@
+"""Threats to a finished run and answers to them: unlearning of a client, and the membership of records."""

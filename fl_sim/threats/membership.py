@@ -1,0 +1,54 @@
+"""Membership inference by a threshold of the loss (Yeom et al. 2018): members have smaller losses than others."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.threats.finished import Judged
+
+_NORMAL_95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Area:
+    """The area under the ROC curve of a membership test, and its interval of 95 % confidence.
+
+    ``area``: the probability that a member has a smaller loss than a record of the same classes that is no member; .5
+    is chance. ``low``, ``high``: the interval by Hanley and McNeil 1982, equation 2.
+    """
+
+    area: float
+    low: float
+    high: float
+
+
+def area_by_loss(members: Judged, others: Judged) -> Area | None:
+    """Return how well the loss separates ``members`` from ``others``; None if there is nothing to compare.
+
+    Members of one client may have few classes. So each record of ``others`` is weighted by the share of its class among
+    the members, and members of classes that no other record has are left out. In the interval, the number of other
+    records is the effective sample size of these weights, (sum w)^2 / sum w^2.
+    """
+    size = 1 + int(max(members.labels.max(initial=0), others.labels.max(initial=0)))
+    wanted, there = (np.bincount(one.labels, minlength=size) for one in (members, others))
+    wanted = np.where(there > 0, wanted, 0)
+    weights = (wanted / np.maximum(there, 1))[others.labels]
+    chosen = members.losses[(there > 0)[members.labels]]
+    if not len(chosen) or not weights.any():
+        return None
+    area = _weighted_area(chosen, others.losses, weights)
+    effective = weights.sum() ** 2 / (weights**2).sum()
+    first, second = area / (2 - area), 2 * area**2 / (1 + area)
+    spread = area * (1 - area) + (len(chosen) - 1) * (first - area**2) + (effective - 1) * (second - area**2)
+    half = _NORMAL_95 * math.sqrt(max(0.0, spread) / (len(chosen) * effective))
+    return Area(area, max(0.0, area - half), min(1.0, area + half))
+
+
+def _weighted_area(small: NDArray[np.float64], large: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """Return the weighted probability that a value of ``small`` is below one of ``large``; ties count one half."""
+    order = np.argsort(large)
+    total = np.concatenate([[0.0], np.cumsum(weights[order])])
+    below, upto = (np.searchsorted(large[order], small, side) for side in ("left", "right"))
+    return float((1 - (total[below] + total[upto]) / (2 * total[-1])).mean())

@@ -1,0 +1,227 @@
+"""Unlearning: a finished run without the records of one client, as if the run had never known these records.
+
+**The run that never knew client u** has the same settings as the run, and u holds no records in it (the setting
+``forgotten``). The clients keep their numbers, so all random numbers, which are derived from purpose, client and round,
+stay the same: the partition of the other records, the cohorts, the batches, the hostile clients. A client without
+records is sampled like any other, sends its blank update with weight 0, and changes no bit of a model (the laws in
+tests/fl_sim/simulation/test_empty_clients.py). What is public about the data set, such as the constants of
+normalisation and the number of classes, stays, too.
+
+**Exact unlearning** trains this run. If u took part for the first time in round t, the rounds before t are the same in
+both runs, so training continues from the latest kept state of a round before t (the setting ``keep_every``). Without
+such a state it begins with round 1. Either way the model is that of the run that never knew u, bit for bit.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.identity import identity_of
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.kinds import is_own
+from fl_sim.seeding import rng
+from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Observer
+from fl_sim.simulation.stage import Stage, stages_of
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import CHECKPOINT, kept_path, read_kept, write_state
+from fl_sim.threats.finished import FinishedRun, Judged, logits_of
+from fl_sim.threats.membership import area_by_loss
+from fl_sim.types import Params
+from strategies.layer import Layer, layer_kinds
+from strategies.samplers import AnySampler
+
+_OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("client_")]
+"""The measures in a round's record that depend on the records of all clients."""
+
+
+@dataclass(frozen=True)
+class KnownStart:
+    """The state from which exact unlearning continues: that after round ``last_round`` (0: the initial model).
+
+    ``why``: the reason, in words.
+    """
+
+    last_round: int
+    why: str
+
+
+def check_client(finished: FinishedRun, client: int) -> None:
+    """Raise UserError if ``client`` cannot be unlearned: unknown, without records, forgotten, or in a private run."""
+    experiment, out = finished.job.experiment, finished.out
+    if not 0 <= client < experiment.num_clients:
+        raise UserError(
+            f"--client {client} is unknown: the clients of {out} are 0 to {experiment.num_clients - 1}; take one of "
+            "these numbers"
+        )
+    if client in experiment.forgotten:
+        raise UserError(f"{out} never knew client {client} (forgotten={client} in its settings): nothing is to be done")
+    if experiment.is_private:
+        bill = "; ".join(f"unit {one['unit']}: {one['guarantee']}" for one in finished.facts["privacy"])
+        raise UserError(
+            f"the run in {out} promises privacy ({bill}): its published models are nearly as likely without the unit, "
+            "which is what unlearning would show, and what was published cannot be taken back, so no privacy ledger is "
+            f"refunded; a run with forgotten={client} and another --out would publish further models, whose cost is "
+            "added to that of all other clients"
+        )
+    if not finished.job.shards.sizes[client]:
+        raise UserError(f"client {client} of {out} holds no training records, so no model knows any: take another one")
+    if experiment.num_members < experiment.num_clients and client not in finished.job.members:
+        raise UserError(
+            f"client {client} of {out} is held out (evaluate.held_out_clients) and never took part: take another client"
+        )
+    rounds = cohorts_known(finished.job) and finished.facts["rounds"]
+    if rounds and first_round(finished.job, client, rounds) is None:
+        raise UserError(
+            f"client {client} took part in none of the {rounds} rounds of {out}, so the model knows nothing of its "
+            "records: take another client"
+        )
+
+
+def cohorts_known(job: Job) -> bool:
+    """Return True if the cohorts of a run of ``job`` follow from its seed alone, and not from clients' answers."""
+    experiment = job.experiment
+    drawn = isinstance(experiment.sampler, AnySampler) and not experiment.is_timed and experiment.is_synchronous
+    kinds = layer_kinds(experiment)
+    return drawn and all(kind.cohort is Layer.cohort and kind.consult is Layer.consult for kind in kinds)
+
+
+def first_round(job: Job, client: int, rounds: int) -> int | None:
+    """Return the first of ``rounds`` rounds in which ``client`` takes part; None if there is none.
+
+    The cohorts must be known (``cohorts_known``).
+    """
+    experiment = job.experiment
+    for server_round in range(1, rounds + 1):
+        coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
+        drawn = experiment.sampler.sample(experiment.num_members, coins, server_round)
+        cohort: NDArray[np.int64] = drawn if experiment.num_members == experiment.num_clients else job.members[drawn]
+        if client in cohort:
+            return server_round
+    return None
+
+
+def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
+    """Return the state from which the run without ``client`` can continue, and the reason."""
+    job, experiment = finished.job, finished.job.experiment
+    kinds = [*map(type, (experiment.algorithm, experiment.aggregator, experiment.attack)), *layer_kinds(experiment)]
+    obstacles = {
+        "the cohorts depend on clients' answers or times": not cohorts_known(job),
+        "clients answer before the first round or beside the rounds": any(_asks(stage) for stage in stages_of(job)),
+        "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(
+            finished.procedure.beginning())),
+        "early stopping depends on records that clients hold out": experiment.evaluate.validation not in {0.0, "given"},
+        "code of your own may depend on the number of clients with records": any(map(is_own, kinds)),
+    }  # fmt: skip
+    if why := next((reason for reason, holds in obstacles.items() if holds), ""):
+        return KnownStart(0, f"from the initial model: {why}")
+    first = first_round(job, client, finished.facts["rounds"])
+    assert first is not None  # check_client
+    took = f"client {client} first took part in round {first}"
+    usable = [kept for kept in run_directory.kept_rounds(finished.out) if kept < first]
+    if first == 1 or not usable:
+        cure = "" if first == 1 else f", and no state of a round before it is kept (keep_every={experiment.keep_every})"
+        return KnownStart(0, f"from the initial model: {took}{cure}")
+    return KnownStart(usable[-1], f"from the kept state after round {usable[-1]}: {took}")
+
+
+def _asks(stage: Stage) -> bool:
+    return bool(stage.tasks()) or type(stage).before is not Stage.before
+
+
+def settings_without(experiment: Experiment, client: int) -> Experiment:
+    """Return the experiment of the run that never knew ``client``."""
+    given = {name: getattr(experiment, name) for name in Experiment.model_fields}
+    return experiment_from({**given, "forgotten": (*experiment.forgotten, client)})
+
+
+def unlearn(finished: FinishedRun, client: int, out: Path, observer: Observer | None = None) -> dict[str, Any]:
+    """Make the run that never knew ``client`` in the directory ``out``; return the measures of the unlearning.
+
+    An unfinished run in ``out`` is resumed. Raises UserError as ``check_client`` does, and RunError for a failed run.
+    """
+    check_client(finished, client)
+    if out.resolve() == finished.out.resolve():
+        raise UserError(f"--out {out} is the run itself, which stays as it is: choose another directory")
+    beginning, experiment = beginning_of(finished, client), settings_without(finished.job.experiment, client)
+    start = time.perf_counter()
+    if beginning.last_round and not (out / run_directory.CONFIG).exists():
+        _copy_rounds(finished, experiment, beginning.last_round, out)
+    facts = run(experiment, out, finished.job.root, observer)
+    seconds = time.perf_counter() - start
+    rounds = int(facts["rounds"])
+    return {
+        "client": client, "method": "exact", "run": str(finished.out), "out": str(out), "begins": asdict(beginning),
+        "cost": {
+            "rounds": rounds - beginning.last_round, "rounds_of_retraining": rounds,
+            "rounds_saved": beginning.last_round,
+            "seconds": seconds, "seconds_of_the_run": finished.facts["seconds"]["total"],
+        },
+        "before": measures(finished, run_directory.read_model(finished.out), client),
+        "after": measures(finished, run_directory.read_model(out), client),
+    }  # fmt: skip
+
+
+def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, Any]:
+    """Return accuracies in [0, 1] and the membership of the forgotten records, for the model ``params``.
+
+    ``test_accuracy``: on the test records. ``kept_accuracy``: on the training records of all other clients.
+    ``forgotten_accuracy``: on the records of ``client``. ``membership``: the area under the ROC curve with which the
+    loss tells the client's records from test records of the same classes, None without such records.
+    """
+    model = finished.job.whole_model()
+    inputs, labels = finished.test
+    test = Judged.of(logits_of(model, params, inputs), labels)
+    right, count = 0, 0
+    for other in np.flatnonzero(finished.job.shards.sizes).tolist():
+        if other != client:
+            inputs, labels = finished.held_by(other)
+            judged = Judged.of(logits_of(model, params, inputs), labels)
+            right, count = right + int(judged.right.sum()), count + len(judged.right)
+    inputs, labels = finished.held_by(client)
+    forgotten = Judged.of(logits_of(model, params, inputs), labels)
+    area = area_by_loss(forgotten, test)
+    return {
+        "test_accuracy": test.accuracy,
+        "kept_accuracy": right / count if count else None,
+        "forgotten_accuracy": forgotten.accuracy,
+        "membership": None if area is None else asdict(area),
+    }
+
+
+def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:
+    """Write rounds 1 to ``last_round`` of a run into ``out``, as rounds of ``experiment``, with their kept states.
+
+    Measures that depend on the records of all clients are left out of these rounds, because they would tell something
+    about the forgotten records.
+    """
+    job = job_of(experiment, finished.job.root)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run: choose another --out")
+    like = finished.procedure.beginning()
+    kept = [one for one in run_directory.kept_rounds(finished.out) if one <= last_round]
+    states = {one: read_kept(finished.out, one, like) for one in kept}
+    records = run_directory.read_rounds(finished.out)[:last_round]
+    settings: Mapping[str, Any] = job.experiment.as_written()
+    unfinished = out / "unfinished"
+    unfinished.mkdir()
+    run_directory.write_config(unfinished, settings, identity_of(job.experiment, finished.job.root).written())
+    chain = run_directory.chain_start(unfinished)
+    unknown: dict[str, Any] = dict.fromkeys(_OF_CLIENTS)
+    for record in records:
+        chain = run_directory.append_round(unfinished, replace(record, **unknown), chain)
+        if record.round in states:
+            progress, server = states[record.round]
+            write_state(kept_path(unfinished, record.round), replace(progress, chain=chain), server)
+    write_state(unfinished / CHECKPOINT, replace(progress, chain=chain), server)
+    for path in sorted(unfinished.iterdir(), key=lambda path: path.name == run_directory.CONFIG):
+        path.rename(out / path.name)  # the settings come last: without them, a later call refuses the directory
+    unfinished.rmdir()
