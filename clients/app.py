@@ -73,7 +73,7 @@ def task_of(client: Client) -> ClientTask:
     task = tasks[name]
     if client.policy and type(task) is Train:
         task.check(client)
-    elif client.policy:  # a user's own task may send records, whatever its ``reads_records`` states
+    elif client.policy:  # a user's own task may send records, even if its ``reads_records`` is False
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
     client.runtime.use_threads()
     return task
@@ -104,7 +104,7 @@ def train_together(
                 for job, message in zip(jobs, messages, strict=True)
             ]
             for job in {id(job.guards[0]): job for job in jobs}.values():
-                job.check_bits()  # of the broadcast, which clients share
+                job.check_bits()  # the broadcast is checked, too, because all clients share it
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:
@@ -147,7 +147,7 @@ class Owner:
     state: Path
 
     def config(self, config: wire.TaskConfig) -> wire.TaskConfig:
-        """Return the configuration of a task with this node's state folder in place of the server's paths.
+        """Return the configuration of a task, with this node's state folder in place of the server's paths.
 
         Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
         letters, digits, _ and -. Such a name could be a path that leads out of the folder.
@@ -200,8 +200,8 @@ class _Reader:
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
         """Return the parts for pickling. Flower's simulation pickles the app to send it to its actors.
 
-        The lock and the last broadcast are left out. The signer, which verifies tickets, is left out, too. Flower
-        started these actors, not a driver of fl-sim. So they accept no tickets.
+        The lock, the last broadcast and the signer (it verifies tickets) are left out. Flower starts these actors, not
+        the driver of fl-sim. So the actors accept no tickets.
         """
         return _Reader, (self._runtime_of,)
 

@@ -14,14 +14,14 @@ from fl_sim.errors import Malformed
 
 @dataclass(frozen=True)
 class TellLoss:
-    """The client task that evaluates the model with which the client would begin the round. Nothing is stored."""
+    """The client task that evaluates the model with which the client would start the round. It stores nothing."""
 
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the mean cross-entropy; 0 for a client without records."""
+        """Return the message with the mean cross-entropy over the client's training records; 0 without records."""
         training = TrainingJob.of(client, trains=False)
         task, records, loss = training.job.task, training.job.records, 0.0
         if len(records):

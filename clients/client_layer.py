@@ -56,11 +56,11 @@ class Payer(Protocol):
 
 @dataclass(frozen=True)
 class PaidRound:
-    """A private round of a client, whose cost is in the client's privacy ledger.
+    """A private round of a client. Its privacy cost is already in the client's privacy ledger.
 
-    ``jobs``: the inputs of the trainer, under the names of the jobs before. ``ticket``: the proof of the payment, for a
-    worker without disk. ``release``: the change of the algorithm's update before other layers, such as compression,
-    see it. It may clip the update and add noise.
+    ``jobs``: the inputs of the trainer, by the same names as before the protection. ``ticket``: the proof of the
+    payment, for a worker without access to the client's files. ``release``: a function that changes the algorithm's
+    update, for example by clipping and noise. Other layers, such as compression, get the changed update.
     """
 
     jobs: Mapping[str, LocalJob]
@@ -71,14 +71,15 @@ class PaidRound:
 class ClientLayer:
     """A round layer, such as compression, between a client's messages and the algorithm.
 
-    By default it changes nothing. ``protects``: True if updates are private for each record of the client. Then the
-    policy of a client's owner limits their cost, and need not allow updates without noise.
+    By default it changes nothing. ``protects``: True if an update is differentially private for each record of the
+    client. The policy of a client's owner then limits the privacy cost of updates. The owner need not allow updates
+    without noise.
     """
 
     protects: ClassVar[bool] = False
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task for the algorithm and the trainer. ``task``: the task from the next outer round layer."""
+        """Return the task for the algorithm and the trainer. ``task``: the task from the next outer layer."""
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
@@ -98,10 +99,10 @@ class ClientLayer:
         return records
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound | None:
-        """Return the private round of a client, after its cost is in the privacy ledger; None if it has no protection.
+        """Write the cost of a private round into the privacy ledger, and return the round; None without protection.
 
-        A layer may make the local steps private, or the update. ``jobs``: the inputs of the trainer: for the model that
-        is sent, under the name "", and for the client's further models.
+        A layer may make the local steps private, or the update. ``jobs``: the inputs of the trainer, by model name. The
+        model that the client sends has the name "". All others are further models of the client.
         """
         del client, jobs
         return None
@@ -118,14 +119,13 @@ class ClientLayer:
         """Return the update from the algorithm's ``finish``, after this layer has changed its payloads.
 
         The layer may also change the client state. ``came``: the task before this layer changed it in ``received``.
-        ``task``: the task that ``finish`` got.
-        ``trained``: the trainer's complete result.
+        ``task``: the task that ``finish`` received. ``trained``: the complete result of the trainer.
         """
         del came, task, trained
         return update
 
     def model(self, params: Params, state: Payloads) -> Params:
-        """Return the client's model: ``params`` from the message, and parameters that stay on the client.
+        """Return the client's model: ``params`` from the message, combined with parameters that stay on the client.
 
         Parameters that stay on the client, such as those of personal BatchNorm layers, are in the client ``state``.
         """
@@ -178,7 +178,7 @@ def _checked(name: str, wanted: Any) -> Any:
         said = f"{name} of {type(self.half).__name__}"
         try:
             made = getattr(self.half, name)(*given)
-        except Malformed:  # the fault of the client that sent the update
+        except Malformed:  # a malformed update is the fault of the client, not of the user's code
             raise
         except Exception:
             with error_context(said):
@@ -201,7 +201,7 @@ class OwnClientLayer(ClientLayer):
     planned = _checked("planned", LocalPlan)
     typical = _checked("typical", LocalPlan)
     shown = _checked("shown", "fl_sim.training.records:Records")
-    protected = _checked("protected", type(None))  # no user's layer promises privacy
+    protected = _checked("protected", type(None))  # a user's own layer cannot promise privacy
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)
     model = _checked("model", Mapping)

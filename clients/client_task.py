@@ -69,7 +69,7 @@ class CustomStart(Protocol):
 
 @runtime_checkable
 class PredictingStart(Protocol):
-    """An algorithm whose ``start`` predicts on the client's training records. The time forecast counts predictions."""
+    """An algorithm whose ``start`` predicts on the client's training records. Time forecasts count these."""
 
     @property
     def start_passes(self) -> int:
@@ -86,7 +86,7 @@ class Resizing(Protocol):
         ...
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
-        """Return the model of a ``size`` below 1: ``model`` with the shapes of ``params``, and any values."""
+        """Return a model of a ``size`` below 1: ``model`` with the shapes of ``params``, and any values."""
         ...
 
 
@@ -199,13 +199,13 @@ class Grouped(Protocol):
     """A task that computes the answers of several clients together, as for DA-FL's generators. This takes less time."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return each client's answer or error. An exception from one client's ``check`` aborts all clients."""
+        """Return each client's answer or error. An exception from a client's ``check`` aborts all clients."""
         ...
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A private result whose privacy cost is already in the client's privacy ledger, but which is not computed yet.
+    """A private result that is not computed yet. Its privacy cost is already in the client's privacy ledger.
 
     ``ticket``: the proof that the cost is in the privacy ledger. It is sent to the worker. ``paid``: the values that
     the task's ``finish`` needs later, such as the privacy ledger's receipt.
@@ -293,7 +293,7 @@ class ClientRuntime:
         return Trainer(self.model, load_kernel()[0], self.precision)
 
     def sized(self, task: LocalTask) -> "ClientRuntime":
-        """Return the client runtime for the size of the client's model in ``task``: this one for the whole model."""
+        """Return the client runtime for the size of the model in ``task``. For the whole model it is ``self``."""
         algorithm = self.algorithm
         if not isinstance(algorithm, Resizing) or (size := algorithm.size_in(task)) == 1:
             return self
@@ -338,7 +338,7 @@ class ClientRuntime:
         return train_all
 
     def prepare_equal(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
-        """Return the function of ``prepare`` for jobs of one size of models, that of this runtime."""
+        """Return the function of ``prepare`` for jobs whose models all have the size of this runtime's model."""
         if isinstance(algorithm := self.algorithm, StepByStep):
             if others := [name for name in ("trainers", "further") if hasattr(algorithm, name)]:
                 raise RunError(

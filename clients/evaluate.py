@@ -32,7 +32,7 @@ from fl_sim.training.records import Records
 from fl_sim.types import LocalTask, Params, Trained
 
 RECEIVED: Final = "received"
-"""The name of the model with which the client would begin its next round."""
+"""The name of the model with which the client would start its next round."""
 
 OWN: Final = "own"
 """The name of the client's own model: its personal model, or the received model if it has no personal model.
@@ -61,7 +61,7 @@ MEASURES: Final = frozenset({
 """The names of the measures that every model has. A metric of the user's own has another name."""
 
 ROWS: Final = 3
-"""The number of counts for each class: records of the class, records predicted as it, and correct predictions."""
+"""The number of counts for each class: records of the class, predictions of the class, and correct predictions."""
 
 
 @runtime_checkable
@@ -135,9 +135,9 @@ class EvaluateOwn:
         return answer
 
     def _own_metrics(self, client: Client, measured: MeasuredModel, tests: Records) -> dict[str, float]:
-        """Return the user's own metrics of a model on test records, {name: number}. Raises RunError for a taken name.
+        """Return the user's own metrics of a model on test records, {name: number}. Raises RunError for a name in use.
 
-        A metric may have the name of no other measure of clients' own models.
+        A metric must not have the name of another measure of clients' own models.
         """
         server_round, numbers = client.config.server_round - 1, dict[str, float]()
         for what, function in metrics_at(self.metrics).items():
@@ -247,8 +247,8 @@ class OwnRecords(Protocol):
 
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
-    """Return counts of shape (3, classes): records of each class, records predicted as it, and correct predictions."""
-    if scores.counts is not None:  # several predictions for a record, which count as predictions of its class
+    """Return counts of shape (3, classes): for each class its records, its predictions, and its correct predictions."""
+    if scores.counts is not None:  # a record has several predictions; they are counted under the record's class
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)
     right = scores.labels[scores.labels == scores.predicted]

@@ -1,8 +1,8 @@
 """Sums for a private start: in each of three steps a client sends sums over the lowest frequencies of its images.
 
 Every answer of a client is one vector. The server clips the norm of each vector before it adds the clients' vectors and
-the noise. So the privacy unit is a client, whatever the client's records. The question of a step depends on the noisy
-sum of the answers to the previous step.
+the noise. So the privacy unit is a client with all its records. The question of a step depends on the noisy sum of the
+answers to the previous step.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class FrequencyQuestion:
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
     """Return the public frame of step 1 for images of ``shape`` and their frequencies at the positions ``order``.
 
-    The origin of the frame is the black image. Consider a dark image whose pixels are all a quarter of the way from
-    black to white. The unit of the frame is the norm of the difference between this image and the black image.
+    The origin of the frame is the black image. The unit of the frame is the distance between the black image and a dark
+    image, whose pixels are all a quarter of the way from black to white.
     """
     black = frequencies_of(torch.full((1, *shape), -1.0), order)[0]
     return Frame(black, np.full(len(order), 0.5 * math.sqrt(math.prod(shape))))

@@ -1,8 +1,8 @@
 """Sums of products of a client's features, from which a server computes a linear head in closed form.
 
-A record's vector z is its feature, with a constant added for the intercept. Its norm is at most 1. A client sends
-G = sum z z' and B = sum z y', where y is the one-hot label (Zhuang et al. 2025, AFL, section 3). Numbers of z are
-multiples of ``STEP``, so both sums are exact: any split of the records, and any order of clients, gives the same bits.
+A record's vector z is its feature, followed by a constant for the intercept. The norm of z is at most 1. A client sends
+G = sum z z' and B = sum z y', where y is the one-hot label (Zhuang et al. 2025, AFL, section 3). The numbers in z are
+multiples of ``STEP``, so both sums are exact. Any partition of the records and any order of clients give the same bits.
 ``clients.private_gram`` adds noise.
 """
 
@@ -23,25 +23,25 @@ The norm of z z' counts each number outside the diagonal twice, as ``clients.mom
 
 STEP: Final = 2.0**-16
 MOST_RECORDS: Final = 2**21
-"""The largest number of records of all clients. Sums of their products are then below 2^53 ``STEP``^2, so exact."""
+"""The largest number of records of all clients together. Up to this number, float64 sums of products are exact."""
 
 CONSTANT: Final = 0.3
-"""The number that is added to each vector for the intercept. The rest of the vector has norm sqrt(1 - .3^2) at most."""
+"""The constant in each vector for the intercept. The rest of the vector has a norm of at most sqrt(1 - .3^2)."""
 
 
 def num_products(num_features: int, num_classes: int) -> int:
-    """Return the number of numbers in a client's sums: the upper triangle of G, and B."""
+    """Return how many numbers a client's sums have: the upper triangle of G, and B."""
     size = num_features + 1
     return size * (size + 1) // 2 + size * num_classes
 
 
 def scale_of(num_features: int, longest: float = 1.0) -> float:
-    """Return the norm to which vectors are scaled, so that rounding leaves them no longer than ``longest``."""
+    """Return the norm to which vectors are scaled. After rounding, their norm is at most ``longest``."""
     return longest - math.sqrt(num_features + 1) * STEP / 2
 
 
 def vectors_of(features: Array, clipping_norm: float, longest: float = 1.0) -> Array:
-    """Return the vectors z (n, d + 1) of ``features`` (n, d), in units of ``STEP``: whole numbers.
+    """Return the vectors z (n, d + 1) of ``features`` (n, d), as whole numbers in units of ``STEP``.
 
     A feature longer than ``clipping_norm`` is scaled down to it. A record whose feature is not finite has the vector 0.
     ``longest``: the largest norm of z.
@@ -63,7 +63,8 @@ def products_of(
     """
     labelled = np.zeros((len(labels), num_classes))
     labelled[np.arange(len(labels)), labels] = 1.0
-    # By torch, not NumPy, for its number of threads; all numbers are whole and below 2^53, so the sums are exact.
+    # torch computes the products, not NumPy, because the run sets torch's number of threads. All numbers are whole and
+    # below 2^53, so the sums are exact.
     columns = torch.from_numpy(vectors_of(features, clipping_norm, longest)).T
     return (columns @ columns.T).numpy() * STEP**2, (columns @ torch.from_numpy(labelled)).numpy() * STEP
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from clients.moments import Array
 from fl_sim.importing import torch
 
-_CORNER: Final = 2.0  # half periods per image below which the public spectrum is flat
-_COLOUR: Final = 3  # half periods per image: the weight of one frequency step along the channels
+_CORNER: Final = 2.0  # half periods per image; the public spectrum is flat below this frequency
+_COLOUR: Final = 3  # half periods per image; one frequency step along the channels counts as much as this frequency
 
 _TURN: Final = math.radians(10)
 _STRETCH: Final = 0.1  # of a side's length
@@ -29,8 +29,8 @@ def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.
 
     If a record has fewer frequencies, return all of them. Positions are indices into the flattened cosine transform.
     The variances are those of typical images: they fall with the square of the frequency, and they add up to 1.
-    Differences between the channels of an image (its colours) count as low frequencies, because few classes differ in
-    brightness alone.
+    Differences between the channels of an image (its colours) count as low frequencies, because brightness alone
+    distinguishes few classes.
     """
     indices = list(np.meshgrid(*(np.arange(size) for size in shape), indexing="ij"))
     sizes = shape
@@ -103,7 +103,8 @@ def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -
     least = 1e-4 * variance * np.eye(size)  # added, because the variance in some directions may be zero
     target = _power(wanted + least, 0.5)
     draws = np.random.default_rng(0).standard_normal((max(1000, 4 * size), size))
-    # The sample mean of the draws is made 0 and their sample covariance the identity, so that chance adds no moments.
+    # The draws are transformed to sample mean 0 and sample covariance identity, so that they add no random error to the
+    # moments.
     centered = draws - draws.mean(axis=0)
     lower = np.linalg.cholesky(np.cov(centered.T).reshape(size, size))
     tries = np.linalg.solve(lower, centered.T).T

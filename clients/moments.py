@@ -14,7 +14,9 @@ from fl_sim.importing import torch
 Array: TypeAlias = NDArray[np.float64]
 
 LONGEST: Final = math.sqrt(3)
-"""The largest norm of a record's contribution (1, u, uu') to the moments. u is the record's feature, with |u| <= 1."""
+"""The largest norm of a record's contribution (1, u, uu') to the moments, where u is the record's feature with |u| <=
+1.
+"""
 
 
 def triangle_of(matrix: Array) -> Array:
@@ -50,7 +52,7 @@ def symmetric(triangle: Array, size: int) -> Array:
 
 
 def shrunk(noisy: Array, std: float, dimension: int) -> Array:
-    """Return ``noisy`` shrunk towards 0, by the estimator of James and Stein (1961).
+    """Return ``noisy``, shrunk towards 0 by the estimator of James and Stein (1961).
 
     The function multiplies by a factor in [0, 1]. The factor is near 0 if noise of standard deviation ``std`` on
     ``dimension`` numbers explains ``noisy``.
@@ -78,7 +80,8 @@ def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int, wei
     for label in np.unique(labels):
         rows, weight = features[labels == label], weights[labels == label]
         weighted = rows * weight[:, None]
-        # By torch, not NumPy: the bits depend on the number of threads, which the run sets for torch alone.
+        # torch computes the products, not NumPy: the bits depend on the number of threads, and the run sets only
+        # torch's.
         product = (torch.from_numpy(rows).T @ torch.from_numpy(weighted)).numpy()
         moments[label] = np.concatenate([[weight.sum()], weighted.sum(axis=0), triangle_of(product)])
     return moments

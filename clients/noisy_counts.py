@@ -5,9 +5,10 @@ record is replaced by nothing, while the number of test records stays public. A 
 one count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts
 cost k of them (adaptive composition).
 
-The training records of the client are other records. Given everything that the client's private training has released,
-a measured model is fixed. So a count costs a training record nothing, and training costs a test record nothing
-(parallel composition). The client's privacy ledger nevertheless adds up both, which is an upper bound for each record.
+The client's training records and test records are disjoint. The measured model depends only on results that the private
+training has already released. So a count has no privacy cost for a training record, and training has no cost for a test
+record (parallel composition). The client's privacy ledger nevertheless adds up both costs. The total is an upper bound
+for each record.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from clients.client_task import Client
 
 COUNTED: Final = "counts of right answers"
-"""The released numbers of a measuring, for the names of charges in the privacy ledger."""
+"""The name of these released numbers in the privacy ledger."""
 
 _FILE: Final = "count.json"
 
@@ -38,18 +39,17 @@ _FILE: Final = "count.json"
 def counting_cost(protection: ClientProtection, times: int) -> RoundCost:
     """Return the cost of one noisy count, in a run with ``times`` counts of each client.
 
-    ``protection.noise_multiplier``: the standard deviation of the noise on a count; None means the least one with which
-    all counts cost at most epsilon. The RDP accountant compares costs with epsilon. Raises UserError if no noise
-    reaches epsilon.
+    ``protection.noise_multiplier``: the standard deviation of the noise on a count; None means the least noise with
+    which all counts together cost at most epsilon, by the RDP accountant. Raises UserError if no noise reaches epsilon.
     """
     return cost_of_round(replace(protection, accountant="rdp"), 1.0, 1.0, times, 1)
 
 
 def noisy_count(right: int, num_records: int, std: float, noise: Noise, server_round: int) -> int:
-    """Return the number of right answers with noise, as a whole number from 0 to ``num_records``.
+    """Return the number of right answers with noise, rounded and limited to the range from 0 to ``num_records``.
 
-    ``right``: the exact number. ``std``: the standard deviation of the noise. Rounding and limits look at the noisy
-    number and at public numbers only.
+    ``right``: the exact number. ``std``: the standard deviation of the noise. Rounding and limits use the noisy number
+    and public numbers only, so they cost no privacy.
     """
     steps = noise.gaussian(1, std, purpose="right answers", server_round=server_round)
     [noisy] = add_noise(np.array([right], dtype=np.float64), std, steps)
@@ -110,12 +110,12 @@ class CountPrivately:
 
 
 def _answer(num_records: int, right: int) -> RecordDict:
-    counts = [num_records, num_records, right]  # of one class, in the form of ``counts_of``
+    counts = [num_records, num_records, right]  # the counts of one class, in the form of ``counts_of``
     return RecordDict({"counts": MetricRecord({f"{OWN}/{TESTED}": counts})})
 
 
 def _digest(client: Client) -> str:
-    """Return a digest of the round, and of everything from which the client makes its own model."""
+    """Return a digest of the round, and of all values from which the client computes its own model."""
     digest = hashlib.sha256(f"{client.run} {client.number} {client.config.server_round}".encode())
     for name, params in {"": client.params, **client.broadcast.groups, **client.state}.items():
         for key, value in params.items():

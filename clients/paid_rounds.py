@@ -1,7 +1,7 @@
-"""The payment for private rounds of a client: each round is in the client's privacy ledger before anything is released.
+"""The payment for a client's private rounds: a round's cost is in the privacy ledger before the round's results leave.
 
-``clients.private_steps`` and ``clients.private_updates`` use it. The ledger's terms are those of a record. A release
-that protects a client protects each record of the client at the same cost.
+``clients.private_steps`` and ``clients.private_updates`` use this module. The privacy unit of the ledger is a record.
+If a release protects a whole client, it protects each record of the client at the same cost.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ if TYPE_CHECKING:
     from fl_sim.training.trainer import LocalJob
 
 _SPENT: Final = (0,)
-"""The ``counts`` in the ticket of a client that may not take part in the round."""
+"""The field ``counts`` in the ticket of a client that may not take part in the round."""
 
 
 @dataclass(frozen=True)
 class ClientProtection:
     """The privacy parameters of the rounds of a client.
 
-    ``epsilon``, ``delta``: the most that all rounds may cost; an epsilon of None is no limit. ``clipping_norm``: the
-    largest L2 norm of what is clipped. ``noise_multiplier``: the standard deviation of the noise, divided by
-    ``clipping_norm``; None means the least one that epsilon allows. ``noise``: "secret", or "seeded" for simulations
-    only. ``accountant``: the accountant that finds the noise, and compares costs with epsilon.
+    ``epsilon``, ``delta``: the largest privacy cost of all rounds together; an epsilon of None means no limit.
+    ``clipping_norm``: the largest L2 norm of a gradient or an update after clipping. ``noise_multiplier``: the standard
+    deviation of the noise, divided by ``clipping_norm``; None means the least one that epsilon allows. ``noise``:
+    "secret", or "seeded" for simulations only. ``accountant``: the accountant that finds the noise, and compares costs
+    with epsilon.
     """
 
     epsilon: float | None
@@ -109,10 +110,10 @@ def _cost_of_round(protection: ClientProtection, rate: float, rounds: int, steps
 
 @dataclass(frozen=True)
 class Releases:
-    """The names of the releases of clients in a run, which determine what is charged once and what again.
+    """The names of the releases of clients in a run. The privacy ledger charges each name once.
 
     ``what``: the released numbers, such as "update". ``noise``: "secret" or "seeded". ``run_digest``: a digest of the
-    experiment; it names runs with seeded noise, which release the same numbers when they are repeated.
+    experiment. It is the name of a run with seeded noise, because a repetition of such a run releases the same numbers.
     """
 
     what: str
@@ -120,16 +121,17 @@ class Releases:
     run_digest: str
 
     def num_charged(self, ledger: Ledger, run: str, client: int) -> int:
-        """Return the number of rounds of a run that the ledger of ``client`` has charged, with repetitions.
+        """Return the number of rounds of a run that the ledger of ``client`` has charged. Repeated rounds count again.
 
         ``run``: the random name of the run.
         """
         return sum(one.release.startswith(self._rounds(run, client)) for one in ledger.charges)
 
     def paid(self, client: Payer, server_round: int, cost: RoundCost) -> Noise | None:
-        """Return the source of the round's noise, after the cost is on the disk; None if the budget is spent.
+        """Write the cost of a round to the disk, and return the source of its noise; None if the budget is spent.
 
-        Raises RunError if a policy forbids the release, or if this worker can reach no ledger and has no ticket.
+        Raises RunError if a policy forbids the release, or if this worker has neither access to the ledger nor a
+        ticket.
         """
         policy = client.policy
         if ticket := client.ticket:
@@ -165,12 +167,12 @@ class Releases:
 
 
 def ticket_of(noise: Noise) -> Ticket:
-    """Return the ticket of a round whose noise, from ``noise``, is paid."""
+    """Return the ticket of a round whose privacy cost is paid. ``noise``: the source of the round's noise."""
     return Ticket(noise.key, noise.simulation_only)
 
 
 def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
-    """Return the round of a client that has no records, or may not read them: it trains nothing and sends zeros."""
+    """Return the round of a client that has no records or may not use them. It trains nothing and sends zeros."""
     idle = {
         name: replace(job, records=job.records.none(), task=replace(job.task, num_examples=0))
         for name, job in jobs.items()
@@ -179,7 +181,7 @@ def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
 
 
 def silent(update: ClientUpdate) -> ClientUpdate:
-    """Return the update with zeros in place of all numbers, without weight and loss."""
+    """Return the update with all numbers set to zero, with weight 0 and without loss."""
     payloads = {group: zeros_like(params) for group, params in update.payloads.items()}
     return ClientUpdate(payloads, 0, None, update.state)
 

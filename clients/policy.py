@@ -142,8 +142,8 @@ class Policy:
         ``releases``: the private outputs, as {name: privacy event}. Raises RunError, and writes nothing, if the total
         would exceed the policy's epsilon. The server may choose each private output after it has seen the earlier
         outputs (adaptive composition). So the privacy costs are added at one Renyi order (a Renyi filter). The first
-        entries of the ledger determine this order. ``noise``: an identifier of the noise key. An output with the name
-        and the noise key of an earlier entry is the same output, and has no further cost.
+        entries of the ledger determine this order. ``noise``: an identifier of the noise key. If an earlier entry of
+        the ledger has the same name and the same noise key, the output is the same, and has no further cost.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
         with folder_lock(self.home):
@@ -165,7 +165,7 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The first charges determine this order. They are the charges before the first change of the noise key.
+        The charges before the first change of the noise key determine this order.
         """
         if not charges:
             return 0.0
@@ -233,9 +233,9 @@ def pay(
     """Write the privacy costs of planned ``releases`` into a privacy ledger, and return noise and receipt.
 
     ``releases``: the private outputs, as {name: privacy event}. The costs are written into the policy's privacy ledger,
-    or into ``ledger`` if there is no policy. The noise is secret, and its key is stored in ``folder``. A client that is
-    killed before it has stored an output makes the same output again. ``seeded``: for simulations only, a text (seed,
-    output and client) that determines the noise. It is empty for secret noise.
+    or into ``ledger`` if there is no policy. The noise is secret, and its key is stored in ``folder``. If a client is
+    killed before it has stored an output, it later computes the same output again. ``seeded``: for simulations only, a
+    text (seed, output and client) that determines the noise. It is empty for secret noise.
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)

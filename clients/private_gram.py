@@ -1,7 +1,8 @@
 """Private sums of products of a client's features, by one Gaussian mechanism.
 
 The privacy unit is one record. Adjacency is zero-out: one record is replaced by nothing, while the numbers of clients
-and of their records stay public. See ``clients.private_moments`` for what else neighbouring records have in common.
+and of their records stay public. See ``clients.private_moments`` for the features of the other records, which do not
+change.
 """
 
 import math
@@ -23,7 +24,7 @@ The sums are exact. Only a product by sqrt 2 is rounded, by at most 2^-53 times 
 
 
 def longest_private(num_features: int, num_classes: int, protection: Protection) -> float:
-    """Return the largest norm of a vector z with which the sums, rounded to the noise grid, keep their sensitivity.
+    """Return the largest norm of a vector z for which the sums keep their sensitivity when they are rounded.
 
     Raises UserError if the noise is too coarse for so many numbers.
     """
@@ -41,8 +42,8 @@ def private_products(
 ) -> Array:
     """Return a client's sums with noise, in the form of ``clients.gram.packed``.
 
-    On B and on the diagonal of G the noise has the standard deviation ``protection.std``, on the rest of G this number
-    divided by sqrt 2. So in the form of ``triangle_of``, which preserves norms, the noise is the same everywhere.
+    The standard deviation of the noise is ``protection.std`` on B and on the diagonal of G. On the rest of G it is this
+    number divided by sqrt 2. So all numbers in the form of ``triangle_of``, which preserves norms, have equal noise.
     """
     longest = longest_private(features.shape[1], num_classes, protection)
     gram, by_class = products_of(features, labels, num_classes, clipping_norm, longest)

@@ -2,9 +2,8 @@
 
 The features are the inputs of a model's last layer. The moments of a class are the number, the sum and the sum of outer
 products of its features. The privacy unit is one record, which is in one class. Adjacency is zero-out: one record is
-replaced by nothing, while the numbers of clients and of their records stay public. This change leaves the features of
-all other records equal. The reason is that the caller computes the features of each record separately, at the same
-place in its batch.
+replaced by nothing, while the numbers of clients and of their records stay public. The features of all other records do
+not change, because the caller computes the features of each record separately, at the same place in its batch.
 """
 
 import json

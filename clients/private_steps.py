@@ -28,7 +28,7 @@ from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Trained
 
 RELEASED: Final = "local steps"
-"""The released numbers of a round, for the names of charges in the privacy ledger."""
+"""The name of a round's released numbers in the privacy ledger."""
 
 
 def round_cost(
@@ -36,14 +36,14 @@ def round_cost(
 ) -> RoundCost:
     """Return the cost of a round of a client with ``num_records`` records, in a run of ``rounds`` rounds.
 
-    ``num_steps``: the number of private steps in a round, of all models of the client together. A record moves the sum
-    of a step by one clipping norm. Raises UserError if no noise reaches epsilon.
+    ``num_steps``: the number of private steps in a round, of all models of the client together. A record changes the
+    sum of a step by at most one clipping norm. Raises UserError if no noise reaches epsilon.
     """
     return cost_of_round(protection, 1.0, sampling_rate(settings, num_records), rounds, num_steps)
 
 
 class Withheld:
-    """A stand-in for facts about a client's records that no code without noise may read. Every use raises UserError."""
+    """A stand-in for facts about records that code without noise must not read. Every use raises UserError."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -84,21 +84,21 @@ class ClientPrivateSteps(ClientLayer):
         return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the plan with private steps, whose noise has a typical size and comes from a seed."""
+        """Return the plan with private steps. Their noise has a typical size and comes from a seed."""
         noise = self.protection.noise_multiplier or 1.0
         norm = self.protection.clipping_norm
         return replace(plan, private=PrivateSteps(norm, noise, Noise.seeded(0), "typical", self.clipping))
 
     def shown(self, records: Records) -> Records:
-        """Return a stand-in for the records, which the algorithm's own code may not read."""
+        """Return a stand-in for the records, because the algorithm's own code must not read the records."""
         del records
         return RECORDS
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:
         """Return the jobs with private steps, after writing their joint cost into the client's privacy ledger.
 
-        A client whose budget does not allow the round gets jobs without records: it trains nothing and has weight 0.
-        Raises UserError for a local plan with terms that private steps do not support.
+        If the client's budget does not allow the round, the jobs have no records. The client then trains nothing and
+        has weight 0. Raises UserError for a local plan with terms that private steps do not support.
         """
         for name, job in jobs.items():
             if unknown := unsupported(job.plan, job.task.settings):

@@ -1,8 +1,9 @@
 """The client half of local differential privacy: each client clips its update and adds noise before it sends it.
 
-u <- min(1, C / |u|) u + N(0, z^2 C^2 I), with u the vector of all numbers that the algorithm sends (Gaussian mechanism;
-Dwork and Roth 2014, theorem A.1). Any two clipped updates differ by at most 2 C, the sensitivity. So the ledger is
-charged with noise of z / 2 sensitivities. The settings are in ``strategies.local_dp``.
+The private update is min(1, C / |u|) u + N(0, z^2 C^2 I), where u is the vector of all numbers in the algorithm's
+update, C the clipping norm and z the noise multiplier (Gaussian mechanism; Dwork and Roth 2014, theorem A.1). Two
+clipped updates differ by at most 2 C, the sensitivity. So the ledger counts the noise multiplier as z / 2. The settings
+are in ``strategies.local_dp``.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from fl_sim.training.trainer import LocalJob
 from fl_sim.types import ClientUpdate, LocalTask, Payloads
 
 RELEASED: Final = "update"
-"""The released numbers of a round, for the names of charges in the privacy ledger."""
+"""The name of a round's released numbers in the privacy ledger."""
 
 SENSITIVITY: Final = 2.0
 """The largest distance of two clipped updates, in clipping norms."""
 
 
 def update_cost(protection: ClientProtection, rounds: int) -> RoundCost:
-    """Return the cost of one update, in a run of ``rounds`` rounds, if the client's whole data are replaced.
+    """Return the cost of one update, in a run of ``rounds`` rounds. Adjacency: all records of the client are replaced.
 
-    It is no less than the cost for each of the client's records. Raises UserError if no noise reaches epsilon.
+    This cost is an upper bound of the cost for each record of the client. Raises UserError if no noise reaches epsilon.
     """
     return cost_of_round(protection, SENSITIVITY, 1.0, rounds, 1)
 
@@ -64,13 +65,13 @@ class ClientPrivateUpdates(ClientLayer):
     template: Payloads
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task, in which all clients with records have the same weight."""
+        """Return the task with the same weight for all clients with records."""
         return replace(task, num_examples=min(1, task.num_examples))
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:
-        """Return the jobs unchanged, and the release of the update, after its cost is in the client's privacy ledger.
+        """Write the cost of the update into the client's privacy ledger; return the unchanged jobs and the release.
 
-        A client whose budget does not allow the round trains nothing, and sends zeros of weight 0.
+        If the client's budget does not allow the round, the client trains nothing, and sends zeros with weight 0.
         """
         first = next(iter(jobs.values()))
         if not len(first.records):
@@ -88,7 +89,8 @@ class ClientPrivateUpdates(ClientLayer):
         """Return the clipped update with noise, of weight 1 and without loss. The client state stays with the client.
 
         All payloads together are one vector with one norm. An update that is not finite counts as zeros. Raises
-        RunError if its names or shapes are not those of the template, because these could tell facts about records.
+        RunError if names or shapes of the update differ from the template, because they could reveal facts about
+        records.
         """
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
         if shapes[0] != shapes[1] or update.packed:

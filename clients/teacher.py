@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NetworkTeacher(Settings):
-    """The experiment's ``model``, trained with its ``local`` settings. Each teacher has its own initial weights."""
+    """The experiment's ``model``, trained with the settings ``local``. Each teacher has its own initial weights."""
 
     kind: Literal["network"] = "network"
 

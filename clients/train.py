@@ -36,7 +36,7 @@ class Train:
         assert client.policy is not None
         own = client.runtime.trains_on_own(client.config.synthetic)
         if own and any(layer.protects for layer in client.runtime.layers):
-            return  # the policy limits the cost that the layer writes into its ledger
+            return  # no check here: the policy limits the privacy cost when the layer writes the cost into the ledger
         client.policy.check_training(own_records=own)
         if not own:
             client.policy.check_pool(client.config.synthetic)
@@ -110,7 +110,9 @@ class TrainingJob:
         for layer, before in zip(runtime.layers, came, strict=True):
             plan = layer.planned(before, plan)
         seeded = partial(seed_process, runtime.seed, "local", number, server_round)
-        batches = partial(rng, runtime.seed, "batches", number, server_round)  # equal batches for all models
+        batches = partial(
+            rng, runtime.seed, "batches", number, server_round
+        )  # all models of the client train on equal batches
         models: Mapping[str, FurtherModel] = {}
         if isinstance(algorithm, FurtherModels):
             methods.append(algorithm.further)

@@ -123,7 +123,8 @@ class _Selection(Settings):
             return np.zeros_like(held)
         _check(gamma, largest)
         first, second = noise.uniform(4 * len(held), purpose="label selection", server_round=0).reshape(2, 2, -1)
-        # Two words for each uniform number: probabilities down to 2^-107 are then possible, not only down to 2^-53.
+        # Each uniform number uses two random words. So probabilities down to 2^-107 are possible, not only down to
+        # 2^-53.
         coins = first + second * 2.0**-53 + 2.0**-107
         drawn = self._draw(coins, held, gamma, largest)
         least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
@@ -191,7 +192,8 @@ class Geometric(_Selection):
         """Return the probability of each selected number 0..R, (R + 1,), before the threshold."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
-        # The least noisy counts that are rounded to 1..R, exactly: the least m with gamma m >= r - 1/2.
+        # For each r in 1..R the least noisy count that is rounded to r, computed exactly: the least m with gamma m >= r
+        # - 1/2.
         least = [-((1 - 2 * count) * bottom // (2 * top)) - num_records for count in range(1, largest + 1)]
         edges = np.array([-math.inf, *least, math.inf])
         above, below = np.maximum(edges, 1), np.minimum(edges, 1)
@@ -248,7 +250,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
     with np.errstate(divide="ignore"):  # a side without values has the log probability -inf
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
-    # The coin is compared with the smaller probability: numbers near 0 have the finer resolution.
+    # The coin is compared with the smaller of the two probabilities, because floats near 0 have a finer resolution.
     up = (coins[0] < expit(-np.abs(log_odds))) != (log_odds > 0)
     steps = _truncated_geometric(coins[1], rate, np.where(up, sides[1], sides[0]))
     drawn: Floats = np.where(up, whole + 1 + steps, start - steps)

@@ -40,7 +40,7 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-_UP: Final = 1 + 2.0**-50  # so that rounding never makes the noise smaller than in the bill
+_UP: Final = 1 + 2.0**-50  # a factor that keeps rounding from making the noise smaller than in the bill
 _STEPS: Final = 1000  # of mirror descent
 _GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lowers the loss, and after one that does not
 
@@ -109,7 +109,7 @@ class Marginals(Settings):
         present = np.flatnonzero(counts)
         if not len(present):
             return records.inputs[:0]
-        # A record of a class without synthetic records is counted in no cell.
+        # A record is not counted in any cell if its class gets no synthetic records.
         own = np.isin(records.labels.numpy(), present)
         cells = cells_of((records.inputs.numpy()[own] + 1) / 2, columns)
         labels = np.searchsorted(present, records.labels.numpy()[own])
@@ -158,7 +158,7 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
     expected = math.sqrt(2 / math.pi) * std * table.num_classes
     found = [score(table, ones, pair) - expected * (table.sizes[pair[0]] * table.sizes[pair[1]]) for pair in pairs]
     scores = np.array([*found, 0.0])
-    tree = np.arange(columns)  # the number of the tree that contains each column
+    tree = np.arange(columns)  # for each column the number of its tree
     chosen: list[Edge] = []
     for draw in range(columns - 1):
         joins = [tree[left] != tree[right] for left, right in pairs]
@@ -379,7 +379,7 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
         inward[parent] += (peak + np.log(mass))[:, :, 0]
         given[parent, child] = joint / mass
     shares = [np.exp(table - table.max(axis=1, keepdims=True)) for table in inward]
-    # Correct for the roots of the forest; all other columns are replaced below.
+    # These values are correct for the roots of the forest only; the values of all other columns are replaced below.
     ones: list[Array] = [share / share.sum(axis=1, keepdims=True) * totals[:, None] for share in shares]
     twos: dict[Edge, Array] = {}
     for parent, child in potentials.twos:

@@ -30,8 +30,10 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-_UP: Final = 1 + 2.0**-50  # so that rounding never makes the noise smaller than in the bill
-_COUNT: Final = 0.25  # the weight of a count of one in the first release of images, in largest norms of a record
+_UP: Final = 1 + 2.0**-50  # a factor that keeps rounding from making the noise smaller than in the bill
+_COUNT: Final = (
+    0.25  # the weight of a record's count in the first release of images, in units of the largest norm of a record
+)
 _SPREAD: Final = 0.5  # the weight of the largest squared norm of a record
 _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 
@@ -182,7 +184,7 @@ class MeanEmbedding(Settings):
             moments = symmetric(squares[label], len(order)) / number[label]
             moments = prior + shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2))
             values, vectors = np.linalg.eigh(moments)
-            root = vectors * np.sqrt(np.maximum(values, 0))  # of the nearest positive semidefinite matrix
+            root = vectors * np.sqrt(np.maximum(values, 0))  # the root of the nearest positive semidefinite matrix
             mean, root = before_clamping(means[label], units[label][:, None] * root, partial(clamped, basis))
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
             made.append(images_of(mean + drawn, order, shape))

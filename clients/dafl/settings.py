@@ -29,18 +29,17 @@ class DaFl(Settings):
     """Before the rounds, a client publishes about ``gamma`` times as many synthetic records as it has own records.
 
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for label selection
-    and generator together. ``generator``: "dp-cgan" is the paper's generator, and the better one if clients also train
-    on their own records; "mean-embedding" takes a second, and is the better one if clients train on synthetic records
-    alone; "marginals" is for tables, "gaussian" for public features.
-    ``labels``: the mechanism that selects the number of synthetic records of each class.
-    ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the training records in the rounds,
-    the client's own records and the pool of all synthetic records, or the pool alone, or the own records alone. With
-    the pool alone, the whole run is private by post-processing. With "own", the server alone trains on the pool, for
-    ``server_epochs``; then the rounds may have a privacy of their own, such as local.privacy=dp-sgd.
-    ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
-    round; 0, as in the paper, means a start from random weights. The server receives the pool in both cases.
-    ``noise``: "secret" protects the records and differs from run to run; "seeded" repeats in every run, for simulations
-    only, and protects nobody.
+    and generator together. ``generator``: "dp-cgan" is the paper's generator, and gives better accuracy if clients also
+    train on their own records; "mean-embedding" takes a second, and gives better accuracy if clients train on synthetic
+    records alone; "marginals" is for tables, "gaussian" for public features. ``labels``: the mechanism that selects the
+    number of synthetic records of each class. ``client_gammas``: one gamma per client, in place of ``gamma``.
+    ``train_on``: the training records in the rounds: the client's own records together with the pool of all synthetic
+    records, or the pool alone, or the own records alone. With the pool alone, the whole run is private by
+    post-processing. With "own", the server alone trains on the pool, for ``server_epochs``; the rounds may then use
+    another protection, such as local.privacy=dp-sgd. ``server_epochs``: the number of epochs for which the server
+    trains the first model on the pool before the first round; 0, as in the paper, means a start from random weights.
+    The server receives the pool also with 0. ``noise``: "secret" protects the records and differs from run to run;
+    "seeded" repeats in every run, for simulations only, and protects nobody.
     """
 
     kind: Literal["da-fl"] = "da-fl"
@@ -132,7 +131,7 @@ class DaFl(Settings):
         return self.train_on != "own"
 
     def gamma_of(self, client: int) -> float:
-        """Return gamma of ``client``, approximately its number of synthetic records divided by that of own records."""
+        """Return gamma of ``client``: approximately the number of its synthetic records for each of its own records."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:

@@ -1,11 +1,11 @@
 """Sums of clipped gradients of a GAN's discriminator D. A real record and its fake are clipped as one vector.
 
-A pair consists of a real record and a fake. Each of the two is one row of the inputs of D's layers. One forward and one
-backward pass over all rows are enough. The error e is the derivative of the loss by a layer's output. The gradient of a
-linear layer for one row is the outer product of the layer's input a and the error e. Hence the squared norm of a pair's
-gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015, "Efficient per-example
-gradient computations"). The clipped sum is one matrix product of weighted rows. So the gradients of single pairs need
-not be computed. A convolution is treated like a linear layer with one row per output position.
+A pair consists of a real record and a fake. Each of the two is one row in the inputs of D's layers. One forward pass
+and one backward pass over all rows are enough. The error e is the derivative of the loss by a layer's output. The
+gradient of a linear layer for one row is the outer product of the layer's input a and the error e. Hence the squared
+norm of a pair's gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015,
+"Efficient per-example gradient computations"). The clipped sum is one matrix product of weighted rows. So the gradients
+of single pairs need not be computed. A convolution is treated like a linear layer with one row per output position.
 
 No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32.
 Their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
@@ -84,7 +84,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     bounds, sizes = [], []
     for one in clients:
         sizes.append(filled_up(2 * len(one.real)) // 2)
-        # The padding pairs have the bound zero: a factor of zero, and no part in any sum.
+        # The bound of padding pairs is zero. So their factor is zero, and they add nothing to a sum.
         bounds += [
             torch.full((len(one.real),), one.clipping_norm * (1 - MARGIN), dtype=torch.float64),
             torch.zeros(sizes[-1] - len(one.real), dtype=torch.float64),
@@ -210,8 +210,8 @@ class _ConvolutionGradients:
         self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # If scalar products of all rows would cost more, each pair's gradient is computed, in float32. The norm is then
-        # that of the rounded gradient, which is the one that is summed.
+        # If scalar products of all rows cost more, each pair's gradient is computed in float32. The norm is then the
+        # norm of this rounded gradient, and the sum uses the same rounded gradient.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
@@ -230,7 +230,7 @@ class _ConvolutionGradients:
         return weight if self.bias is None else weight + _squared_norms(self.bias)
 
     def forget(self, pairs: torch.Tensor) -> None:
-        self.e = self.e.clone()  # may be a view of a tensor of other layers
+        self.e = self.e.clone()  # a copy, because other layers may share the memory
         for rows in (self.a, self.e):
             rows[pairs.repeat_interleave(2)] = 0.0
         for gradients in (self.each, self.bias):

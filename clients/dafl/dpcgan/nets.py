@@ -80,7 +80,9 @@ def stacked(
     with a padded number of rows (see ``filled_up``). ``seen``: a function that is called for each layer with weights.
     """
     sizes = [len(part) for part in parts]
-    rows: torch.Tensor | None = None  # None before the first layer with weights: inputs may have unequal widths
+    rows: torch.Tensor | None = (
+        None  # None before the first layer with weights, because the clients' inputs may have unequal widths
+    )
     for layers in zip(*nets, strict=True):
         if not isinstance(layers[0], _WITH_WEIGHTS):
             if rows is None:
@@ -155,9 +157,9 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
 
     ``widths``: the width of the two hidden layers of the discriminator D, and the width of those of the generator G.
     The norm of the noise on D's gradient grows with the square root of the number of parameters. So the networks have
-    few parameters. Images are coarse, because noise hides fine detail first. To make a full image, the code
-    interpolates the logits and then applies the sigmoid, so edges stay sharp. Records that are not images are used
-    without averaging.
+    few parameters. The networks use coarse images, because noise hides fine detail first. To make an image of full
+    size, the code interpolates the logits and then applies the sigmoid. This order keeps edges sharp. Records that are
+    not images are used without averaging.
     """
     image = len(shape) == 3
     coarse = (shape[0], *(min(side, resolution) for side in shape[1:])) if image else shape

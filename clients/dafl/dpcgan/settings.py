@@ -10,8 +10,8 @@ against D, and the weights of D are already private. The noise multiplier z and 
 privacy budget, before the first record is read.
 
 The sampling of records uses secret random numbers. So do the latent vectors and the classes of the fakes in a step of
-D. Otherwise a fake's latent vector could be known and assigned by its position in the batch. Then one more record would
-change the fakes of all later records.
+D. Otherwise somebody could know the latent vectors, and a fake's latent vector would depend on its position in the
+batch. Then one more record would change the fakes of all later records.
 
 Many clients train together as one tensor computation, a stack (``clients.dafl.dpcgan.nets``). Each client has its own
 records, sampling, noise, privacy cost and random generator. The stack only saves the overhead of starting operations. A
@@ -46,21 +46,20 @@ class DpCgan(Settings):
     records.
 
     ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant, with noise from the
-    same secret source. The private gradients are the same up to rounding, but take several times as long.
+    same secret source. The private gradients of both are equal up to rounding, but Opacus takes several times as long.
     ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step costs a hundred times as much).
     ``discriminator_steps``: the number of D's steps, each with a privacy cost; 300 are enough for 8x8 digits.
     ``batch_size``: the expected number of records in a D step; a client with at most this number of records uses all
-    records in every step.
-    ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number of fakes in a step of G.
-    ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is clipped. ``averaging``:
-    the decay of the moving average of G's weights; the averaged G makes the synthetic records. ``snapshots``: the
-    number of moments of training at which synthetic records are drawn. G at a single moment mode-collapses, and its
-    mode moves during training (as in herding, Welling 2009). ``latent_dim``: the length of G's latent vectors.
-    ``resolution``: the
-    largest side, in pixels, of the images that D sees, for the small networks only. ``discriminator_width``: the width
-    of D's hidden layers, for the small networks only. ``generator_width``: the width of G's hidden layers, for the
-    small networks only. ``discriminator_learning_rate``: the learning rate of Adam for D.
-    ``generator_learning_rate``: the learning rate of Adam for G.
+    records in every step. ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number
+    of fakes in a step of G. ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is
+    clipped. ``averaging``: the decay of the moving average of G's weights; the averaged G makes the synthetic records.
+    ``snapshots``: the number of moments of training at which synthetic records are drawn. At a single moment, G makes
+    only a few kinds of records (mode collapse), and these kinds change during training (as in herding, Welling 2009).
+    ``latent_dim``: the length of G's latent vectors. ``resolution``: the largest side, in pixels, of the images that D
+    sees, for the small networks only. ``discriminator_width``: the width of D's hidden layers, for the small networks
+    only. ``generator_width``: the width of G's hidden layers, for the small networks only.
+    ``discriminator_learning_rate``: the learning rate of Adam for D. ``generator_learning_rate``: the learning rate of
+    Adam for G.
     """
 
     kind: Literal["dp-cgan"] = "dp-cgan"
@@ -87,7 +86,7 @@ class DpCgan(Settings):
                 f'preprocess.generator.networks "paper" need images, these records have shape {shape}: choose "small"'
             )
 
-    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (the protocol's)
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (part of the protocol)
         """Return the privacy cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
         The bill refuses to make synthetic records if the noise of a step would hide the records. This is the case if

@@ -1,4 +1,4 @@
-"""The training of the DP conditional GAN: by PyTorch for many clients together, or by compiled code for one client.
+"""The training of the DP conditional GAN: PyTorch trains many clients together, compiled code trains one client.
 
 D is the discriminator, G the generator. Both kinds of training use ``GanClient``. It contains a client's random
 numbers, its records and its private class counts. These are the numbers of synthetic records of each class, which the
@@ -39,10 +39,10 @@ Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
 
 BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64  # numbers
-_WARM_UP: Final = 0.2  # share of the training before the first sample is drawn
+_WARM_UP: Final = 0.2  # the share of the training before the first sample is drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
-_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # few, so that the data of these draws stay in the processor's cache
+_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # a small number, so that the drawn numbers stay in the processor's cache
 
 
 class GanClient:
@@ -240,8 +240,8 @@ class StackTraining:
 class CompiledTraining:
     """The training of one client's small networks by compiled code. A step consists of a few long compiled calls.
 
-    During such a call, other threads train other clients. There is little Python code between the calls. The wait for
-    Python's global lock takes more time than the Python code itself.
+    During such a call, other threads train other clients. There is little Python code between the calls, because
+    waiting for Python's global lock takes more time than the Python code itself.
     """
 
     def __init__(self, settings: DpCgan, client: GanClient, kernel: Kernel) -> None:

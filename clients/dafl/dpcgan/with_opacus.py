@@ -43,7 +43,7 @@ class OpacusTerms:
     noise: Noise
 
 
-class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # comes without types
+class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # Opacus comes without types
     """Opacus' optimiser with noise from fl-sim. It makes a private gradient: clip, sum, add noise, divide.
 
     With this gradient, fl-sim's ``Adam`` updates the weights of all clients at once.
@@ -101,7 +101,7 @@ class OpacusGradients:
             torch.autograd.backward(functional.softplus(-scores[0]).sum() + functional.softplus(scores[1]).sum())
         else:
             for weight in self.weights:
-                weight.grad_sample = weight.new_zeros(0, *weight.shape)  # type: ignore[attr-defined] # Opacus' own
+                weight.grad_sample = weight.new_zeros(0, *weight.shape)  # type: ignore[attr-defined] # an attribute of Opacus
         self.optimizer.number = step
         self.optimizer.pre_step()
         gradients: list[Any] = [weight.grad for weight in self.weights]
