@@ -110,7 +110,7 @@ def _cost_of_round(protection: ClientProtection, rate: float, rounds: int, steps
 
 @dataclass(frozen=True)
 class Releases:
-    """The names of the releases of clients in a run. The privacy ledger charges each name once.
+    """The names of the releases of clients in a run. The privacy ledger charges a name once for each noise key.
 
     ``what``: the released numbers, such as "update". ``noise``: "secret" or "seeded". ``run_digest``: a digest of the
     experiment. It is the name of a run with seeded noise, because a repetition of such a run releases the same numbers.
