@@ -121,8 +121,8 @@ def table(  # noqa: PLR0913 (one parameter per option)
     """Compare methods in a table: rows are methods, columns are data sets and partitions, seeds are averaged.
 
     Without arguments, the table compares many methods on the digits that come with the package. Presets:
-    dafl-paper-cifar10, dafl-paper-fashion-mnist, dafl-paper-mnist, dafl-paper-svhn, digits, mnist. The name of a preset
-    always means the preset; for a file of the same name, write ./NAME.
+    dafl-paper, dafl-paper-cifar10, dafl-paper-fashion-mnist, dafl-paper-mnist, dafl-paper-svhn, digits, mnist. The name
+    of a preset always means the preset; for a file of the same name, write ./NAME.
 
     The same command resumes a table after a crash or Ctrl-C, and repeats no finished run. After every run, the command
     writes table.md, table.csv (one line per run), table.tex (for a paper) and table.json. At the end it writes

@@ -388,7 +388,8 @@ def test_the_main_job_compares_all_methods_on_one_label_digits() -> None:
 
 def test_every_preset_is_a_valid_table_file() -> None:
     assert sorted(path.stem for path in PRESETS.glob("*.toml")) == [
-        "dafl-paper-cifar10", "dafl-paper-fashion-mnist", "dafl-paper-mnist", "dafl-paper-svhn", "digits", "mnist",
+        "dafl-paper", "dafl-paper-cifar10", "dafl-paper-fashion-mnist", "dafl-paper-mnist", "dafl-paper-svhn", "digits",
+        "mnist",
     ]  # fmt: skip
     for name in sorted(path.stem for path in PRESETS.glob("*.toml")):
         assert read_settings(PRESETS / f"{name}.toml", []).grid
