@@ -1,12 +1,14 @@
-"""The code of ``fl-sim unlearn``: it makes the run that never knew a client, and prints its measures."""
+"""The code of ``fl-sim unlearn`` and ``fl-sim attack``: unlearning a client, and attacks on a run's privacy."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fl_sim.cli.screen import say
-from fl_sim.importing import importing
+from fl_sim.errors import UserError
+from fl_sim.importing import importing, torch
 
 
 def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
@@ -48,3 +50,99 @@ def _percent(share: float | None) -> str:
 
 def _area(found: Mapping[str, Any] | None) -> str:
     return "-" if found is None else f"{found['area']:.3f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> None:
+    """Print how well the loss tells the training records of ``run`` from test records, beside the run's epsilon."""
+    with importing():
+        from fl_sim.store.run_directory import read_model  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.finished import FinishedRun, Judged, logits_of  # noqa: PLC0415
+        from fl_sim.threats.membership import area_by_loss, most_allowed, rate_at  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    finished.refuse_private_records("attack membership")
+    model, params = finished.job.whole_model(), read_model(run)
+    parts = [finished.held_by(client) for client, count in enumerate(finished.job.shards.sizes.tolist()) if count]
+    members, others = (
+        Judged.of(torch.cat([logits_of(model, params, inputs) for inputs, _ in some]), torch.cat([y for _, y in some]))
+        for some in (parts, [finished.test])
+    )
+    area, privacy = area_by_loss(members, others), list(finished.facts["privacy"])
+    found = [(share, rate_at(members, others, share)) for share in (0.001, 0.01)]
+    facts: dict[str, Any] = {
+        "attack": "membership", "run": str(run), "members": len(members.losses), "others": len(others.losses),
+        "accuracy_of_members": members.accuracy, "accuracy_of_others": others.accuracy,
+        "area": area and asdict(area), "rates": [asdict(one) for _, one in found if one], "privacy": privacy,
+    }  # fmt: skip
+    if json_output:
+        say(json.dumps(facts))
+        return
+    say(
+        f"{facts['members']:,} training records against {facts['others']:,} test records, by a threshold of the loss: "
+        f"area under the curve {_area(facts['area'])} (.5 is chance)"
+    )
+    for share, one in found:
+        if one is None:
+            say(f"true positives at {100 * share:g} % false positives: unknown, as too few test records are there")
+            continue
+        # A client's epsilon compares a client with no client, which says less about one of its records.
+        of_records = [each for each in privacy if each["unit"] == "record"]
+        within = [most_allowed(each["epsilon"], each["delta"] or 0.0, share) for each in of_records]
+        bound = f"; the run's epsilon allows at most {_percent(min(within))}" if within else ""
+        interval = f"[{100 * one.low:.2f}, {100 * one.high:.2f}]"
+        say(f"true positives at {100 * share:g} % false positives: {_percent(one.rate)} {interval}{bound}")
+    _say_privacy(privacy)
+
+
+def show_inversion(run: Path, records: int, data_root: Path | None, *, json_output: bool) -> None:
+    """Print how many training records of ``run`` can be read off the gradient of one record, beside its epsilon."""
+    with importing():
+        from fl_sim.seeding import rng  # noqa: PLC0415 (slow, only here)
+        from fl_sim.store.run_directory import read_model  # noqa: PLC0415
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
+        from fl_sim.threats.inversion import Inverted, gradient_of, invert, linear_layers, protected  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    finished.refuse_private_records("attack inversion")
+    model, chosen = finished.job.whole_model().to(finished.job.device), finished.job.experiment.local.privacy
+    model.load_state_dict(read_model(run), strict=False)
+    layers, privacy = linear_layers(model.eval()), list(finished.facts["privacy"])
+    clipping, noise = getattr(chosen, "clipping_norm", None), getattr(chosen, "noise_multiplier", None)
+    if clipping is not None and noise is None:
+        raise UserError(
+            f"the noise of {run} follows from local.privacy.epsilon and differs by client: give a run with "
+            "local.privacy.noise_multiplier, whose noise is the same for all"
+        )
+    coins, done = rng(finished.job.experiment.seed, "inversion"), list[Inverted]()
+    for client, count in enumerate(finished.job.shards.sizes.tolist()):
+        if count and len(done) < records:
+            inputs, labels = finished.held_by(client)
+            gradient = gradient_of(model, inputs[:1], labels[:1])
+            if clipping is not None and noise is not None:
+                gradient = protected(gradient, clipping, noise, coins)
+            done.append(invert(gradient, layers, inputs[:1], int(labels[0])))
+    errors = sorted(one.error for one in done)
+    facts: dict[str, Any] = {
+        "attack": "inversion", "run": str(run), "records": len(done), "median_error": errors[len(errors) // 2],
+        "exact": sum(error <= _EXACT for error in errors), "labels_found": sum(one.label_found for one in done),
+        "noise_multiplier": noise, "privacy": privacy,
+    }  # fmt: skip
+    if json_output:
+        say(json.dumps(facts))
+        return
+    protection = "without noise" if noise is None else f"clipped to {clipping:g}, with noise multiplier {noise:g}"
+    say(
+        f"gradients of single records {protection}: {facts['exact']} of {len(done)} records are read off to 1e-6, "
+        f"median error {facts['median_error']:.2g} of the largest value; {facts['labels_found']} labels are right"
+    )
+    _say_privacy(privacy)
+
+
+_EXACT = 1e-6
+
+
+def _say_privacy(privacy: Sequence[Mapping[str, Any]]) -> None:
+    if not privacy:
+        say("privacy of the run: none (epsilon is not defined)")
+    for one in privacy:
+        say(f"privacy of the run, unit {one['unit']}: {one['guarantee']}")

@@ -12,7 +12,7 @@ import fl_sim
 from fl_sim.cli.privacy import app as privacy_app
 from fl_sim.cli.running_verbs import AnyDataRoot, AsJson, DataRoot, partition, plan, run, sweep, table
 from fl_sim.cli.screen import say
-from fl_sim.cli.threat_verbs import unlearn
+from fl_sim.cli.threat_verbs import attack_app, unlearn
 from fl_sim.importing import LazyModule
 
 if TYPE_CHECKING:
@@ -283,4 +283,5 @@ def _print_version(*, asked: bool) -> None:
 for _verb in (run, table, sweep, init, plan, settings, partition, report, watch, export, unlearn, doctor):
     app.command()(_verb)
 app.add_typer(privacy_app, name="privacy")
+app.add_typer(attack_app, name="attack")
 app.add_typer(data_app, name="data")

@@ -52,3 +52,50 @@ def _weighted_area(small: NDArray[np.float64], large: NDArray[np.float64], weigh
     total = np.concatenate([[0.0], np.cumsum(weights[order])])
     below, upto = (np.searchsorted(large[order], small, side) for side in ("left", "right"))
     return float((1 - (total[below] + total[upto]) / (2 * total[-1])).mean())
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The true-positive rate of a membership test at a false-positive rate, with its interval of 95 % confidence.
+
+    ``false_positives``: the largest allowed share of other records that are called members. ``rate``: the share of
+    members that are called so. ``low``, ``high``: the interval by Clopper and Pearson. The threshold is chosen on the
+    other records, and their sampling error is not part of the interval.
+    """
+
+    false_positives: float
+    rate: float
+    low: float
+    high: float
+
+
+def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | None:
+    """Return the true-positive rate of the test "the loss is below a threshold"; None if too few records are there.
+
+    ``false_positives``: in (0, 1); at least 1 / ``false_positives`` other records are needed. The threshold is the
+    smallest loss of the other records with at most this share of them below it.
+    """
+    allowed = int(false_positives * len(others.losses))
+    if not allowed or not len(members.losses):
+        return None
+    from scipy.stats import beta  # noqa: PLC0415 (the import takes half a second)
+
+    hits, count = int((members.losses < np.sort(others.losses)[allowed]).sum()), len(members.losses)
+    low = float(beta.ppf(0.025, hits, count - hits + 1)) if hits else 0.0
+    high = float(beta.ppf(0.975, hits + 1, count - hits)) if hits < count else 1.0
+    return Rate(false_positives, hits / count, low, high)
+
+
+def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:
+    """Return the largest true-positive rate of any test about an (``epsilon``, ``delta``)-private record.
+
+    It is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1; 1 if
+    ``epsilon`` is None (no guarantee).
+    """
+    if epsilon is None or epsilon > _LARGEST_EPSILON:
+        return 1.0
+    rest = 1 - math.exp(-epsilon) * (1 - delta - false_positives)
+    return min(1.0, math.exp(epsilon) * false_positives + delta, rest)
+
+
+_LARGEST_EPSILON = 700.0
