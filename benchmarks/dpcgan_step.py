@@ -28,8 +28,7 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 from torch.nn import functional
 
-from clients.dafl.dpcgan import clipping
-from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum, clipped_sums
+from clients.dafl.dpcgan.clipping import MARGIN, ClientPairs, clipped_sum, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.training import Adam, Weights, adversaries_of
 from fl_sim.native.kernel import CompiledNormals, Kernel, load_kernel
@@ -127,7 +126,7 @@ def own_stack(batch: Batch, clients: int) -> Step:
     """Return the private step of many clients as this project's own code takes it with PyTorch."""
     nets, adam = batch.fresh(clients)
     bound = bound_of(nets[0], len(batch.real))
-    pairs = [clipping.Pairs(net, batch.real, batch.fake, bound) for net in nets]
+    pairs = [ClientPairs(net, batch.real, batch.fake, bound) for net in nets]
 
     def step(number: int) -> None:
         totals = clipped_sums(pairs)

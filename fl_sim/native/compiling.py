@@ -19,9 +19,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
-SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
+SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp", FOLDER / "image_gan.cpp"
 
-SOURCES_DIGEST = "220dd8fb40eceed8c09135ef0286fe38"
+SOURCES_DIGEST = "4958bb6fed9b12181fc9f38deac6de2e"
 """The ``sources_digest`` of this version.
 
 A copy of fl-sim without C++ sources uses this digest to find a kernel of the same version.

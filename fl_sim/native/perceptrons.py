@@ -3,7 +3,7 @@
 import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -163,11 +163,22 @@ class TwoWays:
     networks, as in ``Perceptron``.
     """
 
+    prefix: ClassVar[str] = ""
+
     def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential, num_classes: int = 0) -> None:
         self.kernel = kernel
         self.curved, self.straight = (Perceptron(kernel, part, num_classes) for part in (curved, straight))
         self.weights = [*self.curved.weights, *self.straight.weights]
         self.num_parameters = sum(weight.numel() for weight in self.weights)
+        self.num_outputs, self.num_classes = self.straight.num_outputs, num_classes
+
+    def check(self, rows: Shown) -> None:
+        """Raise ValueError if the networks cannot read ``rows``: see ``Perceptron.check``."""
+        self.curved.check(rows)
+
+    def arguments(self, discriminator: Perceptron) -> list[Any]:
+        """Return the networks as the first arguments of a C function."""
+        return [ctypes.byref(self.described()), ctypes.byref(discriminator.described())]
 
     def described(self) -> _Generator:
         """Return the C structure with the addresses of the weights. It is valid while this object exists."""
@@ -178,8 +189,8 @@ class TwoWays:
 
         Raises ValueError for rows of wrong width, and IndexError for classes that do not exist.
         """
-        self.curved.check(latents)
-        made = np.empty((len(latents), self.straight.num_outputs), np.float32)
+        self.check(latents)
+        made = np.empty((len(latents), self.num_outputs), np.float32)
         net, rows = ctypes.byref(self.described()), ctypes.byref(latents.described)
         call(self.kernel, "generate", net, rows, _POINTER(address(made)))
         return made
@@ -245,17 +256,53 @@ class GradientNoise:
     divisor: float
 
 
-class Adversaries:
+class DiscriminatorRows(Protocol):
+    """What ``Adversaries`` need of a discriminator: see ``Perceptron``."""
+
+    weights: list[torch.nn.Parameter]
+    num_parameters: int
+    width: int
+    num_classes: int
+
+    def check(self, rows: Shown) -> None:
+        """See ``Perceptron.check``."""
+
+
+D = TypeVar("D", bound=DiscriminatorRows)
+_Of_contra = TypeVar("_Of_contra", bound=DiscriminatorRows, contravariant=True)
+
+
+class GeneratorOf(Protocol[_Of_contra]):
+    """What ``Adversaries`` need of a generator: see ``TwoWays``. ``prefix``: of the names of its C functions."""
+
+    prefix: ClassVar[str]
+    kernel: Kernel
+    weights: list[torch.nn.Parameter]
+    num_parameters: int
+    num_outputs: int
+    num_classes: int
+
+    def check(self, rows: Shown) -> None:
+        """See ``TwoWays.check``."""
+
+    def arguments(self, discriminator: _Of_contra) -> list[Any]:
+        """See ``TwoWays.arguments``."""
+
+    def generate(self, latents: Shown) -> NDArray[np.float32]:
+        """See ``TwoWays.generate``."""
+
+
+class Adversaries(Generic[D]):
     """A discriminator and a generator. Each has an Adam optimizer for the vector of all its parameters.
 
-    ``networks``: (discriminator, generator). ``mean``: the moving average of the generator's weights. ``total``: the
-    last sum of clipped gradients of the discriminator. Raises ValueError if the optimizers, the average or the two
-    networks do not fit together.
+    ``networks``: (discriminator, generator), perceptrons or networks of images. ``mean``: the moving average of the
+    generator's weights. ``total``: the last sum of clipped gradients of the discriminator. Raises ValueError if the
+    optimizers, the average or the two networks do not fit together.
     """
 
     def __init__(
         self,
-        networks: tuple[Perceptron, TwoWays],
+        networks: tuple[D, GeneratorOf[D]],
         discriminator_adam: CompiledAdam,
         generator_adam: CompiledAdam,
         mean: torch.Tensor,
@@ -269,7 +316,7 @@ class Adversaries:
         ):
             raise ValueError("the vectors of Adam or of the moving average are not the networks' weights")
         self.total = np.zeros(self.discriminator.num_parameters)
-        made = self.generator.straight.num_outputs, self.generator.curved.num_classes
+        made = self.generator.num_outputs, self.generator.num_classes
         if made != (self.discriminator.width, self.discriminator.num_classes):
             raise ValueError(
                 f"the discriminator does not accept the generator's outputs: {made[0]} numbers and {made[1]} classes"
@@ -283,7 +330,7 @@ class Adversaries:
         """
         adam, noise, number = self.discriminator_adam, release.noise, len(pairs.latents)
         self.discriminator.check(pairs.real)
-        self.generator.curved.check(pairs.latents)
+        self.generator.check(pairs.latents)
         if not _are_plain(pairs.chosen, np.int64, number) or not (
             noise is None or _are_plain(noise, np.float64, len(adam.weights))
         ):
@@ -293,8 +340,8 @@ class Adversaries:
             )
         adam.steps += 1
         call(
-            self.discriminator.kernel, "discriminator_step", ctypes.byref(self.generator.described()),
-            ctypes.byref(self.discriminator.described()), ctypes.byref(pairs.real.described),
+            self.generator.kernel, f"{self.generator.prefix}discriminator_step",
+            *self.generator.arguments(self.discriminator), ctypes.byref(pairs.real.described),
             _POINTER(address(pairs.chosen)), ctypes.byref(pairs.latents.described), _DOUBLE(pairs.bound),
             _POINTER(None if noise is None else address(noise)), _DOUBLE(release.spacing), _DOUBLE(release.divisor),
             ctypes.byref(adam.described), _LONG(adam.steps), _POINTER(address(self.total)),
@@ -306,12 +353,12 @@ class Adversaries:
         ``kept``: the decay rate of the moving average. Raises ValueError and IndexError as ``TwoWays.generate`` does.
         """
         adam = self.generator_adam
-        self.generator.curved.check(latents)
+        self.generator.check(latents)
         adam.steps += 1
         call(
-            self.generator.kernel, "generator_step", ctypes.byref(self.generator.described()),
-            ctypes.byref(self.discriminator.described()), ctypes.byref(latents.described), ctypes.byref(adam.described),
-            _LONG(adam.steps), _DOUBLE(kept), _POINTER(address(self.mean)),
+            self.generator.kernel, f"{self.generator.prefix}generator_step",
+            *self.generator.arguments(self.discriminator), ctypes.byref(latents.described),
+            ctypes.byref(adam.described), _LONG(adam.steps), _DOUBLE(kept), _POINTER(address(self.mean)),
         )  # fmt: skip
 
 

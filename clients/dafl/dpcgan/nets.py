@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from fl_sim.errors import UserError
 from fl_sim.models import Shape
+from fl_sim.native.images import are_painters
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.perceptrons import is_perceptron
 
@@ -107,8 +108,11 @@ def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor
 def kernel_for(nets: Networks) -> Kernel | None:
     """Return the compiled code (kernel) for the training steps of ``nets``; None if only PyTorch can compute them."""
     generator = nets.generator
-    parts = [nets.discriminator, generator.curved, generator.straight] if isinstance(generator, SmallGenerator) else []
-    return load_kernel()[0] if parts and all(map(is_perceptron, parts)) else None
+    if isinstance(generator, SmallGenerator):
+        fits = all(map(is_perceptron, (nets.discriminator, generator.curved, generator.straight)))
+    else:
+        fits = are_painters(nets.discriminator, generator)
+    return load_kernel()[0] if fits else None
 
 
 def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

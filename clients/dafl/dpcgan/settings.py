@@ -47,7 +47,7 @@ class DpCgan(Settings):
 
     ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant, with noise from the
     same secret source. The private gradients of both are equal up to rounding, but Opacus takes several times as long.
-    ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step costs a hundred times as much).
+    ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step costs many times as much).
     ``discriminator_steps``: the number of D's steps, each with a privacy cost; 300 are enough for 8x8 digits.
     ``batch_size``: the expected number of records in a D step; a client with at most this number of records uses all
     records in every step. ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number
@@ -162,13 +162,12 @@ class DpCgan(Settings):
         kernel, reason = load_kernel()
         if self.is_compilable and kernel is not None:
             return "native trainer"
-        needs = "Opacus needs it" if self.gradients == "opacus" else "the paper's networks need it"
-        return f"PyTorch: {needs if kernel is not None else f'there is no native trainer here, {reason}'}"
+        return f"PyTorch: {'Opacus needs it' if kernel is not None else f'there is no native trainer here, {reason}'}"
 
     @property
     def is_compilable(self) -> bool:
         """Return True if the compiled trainer supports these settings. It may still be missing on this machine."""
-        return self.networks == "small" and self.gradients == "own"
+        return self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
         """Return this generator with at most ``steps`` D steps, and its share of the original number of steps."""

@@ -25,6 +25,7 @@ from clients.dafl.dpcgan.clipping import MARGIN, ClientPairs, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, SmallGenerator, generated, kernel_for, paper, scored, small
 from clients.dafl.generator import GeneratorRequest
 from fl_sim.errors import RunError
+from fl_sim.native.images import ImageDiscriminator, ImageGenerator
 from fl_sim.native.kernel import CompiledNormals, Kernel
 from fl_sim.native.perceptrons import Adversaries, CompiledAdam, GradientNoise, Pairs, Perceptron, Shown, TwoWays
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, grid_spacing
@@ -238,7 +239,7 @@ class StackTraining:
 
 
 class CompiledTraining:
-    """The training of one client's small networks by compiled code. A step consists of a few long compiled calls.
+    """The training of one client's networks by compiled code. A step consists of a few long compiled calls.
 
     During such a call, other threads train other clients. There is little Python code between the calls, because
     waiting for Python's global lock takes more time than the Python code itself.
@@ -249,7 +250,7 @@ class CompiledTraining:
         rates = settings.discriminator_learning_rate, settings.generator_learning_rate
         self.adversaries = adversaries_of(client.nets, client.average, client.num_planes, rates, kernel)
         self.average = _compiled(client.average, client.num_planes, kernel)
-        self.records = Shown(client.views.numpy(), client.places)
+        self.records = Shown(client.views.flatten(1).numpy(), client.places)
         self.ahead: dict[int, tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]] = {}
         self.spacing = grid_spacing(client.std) if client.std else 1.0
 
@@ -289,7 +290,7 @@ class CompiledTraining:
 
     def views_of_average(self, drawn: Drawn) -> torch.Tensor:
         """Return the views that the averaged G generates from latent vectors and classes."""
-        return torch.from_numpy(self.average.generate(_shown(drawn)))
+        return torch.from_numpy(self.average.generate(_shown(drawn))).view(-1, *self.client.views.shape[1:])
 
 
 @torch.no_grad()
@@ -301,15 +302,21 @@ def views_of_average(client: GanClient, drawn: Drawn) -> torch.Tensor:
 
 def adversaries_of(
     nets: Networks, average: nn.Module, num_classes: int, learning_rates: tuple[float, float], kernel: Kernel
-) -> Adversaries:
+) -> Adversaries[Perceptron] | Adversaries[ImageDiscriminator]:
     """Return D and G of ``nets`` for compiled training. ``average``: G with averaged weights.
 
     The weights of each of the three networks become views of one vector.
     """
     rows = [Weights([net]).parts[0] for net in (nets.discriminator, nets.generator, average)]
     adams = [CompiledAdam(row, BETAS, rate) for row, rate in zip(rows[:2], learning_rates, strict=True)]
-    networks = Perceptron(kernel, nets.discriminator, num_classes), _compiled(nets.generator, num_classes, kernel)
-    return Adversaries(networks, adams[0], adams[1], rows[2])
+    generator = _compiled(nets.generator, num_classes, kernel)
+    if isinstance(generator, TwoWays):
+        return Adversaries(
+            (Perceptron(kernel, nets.discriminator, num_classes), generator), adams[0], adams[1], rows[2]
+        )
+    return Adversaries(
+        (ImageDiscriminator(kernel, nets.discriminator, num_classes), generator), adams[0], adams[1], rows[2]
+    )
 
 
 class Weights:
@@ -397,9 +404,11 @@ def _decay(settings: DpCgan, generator_steps: int) -> float:
     return min(settings.averaging, generator_steps / (generator_steps + 10))
 
 
-def _compiled(generator: nn.Module, num_classes: int, kernel: Kernel) -> TwoWays:
-    assert isinstance(generator, SmallGenerator)
-    return TwoWays(kernel, generator.curved, generator.straight, num_classes)
+def _compiled(generator: nn.Module, num_classes: int, kernel: Kernel) -> TwoWays | ImageGenerator:
+    if isinstance(generator, SmallGenerator):
+        return TwoWays(kernel, generator.curved, generator.straight, num_classes)
+    assert isinstance(generator, nn.Sequential)
+    return ImageGenerator(kernel, generator, num_classes)
 
 
 def _shown(drawn: Drawn) -> Shown:

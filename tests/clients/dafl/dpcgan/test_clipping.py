@@ -12,6 +12,8 @@ from torch.nn import functional
 from clients.dafl.dpcgan import clipping
 from clients.dafl.dpcgan.clipping import clipped_sum
 from clients.dafl.dpcgan.nets import paper, small
+from clients.dafl.dpcgan.training import Weights
+from fl_sim.native.images import ImageDiscriminator
 from fl_sim.native.kernel import load_kernel
 from fl_sim.native.perceptrons import Perceptron, Shown
 
@@ -34,6 +36,16 @@ class Case:
         kernel, why_not = load_kernel()
         if kernel is None:
             pytest.skip(why_not)
+        if isinstance(net[0], nn.Conv2d):  # classes are planes of ones
+            planes = net[0].in_channels - 1
+            weights = Weights([net])  # the compiled code reads one vector
+            assert len(weights.vector)
+            images = [
+                Shown(half[:, :1].flatten(1).numpy(), half[:, 1:, 0, 0].argmax(1).numpy()) for half in (real, fake)
+            ]
+            return torch.from_numpy(
+                ImageDiscriminator(kernel, net, planes).clipped_sum(*images, norm * (1 - clipping.MARGIN))
+            )
         rows = [Shown(half.numpy()) for half in (real, fake)]
         return torch.from_numpy(Perceptron(kernel, net).clipped_sum(*rows, norm * (1 - clipping.MARGIN)))
 
@@ -55,7 +67,10 @@ def paper_case(pairs: int) -> tuple[nn.Sequential, Batch]:
 
 
 SMALL, COMPILED, PAPER = Case(small_case), Case(small_case, is_compiled=True), Case(paper_case)
-every_case = pytest.mark.parametrize("case", [SMALL, COMPILED, PAPER], ids=["small", "compiled", "paper"])
+IMAGES = Case(paper_case, is_compiled=True)
+every_case = pytest.mark.parametrize(
+    "case", [SMALL, COMPILED, PAPER, IMAGES], ids=["small", "compiled", "paper", "paper compiled"]
+)
 perceptrons = pytest.mark.parametrize("case", [SMALL, COMPILED], ids=["small", "compiled"])
 
 
