@@ -19,8 +19,8 @@ from strategies.algorithm import Averaging, Weighting
 class FedDyn(Averaging):
     """Clients minimise F_i(w) - <g_i, w> + alpha/2 |w - x|^2, so that all of them agree at the optimum (algorithm 1).
 
-    g_i is the client state of client i and approaches the gradient of F_i at the client's model. h, in the server
-    state, is the mean of all g_i.
+    F_i is the loss of client i, w its model during training, y_i its trained model, x the global model. g_i is the
+    client state and approaches the gradient of F_i at y_i. h, in the server state, is the mean of all g_i.
     """
 
     title: ClassVar[str] = "FedDyn"

@@ -1,4 +1,4 @@
-"""FedPer: every client keeps a last layer of its own (Arivazhagan et al. 2019), and its own model is evaluated.
+"""FedPer: every client keeps its own last layer (Arivazhagan et al. 2019). The clients' own models are evaluated.
 
     fl-sim run algorithm=fedper:FedPer partition=dirichlet:0.3 model=mlp
 
@@ -46,7 +46,7 @@ class EvaluateOwn:
         return client.model()
 
     def run(self, client: Client) -> RecordDict:
-        """Return the number of test records, and the number of correct predictions."""
+        """Return the number of test records of the client's classes, and the number of correct predictions."""
         dataset, shard = self.job.dataset, self.job.shards[client.number]
         held = np.isin(dataset.test.labels, np.unique(dataset.train.labels[shard]))
         own = dataset.test.take(np.flatnonzero(held))
@@ -58,7 +58,7 @@ class EvaluateOwn:
 
 
 class OwnTests(Stage):
-    """The stage at the server: after the last round, it sends the task to every client and computes the accuracy."""
+    """The stage at the server: it sends ``EvaluateOwn`` to every client after the last round and sums up the counts."""
 
     own: Mapping[str, float] = {}
 

@@ -2,7 +2,7 @@
 
     fl-sim run compress=half_precision:HalfPrecision partition=iid
 
-``bytes_up`` of every round is half of that without compression, as it counts the compressed bytes.
+``bytes_up`` of every round counts compressed bytes, so it is half of ``bytes_up`` without compression.
 """
 
 from typing import ClassVar
@@ -26,7 +26,7 @@ class HalfPrecision(ErrorFeedback):
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
         """Return the rounded update. Numbers outside the range of float16 are clamped; the difference is sent later."""
-        del coins  # the random generator that client and server share: rounding needs none
+        del coins  # the random generator that client and server share: rounding needs no random numbers
         largest = torch.finfo(torch.float16).max
         rounded = update.flat.clamp(-largest, largest).half()
         return Packed.of(torch.zeros(0), rounded.numpy().view(np.uint8))

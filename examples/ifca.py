@@ -2,7 +2,7 @@
 
     fl-sim run algorithm=ifca:Ifca algorithm.num_models=3 partition=dirichlet:0.1 model=mlp
 
-``own_tests`` in ``result.json`` is computed as for ``fedper:FedPer``; a client's own model is the one that it chooses.
+``own_tests`` in ``result.json`` is computed as for ``fedper:FedPer``. A client's own model is its chosen model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,10 @@ class Ifca(Averaging):
         return replace(task, params=models[best], state={**task.state, **chosen})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return an update per model, times the number of records, and this number; zeros for models not chosen."""
+        """Return one update per model, multiplied by the number of records, and this number for each model.
+
+        Updates and numbers of the models that the client did not choose are 0.
+        """
         chosen = int(task.state["chosen"]["model"]) if "chosen" in task.state else 0
         weight, delta = float(task.num_examples), subtract(trained.params, task.params)
         sent = {f"delta-{j}": scale(delta, weight * (j == chosen)) for j in range(self.num_models)}
@@ -92,7 +95,7 @@ class EvaluateChosen(EvaluateOwn):
 
 
 class ChosenTests(OwnTests):
-    """The stage at the server, which evaluates the chosen model of every client after the last round."""
+    """The stage at the server: it evaluates the chosen model of every client after the last round."""
 
     def tasks(self) -> Mapping[str, EvaluateOwn]:
         """Return the client task of this stage, by name."""

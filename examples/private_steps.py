@@ -36,7 +36,7 @@ class PrivateSteps(Averaging):
     noise_multiplier: float = Field(1.0, ge=0)
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
-        """Return the trainer below, which trains every job or raises an error."""
+        """Return the trainer ``RecordLevel``, which trains every job or raises an error."""
         return [RecordLevel(model, self.clipping_norm, self.noise_multiplier)]
 
 

@@ -1,12 +1,12 @@
 """Groups of clients that differ in their inputs or labels, over any split of the records: client i is in group i mod k.
 
-Most partitions of this module make the groups: they change the records that the clients of a group see. ``Domain``
-takes groups that the data set has: the sources of its records.
+Most partitions of this module make groups: they change the records of the clients in a group. ``Domain`` makes no
+groups, but uses the groups of the data set: the sources of its records.
 
-Such groups are the test of clustered and personalised methods (Sattler et al. 2021, Ghosh et al. 2020). The group of a
-client is public. The inner split decides which records a client has. A partition that makes groups changes the records
-that a client sees: its training records, its validation records, and its own test records. The global test set stays as
-it is. Group 0 keeps its records unchanged, so that the global test set has the inputs and labels of group 0.
+Clustered and personalised methods are tested on such groups (Sattler et al. 2021, Ghosh et al. 2020). The group of a
+client is public. The inner partition ``over`` assigns records to clients. A partition that makes groups then changes a
+client's training records, validation records and own test records. The global test set is not changed. Group 0 keeps
+its records unchanged, so the global test set has the inputs and labels of group 0.
 """
 
 import math
@@ -35,7 +35,7 @@ from partitions.scheme import (
 )
 
 COLOURS: Final = {1: "grey", 3: "colour"}
-"""The numbers of channels that ``Colour`` supports, and what such images are."""
+"""The numbers of channels that ``Colour`` supports, each with the name of such images."""
 
 
 _IID: Final = Iid()
@@ -44,7 +44,8 @@ _IID: Final = Iid()
 class AnyPartition:
     """The marker of a field that holds a partition: fl-sim reads it like the setting ``partition``.
 
-    Only pydantic calls the marker's method, and only fl-sim brings pydantic, so partitions still need numpy alone.
+    Only pydantic calls the marker's method. fl-sim requires pydantic, but the package ``partitions`` requires only
+    numpy.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -90,14 +91,16 @@ class OverSplit:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client, exactly as ``over`` does.
 
-        Raises ImpossibleSplit for fewer clients than groups, unless there is only one client, whose records stay as
-        they are.
+        Raises ImpossibleSplit for fewer clients than groups. A single client is allowed; its records are not changed.
         """
         self._check_groups(num_partitions)
         return self.over.split(labels, num_partitions, rng)
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return the record indices of every client, as ``over`` does for records with these sources (``ByGroup``)."""
+        """Return the record indices of every client, exactly as ``over`` does.
+
+        ``groups``: the number of each record's source, for a partition ``over`` that uses sources (``ByGroup``).
+        """
         self._check_groups(num_partitions)
         if isinstance(self.over, ByGroup):
             return self.over.split_groups(labels, groups, num_partitions, rng)
@@ -115,12 +118,12 @@ class OverSplit:
     def held_by(
         self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
     ) -> tuple[Stored, Indices]:
-        """Return the inputs and labels of ``client`` as its group sees them (``RecordSkew.held_by``)."""
+        """Return the inputs of ``client`` with the change of its group, and the labels (``RecordSkew.held_by``)."""
         del num_classes, rng
         return self.seen_in(self.group_of(client), inputs), labels
 
     def seen_in(self, number: int, inputs: Stored) -> Stored:
-        """Return images of bytes, shape (records, channels, height, width), as group ``number`` sees them."""
+        """Return ``inputs`` with the change of group ``number``: bytes of shape (records, channels, height, width)."""
         raise NotImplementedError
 
     def _check_groups(self, num_partitions: int) -> None:
@@ -169,7 +172,7 @@ class Rotate(OverSplit):
 class Invert(OverSplit):
     """The images of the last group are negatives: a pixel p becomes 255 - p. All other groups keep their images.
 
-    So one of ``k`` clients sees negatives: half of the clients with ``invert:2``.
+    So one client in ``k`` has negatives: with ``invert:2`` half of the clients.
     """
 
     kind: Literal["invert"] = field(default="invert", kw_only=True)
@@ -213,7 +216,7 @@ class Colour(OverSplit):
             )
 
     def light(self, number: int, channels: int) -> NDArray[np.float64]:
-        """Return the factor of each channel in group ``number``, shape (channels,)."""
+        """Return the factors by which group ``number`` multiplies the channels, shape (channels,)."""
         if number == 0:
             return np.ones(channels)
         if channels == 1:
@@ -232,7 +235,7 @@ class Colour(OverSplit):
 
 @dataclass(frozen=True)
 class PermuteLabels(OverSplit):
-    """The labels of each group but the first are exchanged by a permutation of the classes, another one in each group.
+    """A permutation of the classes changes the labels of each group except the first. All permutations differ.
 
     The inputs stay as they are, so the same input has another label in another group (Sattler et al. 2021). The seed of
     the partition determines the permutations. There are at most as many groups as permutations.
@@ -267,7 +270,7 @@ class PermuteLabels(OverSplit):
     def held_by(
         self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
     ) -> tuple[Stored, Indices]:
-        """Return ``inputs`` unchanged, and the labels by the permutation of the client's group."""
+        """Return ``inputs`` unchanged, and the labels after the permutation of the client's group."""
         permuted: Indices = self.permutations(num_classes, rng)[self.group_of(client)][labels]
         return inputs, permuted
 

@@ -30,7 +30,7 @@ class Iid:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Shards of unequal sizes, whatever the labels: the clients' shares of all records are drawn from Dir(``beta``).
+    """Shards of unequal sizes, independent of labels: the clients' shares of all records are drawn from Dir(``beta``).
 
     The shares are drawn again until every client has enough records, at most 1000 times. ``min_size``: the minimum
     number of records of each client. If no draw reaches a given minimum, the partition is refused. 0 accepts the first

@@ -18,7 +18,7 @@ Stored: TypeAlias = NDArray[Any]
 """Inputs of records as a data set stores them: images of bytes, or float vectors."""
 
 
-class ImpossibleSplit(ValueError):  # noqa: N818 (names what happened)
+class ImpossibleSplit(ValueError):  # noqa: N818 (the name states the problem, so it does not end in Error)
     """Raised if a partition cannot assign the records as requested. The message contains the numbers and advice."""
 
 
@@ -87,10 +87,10 @@ class EvaluationSkew(Protocol):
 
 @runtime_checkable
 class RecordSkew(Protocol):
-    """A partition that changes the stored inputs or the labels of each client, in groups that the seed may draw.
+    """A partition that changes the stored inputs or the labels of each client. The changes may depend on the seed.
 
-    A client's training, validation and own test records are changed alike. The global test set stays as it is. A run
-    with one client changes nothing.
+    A client's training, validation and own test records are changed in the same way. The global test set is not
+    changed. In a run with one client no record is changed.
     """
 
     def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:

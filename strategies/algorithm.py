@@ -314,7 +314,10 @@ def payload_template(algorithm: Algorithm, server: ServerState, server_round: in
 
 
 def first_template(algorithm: Algorithm, params: Params, personal: str) -> Payloads:
-    """Return the payload template of round 1. ``params`` and ``personal``: as for ``first_state``."""
+    """Return the payload template of round 1: names and shapes of the tensors in an update.
+
+    ``params``: the initial values of the trained parameters. ``personal``: the setting ``local.personal``.
+    """
     with seeded_alone(0, "template"):
         return payload_template(algorithm, first_state(algorithm, params, personal))
 

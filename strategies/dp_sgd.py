@@ -136,7 +136,7 @@ class DPSGD(ClientPrivacy):
         fields = type(self).model_fields
         if self.layer_norms and self.clipping != "per-layer":
             raise ValueError(
-                "local.privacy.layer_norms needs local.privacy.clipping=per-layer: set it, or leave it out"
+                "local.privacy.layer_norms needs local.privacy.clipping=per-layer: set it, or leave layer_norms out"
             )
         if self.layer_norms and self.clipping_norm != fields["clipping_norm"].default:
             raise ValueError(

@@ -18,9 +18,9 @@ from strategies.low_rank import head_shape
 
 
 class FedProto(Averaging):
-    """Adds ``strength`` times the squared distance between z and the prototype of class y to a record's loss (eq. 6).
+    """Adds ``strength`` times the squared distance of a record's features to its class's prototype to the loss (eq. 6).
 
-    y is the record's class; z, the input of the last layer, has d features. ``distance`` "mean" is
+    z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is
     ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
     paper's lambda, in the released code 1 on MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg.
 

@@ -14,8 +14,8 @@ from strategies.low_rank import STARTS_WITH, check_adapters, is_factor
 class RoLoRA(Averaging):
     """FedAvg on one factor of adapters at a time, so that each round's mean is exact.
 
-    In each round clients send the factors that they train, and parameters beside adapters. They receive both factors,
-    as a client may have missed the last round.
+    In each round clients send the trained factor of each adapter, and all trained parameters beside adapters. Clients
+    receive both factors, because a client may have missed the last round.
     """
 
     kind: Literal["rolora"] = "rolora"
@@ -43,12 +43,15 @@ class RoLoRA(Averaging):
         return LocalPlan(trained=frozenset(_moving(task.params, task.server_round)))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x of the parameters that the round trains."""
+        """Return the update y_i - x of factor B in odd rounds or A in even rounds, and of parameters beside adapters.
+
+        x is the received model, y_i the trained model.
+        """
         before, after = (_moving(params, task.server_round) for params in (task.params, trained.params))
         return ClientUpdate({"delta": subtract(after, before)}, task.num_examples, trained.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the mean update is added to the parameters that the round trained."""
+        """Return the next server state: the model plus the mean update. The frozen factor does not change."""
         delta = aggregate.payloads["delta"]
         params = {name: value + delta[name] if name in delta else value for name, value in server.params.items()}
         return ServerState(params, server.broadcast, server.memory)
