@@ -2,8 +2,8 @@
 
 Run ``python benchmarks/accounting_reference.py`` with the project on the path (about a minute). The reference file
 accounting.json is looked for in $FL_SIM_REFERENCE, then in ../shared/reference beside the project. With ``--sweep`` it
-needs no file: 1,568 printed epsilons at deltas down to 1e-14 are held against integrals (``loss_integral``; about half
-an hour), and exits with 1 where one is below.
+needs no file: it compares 1,568 printed epsilons at deltas down to 1e-14 with integrals (``loss_integral``; about half
+an hour), and exits with 1 if an epsilon is below its integral.
 """
 
 import json
@@ -80,12 +80,12 @@ def _print_calibration(row: dict[str, Any]) -> None:
 
 
 def _sweep() -> int:
-    """Hold 196 settings at 8 deltas against integrals: none is below, and how near rounding comes to its bound."""
+    """Compare 196 settings at 8 deltas with integrals: print epsilons below the truth, and the rounding errors."""
     generator, below, left_out, most = np.random.default_rng(39), 0, 0, 0.0
     for number in range(196):
         rate = float(10 ** generator.uniform(-2.8, -0.2))
         noise = float(np.exp(generator.uniform(np.log(0.8), np.log(6))))
-        # As many steps as cost an epsilon of about 1 to 40 at full sampling's rate of loss.
+        # Numbers of steps whose epsilon is about 1 to 40.
         steps = int(np.clip(generator.uniform(0.2, 20) * (noise / rate) ** 2, 100, 600_000))
         counts = {amplify_poisson(dp_event.GaussianDpEvent(noise), rate): steps}
         pair, error = poisson_gaussian(rate, noise), rounding_error(tuple(counts.items()))

@@ -43,7 +43,7 @@ def shapes_of(parameters: int) -> dict[str, tuple[int, ...]]:
 
 
 def updates_of(num_clients: int, parameters: int) -> list[FlatParams]:
-    """Return random updates, a vector each."""
+    """Return random updates, one vector for each client."""
     generator = torch.Generator().manual_seed(0)
     shapes = shapes_of(parameters)
     layout = tuple(shapes.items())
@@ -51,7 +51,7 @@ def updates_of(num_clients: int, parameters: int) -> list[FlatParams]:
 
 
 def plain_mean(updates: list[dict[str, np.ndarray]], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Add up dictionaries of arrays, as one would write it first."""
+    """Return the mean of dictionaries of arrays, by the simplest loop. This is the baseline."""
     mean = {name: np.zeros_like(value) for name, value in updates[0].items()}
     for update, weight in zip(updates, weights, strict=True):
         for name, value in update.items():
@@ -60,7 +60,7 @@ def plain_mean(updates: list[dict[str, np.ndarray]], weights: np.ndarray) -> dic
 
 
 def strategy_and_replies(updates: list[FlatParams]) -> tuple[FederatedStrategy, list[Message]]:
-    """Return a strategy in the middle of a round, and what its clients answered, last client first."""
+    """Return a strategy in the middle of a round, and the replies of its clients, last client first."""
     grid, algorithm = LocalGrid(len(updates)), FedAvg()
     server = algorithm.init(flattened({name: torch.zeros(shape) for name, shape in updates[0].layout}))
     order = wire.TaskConfig("", 0, 0.0, "", "")
@@ -74,7 +74,7 @@ def strategy_and_replies(updates: list[FlatParams]) -> tuple[FederatedStrategy, 
 
 
 def measure(num_clients: int, parameters: int, repeat: int) -> dict[str, dict[str, float]]:
-    """Return {what: median CPU and wall seconds, median ratio of CPU seconds to the plain loop of the same turn}."""
+    """Return for each way the median CPU and wall seconds, and the median ratio of CPU seconds to the baseline."""
     updates = updates_of(num_clients, parameters)
     arrays = [{name: value.numpy() for name, value in update.items()} for update in updates]
     counts = np.array([1 + client % 7 for client in range(num_clients)])

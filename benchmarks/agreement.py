@@ -1,12 +1,12 @@
-"""How far the compiled trainer, PyTorch's loop, a stack of clients and Ray end from each other: every method and model.
+"""Differences between compiled trainer, PyTorch's loop, stacks of clients and Ray, for every method and model.
 
     PYTHONPATH=. python benchmarks/agreement.py [--json] [--algorithms fedavg ...] [--models mlp ...] [--no-ray]
 
-Four clients with 160 small images in all train for two rounds, once in each way. Columns hold the greatest difference
-of any weight of the models that come out. "nudged" tells what rounding alone does: PyTorch's loop, from a start of
-which every weight is the next float32, against itself. "moved" is how far the furthest weight went. Ray must end in the
-bits of one process: "yes", or a difference. Where the compiled trainer does not take a method on a model, its columns
-are "-": PyTorch's loop trains it.
+Four clients with 160 small images together train for two rounds, once in each way. Columns contain the largest
+difference of any weight of the final models. "nudged" shows the effect of rounding alone: the difference of two runs of
+PyTorch's loop, one of which starts from the next larger float32 of every weight. "moved" is the largest change of any
+weight in training. Ray must give the same bits as one process: "yes", or the difference. If the compiled trainer does
+not support a method on a model, PyTorch's loop trains it, and the columns of the compiled trainer are "-".
 """
 
 import argparse
@@ -36,18 +36,18 @@ from fl_sim.simulation.run import run
 from fl_sim.types import Params
 
 ALGORITHMS = tuple(kind for kind in kinds_of("algorithm") if kind not in {"afl", "pate", "tstr"})
-"""All that train in rounds."""
+"""All algorithms that train in rounds."""
 
 BOUNDS = {"logistic": 1e-5, "mlp": 1e-2, "niid-cnn": 1e-3, "dafl-cnn": 3e-2, "resnet": 3e-2}
-"""How far apart, at most, two ways to train a model were found, rounded up: in parts of ``Row.moved``."""
+"""The largest measured difference of two ways to train each model, divided by ``Row.moved``, rounded up."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one model. Differences are the greatest of any weight; None: it is not trained like that.
+    """The differences for one method on one model, each the largest of any weight; None if one way cannot train it.
 
-    ``by_ray``: that of Ray from one process, 0 for the same bits; None where Ray was not asked. ``nudged``: that of the
-    loop from a start that is one rounding away; ``moved``: how far the loop's furthest weight went.
+    ``by_ray``: between Ray and one process, 0 for the same bits; None if Ray was not used. ``nudged``: between two runs
+    of the loop whose initial weights differ by one rounding. ``moved``: the largest change of a weight in the loop.
     """
 
     algorithm: str
@@ -61,13 +61,13 @@ class Row:
 
     @property
     def apart(self) -> float:
-        """Return how far apart the two that differ most are, in parts of ``moved``."""
+        """Return the largest difference of two ways to train, divided by ``moved``."""
         found = (self.compiled_and_loop, self.stack_and_loop, self.compiled_and_stack)
         return max((value for value in found if value is not None), default=0.0) / self.moved
 
 
 def measured(algorithm: str, model: str, folder: Path, *, rounds: int = 2, ray: bool = True) -> Row:
-    """Train in every way, in ``folder``, which holds what ``write_records`` puts there."""
+    """Train in every way on the records in ``folder``, which ``write_records`` wrote."""
     ways = {"compiled": "inprocess", "stack": {"kind": "inprocess", "stack": 4}}
     if ray:
         ways["ray"] = "ray:1"
@@ -94,9 +94,9 @@ def measured(algorithm: str, model: str, folder: Path, *, rounds: int = 2, ray: 
 
 
 def ray_and_process(algorithm: str, model: str, folder: Path, *, rounds: int = 1) -> float:
-    """Return how far apart one process and Ray end, at the furthest weight: 0 for the same bits.
+    """Return the largest difference of any weight between one process and Ray: 0 for the same bits.
 
-    ``folder`` holds what ``write_records`` puts there.
+    ``folder``: the folder with the records of ``write_records``.
     """
     settings = _settings(algorithm, model, folder, rounds)
     process, ray = (
@@ -107,7 +107,7 @@ def ray_and_process(algorithm: str, model: str, folder: Path, *, rounds: int = 1
 
 
 def write_records(folder: Path) -> None:
-    """Write 28x28 images, scikit-learn's digits made larger, as ``folder``/digits.npz: 160, and 40 for tests."""
+    """Write ``folder``/digits.npz: scikit-learn's digits enlarged to 28x28, 160 for training and 40 for tests."""
     digits = load_digits()
     large = np.pad(np.kron(digits.images[:200] * 15, np.ones((3, 3))), ((0, 0), (2, 2), (2, 2))).astype(np.uint8)
     labels = digits.target[:200].astype(np.int64)
@@ -116,13 +116,13 @@ def write_records(folder: Path) -> None:
 
 @contextmanager
 def without_kernel() -> Iterator[None]:
-    """Let PyTorch train whatever the compiled trainer would."""
+    """Disable the compiled trainer, so that PyTorch trains all clients."""
     with mock.patch.object(client_task, "load_kernel", return_value=(None, "it is hidden")):
         yield
 
 
 def _nudged(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return ``build`` of models whose every initial weight is the next float32 above."""
+    """Return a builder like ``build`` whose models have the next larger float32 in place of every initial weight."""
 
     def nudged(*args: object, **options: object) -> nn.Module:
         model = build(*args, **options)
@@ -135,7 +135,7 @@ def _nudged(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def difference(one: Params, other: Params) -> float:
-    """Return the greatest difference of any weight; NaN where one is not finite."""
+    """Return the largest difference of any weight; NaN if a weight is not finite."""
     return float(torch.stack([(one[name].double() - other[name].double()).abs().max() for name in one]).max())
 
 
@@ -154,7 +154,7 @@ def _trained(settings: dict[str, object], out: Path) -> tuple[Params, str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a table for people, and for each model the greatest of a column in parts of what was moved."""
+    """Return a Markdown table of the rows, and for each model the largest value of a column divided by ``moved``."""
     names = ("compiled_and_loop", "stack_and_loop", "compiled_and_stack", "nudged", "moved")
     lines = [f"| method | model | {' | '.join(names).replace('_and_', ', ')} | Ray the same |", "|---" * 8 + "|"]
     for row in rows:
@@ -174,7 +174,7 @@ def _figure(value: float | None) -> str:
 
 
 def main() -> int:
-    """Measure and print; the exit code is 1 where Ray ends in other bits, or a bound does not hold."""
+    """Measure and print. The exit code is 1 if Ray gives other bits, or if a difference exceeds its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
@@ -196,7 +196,7 @@ def main() -> int:
 
 @contextmanager
 def one_ray() -> Iterator[None]:
-    """Start one Ray for all runs, which join it and leave it running."""
+    """Start one Ray for all runs. A run joins this Ray and does not stop it."""
     choose_token()  # before Ray is imported
     from fl_sim.engines import ray_start
 

@@ -1,7 +1,7 @@
-"""Choices under noise on a worst case, and what can be wrong with them, for ``release_audit.py``.
+"""Private choices on a worst case, and versions with planted faults, for ``release_audit.py``.
 
-How many synthetic records of a class a client makes (DA-FL), which label teachers vote for (PATE and Diff-RN), and what
-is told of the labels' data-dependent cost.
+The choices: the number of synthetic records of a class (DA-FL), the label that teachers vote for (PATE and Diff-RN),
+and the published data-dependent cost of the labels.
 """
 
 import math
@@ -71,8 +71,8 @@ class VotedLabels:
     queries: int = 8
 
     def __call__(self, world: World, run: int) -> Array:
-        """Return how many queries were answered, and how many more were so by one opinion than by the other, (2,)."""
-        rivals = 125 if self.kind == "confident" else 126  # either label is as likely, in one world or between both
+        """Return the number of answered queries, and the answers for one label minus those for the other, (2,)."""
+        rivals = 125 if self.kind == "confident" else 126  # labels equally likely in one world or between both
         votes = np.array([125 + world, rivals - world, 0, 0])
         labelling = Labelling(mechanism=self._mechanism, noise="seeded")
         counts, noise = np.tile(votes, (self.queries, 1)), Noise.seeded(run)
@@ -81,7 +81,7 @@ class VotedLabels:
         return np.array([answered, float((found == 0).sum()) - float((found == 1).sum())])
 
     def events(self) -> list[dp_event.DpEvent]:
-        """Return what all queries cost, if all are answered."""
+        """Return the cost of all queries if all are answered."""
         test, answer = self._mechanism.charges()
         return [answer, *([] if test is None else [test])] * self.queries
 
@@ -139,11 +139,11 @@ class PublishedCost:
         return np.array([released.divergence])
 
     def curve(self, orders: Floats) -> Floats:
-        """Return what the publication is said to cost at each of ``orders``."""
+        """Return the claimed Renyi cost of the publication at each of ``orders``."""
         return replace(self._TERMS, noise=self.noise_multiplier).curve(orders)
 
     def _local(self, counts: Counts) -> float:
-        """Return how far one vote moves the bound from where it is."""
+        """Return the change of the cost if one teacher changes its votes: the local sensitivity."""
         moved = counts + np.array([[-1, 1, 0, 0]])
         at_order = np.array([self._TERMS.order])
         costs = [self._COST.curves(one, np.ones(len(one)), at_order)[0].sum() for one in (counts, moved)]

@@ -1,4 +1,4 @@
-"""One D step of DP-CGAN on a worst case, and what can be wrong with it, for ``release_audit.py``."""
+"""One discriminator step of DP-CGAN on a worst case, and versions with faults, for ``release_audit.py``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from fl_sim.privacy.mechanisms import Noise
 Array = NDArray[np.float64]
 
 _CLIPPING: Final = 0.1
-"""Smaller than any pair's gradient: all are clipped, and what is not clipped shows."""
+"""The clipping norm. It is smaller than any pair's gradient, so an unclipped gradient is detected."""
 
 FAR: Final = 1e4
-"""How far beyond [-1, 1] an audited record may lie: clipping has to hold whatever a record is."""
+"""The distance of an audited record from [-1, 1]. Clipping must hold for any record."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DiscriminatorStep:
         return total * (self._BYSTANDERS + 1) / (self._BYSTANDERS + world) if self.realised else total
 
     def prepared(self, world: World) -> "Gradient":
-        """Return what takes the first step of a training, which does not move the weights."""
+        """Return the function of a training's first step, which does not change the weights."""
         others = self._BYSTANDERS
         inputs = torch.full((others + 1, 1), -1.0)
         inputs[-1] = self.record
@@ -84,7 +84,7 @@ class DiscriminatorStep:
         return partial(_by_pytorch, training, _clipped_apart if self.apart else dpcgan.clipped_sums)
 
     def neighbours(self, settings: DpCgan) -> list[GanClient]:
-        """Return two more clients of the stack, of other sizes: they tell the audited one nothing."""
+        """Return two more clients of the stack, of other sizes. They have no effect on the audited client."""
         return [
             GanClient(settings, GeneratorRequest(
                 PrivateRecords(torch.full((number, 1), 1.0), torch.zeros(number, dtype=torch.int64), 3),
@@ -101,7 +101,7 @@ Gradient: TypeAlias = Callable[[Noise], Array]
 
 @lru_cache(maxsize=2)
 def _prepared(step: DiscriminatorStep, world: World) -> Gradient:
-    """Return the same for every run, since no step changes it."""
+    """Return the prepared training. All runs share it, because no step changes it."""
     return step.prepared(world)
 
 

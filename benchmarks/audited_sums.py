@@ -1,7 +1,7 @@
-"""Noisy sums and counts on a worst case, and what can be wrong with them, for ``release_audit.py``.
+"""Noisy sums and counts on a worst case, and versions with planted faults, for ``release_audit.py``.
 
-A record's: the mean embedding, moments of features, class Gaussians, marginals of tables. A client's: a round of Global
-DP whose clipping norm adapts, and what is asked for a private start.
+Releases about a record: the mean embedding, moments of features, class Gaussians, marginals of tables. Releases about a
+client: a round of Global DP with adaptive clipping, and the sums of a private start.
 """
 
 import math
@@ -33,15 +33,16 @@ from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.private_start import PrivateStart, classes_of, frame_of
 
 _CERTAIN: Final = 50.0
-"""The most that a log likelihood ratio is said to be, where one world alone allows what was seen."""
+"""The log likelihood ratio of an output that is possible in one world only."""
 
 
 @dataclass(frozen=True)
 class EmbeddingRelease:
-    """Both sums of the mean embedding, of the audited record alone or of nothing. ``share``: of the first release.
+    """Both sums of the mean embedding, of the audited record alone or of no record.
 
-    ``clipped``: whether anything is. ``split``: whether the two releases share the budget, or each takes it whole.
-    ``count_noised``: whether the number of records is.
+    ``_SHARE``: the budget share of the first release. ``clipped``: True if records are clipped. ``split``: True if the
+    two releases share the budget, False if each takes the whole budget. ``count_noised``: True if the number of records
+    has noise.
     """
 
     name: str
@@ -75,9 +76,9 @@ class EmbeddingRelease:
 
 @dataclass(frozen=True)
 class MomentsRelease:
-    """The moments of CCVR, of the audited record alone or of nothing, in units of the clipping norm.
+    """The moments of CCVR, of the audited record alone or of no record, in units of the clipping norm.
 
-    ``sensitivity``: what the noise counts on. ``count_noised``: whether the number of records is.
+    ``sensitivity``: the sensitivity that the noise assumes. ``count_noised``: True if the number of records has noise.
     """
 
     name: str
@@ -138,10 +139,11 @@ class GaussianRelease:
 
 @dataclass(frozen=True)
 class MarginalsRelease:
-    """Counts of a table's two columns, whether they are a pair, and its counts: what all of it says of one record.
+    """Counts of a table's two columns, the choice of pairs, and the counts of a pair, as evidence about one record.
 
-    ``tables``: of how many a record is taken to be in one cell each, None: of all. ``choice_noised``: whether the
-    choice is. ``split``: whether the three parts share the budget, or each takes it whole.
+    ``tables``: the number of tables that the noise assumes, each with the record in one cell; None: all tables.
+    ``choice_noised``: True if the choice has noise. ``split``: True if the three parts share the budget, False if each
+    part takes the whole budget.
     """
 
     name: str
@@ -150,7 +152,7 @@ class MarginalsRelease:
     choice_noised: bool = True
     split: bool = True
 
-    _SHARES = (0.8, 0.05, 0.15)  # the accountant pays more for the choice than it tells of one record
+    _SHARES = (0.8, 0.05, 0.15)  # the accountant charges more for the choice than the choice reveals about one record
 
     @property
     def parts(self) -> tuple[float, float, float]:
@@ -193,7 +195,7 @@ class MarginalsRelease:
         with (
             mock.patch.object(marginals, "released", counted),
             mock.patch.object(marginals, "chosen_pairs", chosen),
-            mock.patch.object(marginals, "fitted") as model,  # comes after the release, and takes most of the time
+            mock.patch.object(marginals, "fitted") as model,  # slow, and after the release
         ):
             model.return_value.sample.return_value = of_all
             Marginals(cells=2, columns_share=self._SHARES[0], pairs_share=self._SHARES[1]).generate(
@@ -203,7 +205,7 @@ class MarginalsRelease:
 
     @property
     def _expected(self) -> float:
-        """Return what noise alone adds to the score of the pair, which has four cells and one class."""
+        """Return the expected score of the pair from noise alone. The pair has four cells and one class."""
         return math.sqrt(2 / math.pi) * self.parts[2] * 4
 
 
@@ -304,7 +306,7 @@ class ClippedRound:
 
 
 def replace_norm(release: GlobalDP, times: float) -> GlobalDP:
-    """Return a release that clips to ``times`` as much and adds the same noise."""
+    """Return a release with ``times`` the clipping norm and the same noise."""
     return release.model_copy(
         update={"clipping_norm": release.clipping_norm * times, "noise_multiplier": release.noise_multiplier / times}
     )

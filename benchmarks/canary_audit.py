@@ -77,7 +77,7 @@ RARE_RATE, RARE_ROUNDS, RARE_EPSILON = 0.05, 60, 2.0
 
 @dataclass(frozen=True)
 class Setting:
-    """One audited training run. ``epsilon`` (at ``delta``) is what the true noise is chosen to cost."""
+    """One audited training run. The true noise costs ``epsilon`` at ``delta``."""
 
     num_canaries: int = 1000
     num_real: int = 50
@@ -89,7 +89,7 @@ class Setting:
     seed: int = 0
 
     def experiment(self) -> Experiment:
-        """Return the run of the real clients, with the noise that its rounds afford."""
+        """Return the experiment of the real clients, with the noise for its rounds and epsilon."""
         amplify = partial(amplify_poisson, sampling_rate=self.sampling_rate)
         noise = noise_multiplier(amplify, self.rounds, self.epsilon, self.delta)
         return experiment_from({
@@ -123,7 +123,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Return in words what is proven; the PLD value is a claim about the same noise, and easier to refute."""
+        """Return the verdict in words. The PLD value is a smaller claim about the same noise."""
         if self.epsilon_lower_bound > self.claimed:
             return "REFUTED"
         return "PLD value refuted" if self.epsilon_lower_bound > self.claimed_pld else "not refuted"
@@ -159,19 +159,19 @@ class CanaryClients(ClientApp):
 
 @dataclass
 class FaultyRounds(PrivateRounds):
-    """Charges what the true noise costs, and releases with ``noise_factor`` times as much."""
+    """Charges the cost of the true noise, and adds ``noise_factor`` times this noise."""
 
     noise_factor: float = 1.0
     published_seed: int | None = None
 
     def coins(self, server_round: int) -> Coins:
-        """Return what the cohort is drawn with: by the fault, what everybody can draw again."""
+        """Return the random source of cohorts. With the fault it is the public seed, known to everybody."""
         if self.published_seed is None:
             return super().coins(server_round)
         return _published(self.published_seed, server_round)
 
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
-        """Return the noised mean, noised too little."""
+        """Return the mean with too little noise."""
         noise = self.aggregator.noise_multiplier * self.noise_factor
         faulty = self.aggregator.model_copy(update={"noise_multiplier": noise})
         sound = PrivateRounds(faulty, self.sampler, self.num_clients, self.ledger, self.noise, self.clipping_norm)
@@ -190,7 +190,7 @@ class Scored:
 
     @property
     def aggregator(self) -> GlobalDP:
-        """Return the mechanism as it is claimed to be."""
+        """Return the claimed mechanism, without a fault."""
         assert isinstance(self.experiment.aggregator, GlobalDP)
         return self.experiment.aggregator
 
@@ -217,7 +217,7 @@ def audit(setting: Setting, mechanism: str) -> Finding:
 
 @dataclass(frozen=True)
 class Tightness:
-    """What the canaries of several runs prove, each taken for an audit of its own, beside what the ledger charged."""
+    """The proven epsilon of several runs, with each canary as one audit, and the epsilon that the ledger charged."""
 
     claimed: float
     noise_multiplier: float
@@ -227,7 +227,7 @@ class Tightness:
 
     @property
     def share(self) -> float:
-        """Return the proven epsilon over the claimed one."""
+        """Return the proven epsilon divided by the claimed epsilon."""
         return self.proven / self.claimed
 
 
@@ -320,14 +320,14 @@ def _published(seed: int, server_round: int) -> Coins:
 
 
 def _published_cohort(experiment: Experiment, setting: Setting, server_round: int) -> NDArray[np.bool_]:
-    """Return which canaries the published seed draws, (canaries,)."""
+    """Return a mask of the canaries that the published seed samples, shape (canaries,)."""
     population = setting.num_real + setting.num_canaries
     there = experiment.sampler.sample(population, _published(setting.seed, server_round), server_round)
     return np.isin(np.arange(setting.num_real, population), there)
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return the findings for people."""
+    """Return the findings as a Markdown table."""
     columns = (
         "mechanism", "seed", "noise", "claimed epsilon (RDP / PLD)", "proven, 95 %", "provable at most",
         "best guessing", "estimate, no bound", "accuracy", "verdict",
@@ -356,7 +356,7 @@ def _print_tightness(settings: Sequence[Setting], claims: Sequence[float]) -> No
 
 
 def main() -> None:
-    """Audit every variant and print what comes out."""
+    """Audit every variant and print the findings."""
     default = Setting()
     parser = argparse.ArgumentParser(description="Audit Global DP with canaries through whole training runs.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

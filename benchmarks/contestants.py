@@ -47,7 +47,7 @@ ENGINES: dict[str, str | dict[str, object]] = {
 
 
 def experiment_of(work: Work, what: str) -> Experiment:
-    """Return the job on real images, or on noise of the same shape, as ``what`` does it."""
+    """Return the experiment of the contestant ``what``, on real images or on noise of the same shape."""
     wanted = work.clients * work.records
     path = Path(tempfile.gettempdir()) / f"fl-sim-speed-{work.data}-{wanted}.npz"
     if not path.exists():
@@ -111,7 +111,7 @@ def plain(experiment: Experiment) -> Iterator[Round]:
 
 
 def train_plainly(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Train one epoch, as every tutorial does."""
+    """Train one epoch by the usual PyTorch loop."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for batch in torch.split(torch.randperm(len(labels), device=labels.device), 64) if len(labels) else ():
         optimizer.zero_grad()
@@ -184,7 +184,7 @@ def minimal_client_app(experiment_json: str):
 
 
 def serve(one_round: Round) -> None:
-    """Do a first round, say ``ready``, then a round a line."""
+    """Execute a first round, print ``ready``, then execute one round for each input line."""
     one_round(1)
     print("ready", flush=True)
     for server_round, _ in enumerate(sys.stdin, start=2):
@@ -198,9 +198,9 @@ def void(_: object) -> None:
 
 
 def main() -> None:
-    """Be one contestant."""
+    """Run the contestant that the command line names."""
     warnings.simplefilter("ignore")
-    warnings.filterwarnings("error", "no CUDA graph")  # a row of the table says that there are some
+    warnings.filterwarnings("error", "no CUDA graph")  # a row of the table assumes CUDA graphs
     what, work = sys.argv[1], {**WORKS, GPU_WORK.title: GPU_WORK}[sys.argv[2]]
     torch.set_num_threads(2 if what == "plain-2" else 1)
     experiment = experiment_of(work, what)

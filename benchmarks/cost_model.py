@@ -1,4 +1,4 @@
-"""A cost model of rounds, start and memory: fitted on small runs, held against larger ones, drawn out beyond them.
+"""A cost model of rounds, start and memory: fitted on small runs, tested on larger runs, and extrapolated.
 
     python benchmarks/cost_model.py [--json]           two cores, one process (about five minutes)
     python benchmarks/cost_model.py --cluster          Ray nodes of one core, one and two, simulated on this machine
@@ -41,7 +41,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Return how many numbers a client sends."""
+        """Return the number of parameters that a client sends."""
         return PARAMETERS[self.model]
 
 
@@ -88,7 +88,7 @@ TERMS: dict[str, tuple[tuple[str, ...], Features]] = {
 
 @dataclass(frozen=True)
 class Fit:
-    """What one measure of a run costs, term by term."""
+    """The fitted coefficients of one measure of a run, for each term."""
 
     measure: str
     coefficients: tuple[float, ...]
@@ -107,7 +107,7 @@ class Fit:
         return cls(measure, tuple((found / units).tolist()))
 
     def predicted(self, size: Size) -> float:
-        """Return what a run of ``size`` costs."""
+        """Return the predicted cost of a run of ``size``."""
         return sum(one * feature for one, feature in zip(self.coefficients, TERMS[self.measure][1](size), strict=True))
 
 
@@ -117,7 +117,7 @@ def error(fit: Fit, run: Measured) -> float:
 
 
 def run_one(size: Size, data: str, folder: Path) -> Measured:
-    """Do a run in this process."""
+    """Execute a run in this process."""
     import resource
 
     import torch
@@ -162,7 +162,7 @@ def run_one(size: Size, data: str, folder: Path) -> Measured:
 
 
 def measured(size: Size, folder: Path) -> Measured:
-    """Do a run in a process of its own."""
+    """Execute a run in a new process."""
     from scale import numbers_of
 
     data = numbers_of(folder, size.population)
@@ -178,7 +178,7 @@ def measured(size: Size, folder: Path) -> Measured:
 
 
 def on_a_cluster(folder: Path) -> list[Measured]:
-    """Do the runs of ``CLUSTER`` on Ray nodes of one core each, all on this machine."""
+    """Execute the runs of ``CLUSTER`` on Ray nodes of one core each, all on this machine."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     from ray.cluster_utils import Cluster
 
@@ -197,7 +197,7 @@ def on_a_cluster(folder: Path) -> list[Measured]:
 
 
 def far(fits: dict[str, Fit]) -> list[str]:
-    """Return what the model says of 10,000,000 clients, in words."""
+    """Return the prediction for 10,000,000 clients, in words."""
     lines = []
     for cohort, model in ((1_000, "2nn"), (10_000, "2nn"), (10_000, "mlp")):
         size = Size(10_000_000, cohort, model)
@@ -230,7 +230,7 @@ def report(fits: dict[str, Fit], held_out: Sequence[Measured]) -> list[str]:
 
 
 def main() -> None:
-    """Fit, hold against larger runs, and print."""
+    """Fit the model, compare it with larger runs, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", action="store_true", help="measure simulated Ray nodes")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -1,4 +1,4 @@
-"""Damages one file of an interrupted run's directory at a time, and sees whether the run still tells the truth.
+"""Damages one file of an interrupted run's directory at a time, and checks the resumed run's bits and epsilon.
 
 Each trial takes a copy of the directory of a run that was stopped after its second round, damages one file in it, and
 starts the same run again. That must either refuse, with one line that names what is wrong, or end in the bits of the
@@ -38,7 +38,7 @@ from fl_sim.store.run_directory import RoundRecord, read_rounds
 
 ROUNDS, STOPPED_AFTER, DELTA, RATE = 4, 2, 1e-3, 0.4
 SLOW = 60.0
-"""Seconds after which a trial counts as one that hangs."""
+"""Timeout of a trial in seconds. A trial that takes longer counts as hanging."""
 
 _QUICK = {"model": "logistic", "rounds": ROUNDS, "clients": 5, "engine": "inprocess"}
 _PRIVATE = {"kind": "global-dp", "delta": DELTA}
@@ -62,7 +62,7 @@ class File:
 
 @dataclass(frozen=True)
 class Trial:
-    """One damage, and what came of it; ``wrong`` is empty where that is right."""
+    """One damage and its outcome. ``wrong``: the fault, empty if the outcome is right."""
 
     number: int
     method: str
@@ -107,13 +107,13 @@ def _lines(file: File, change: Callable[[list[bytes], int], None]) -> bytes:
 
 
 def _mixed(file: File) -> bytes:
-    """Put one line of another run in the place of one."""
+    """Replace one line by a line of another run."""
     foreign = file.other.splitlines(keepends=True) or [b""]
     return _lines(file, lambda lines, at: lines.__setitem__(at, foreign[min(at, len(foreign) - 1)]))
 
 
 def _huge(file: File) -> bytes:
-    """Make a number in a text huge."""
+    """Replace a number in the text by a huge number."""
     numbers = list(re.finditer(rb"\d+", file.content))
     if not numbers:
         return file.content + b"9" * 5000
@@ -141,10 +141,10 @@ DAMAGES: Mapping[str, Callable[[File], bytes]] = {
     "deep JSON": lambda file: file.coins.choice([b"[", b'{"a":']) * 100_000 + b"\n",
     "a huge number": _huge,
 }
-"""Ways to damage a file, as what stands in its place."""
+"""Kinds of damage that return the file's new content."""
 
 OTHER = ("deleted", "a folder", "an endless device")
-"""Ways that leave no file in its place."""
+"""Kinds of damage that remove the file or replace it by something that is no file."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def prepared(method: str, folder: Path) -> Setting:
 
 
 def attempt(number: int, settings: Mapping[str, Setting], folder: Path) -> Trial:
-    """Damage one file, run again, and judge."""
+    """Damage one file, start the run again, and check the outcome."""
     method = list(settings)[number % len(settings)]
     setting, out = settings[method], folder / f"trial-{number}"
     shutil.copytree(setting.stopped, out)
@@ -195,7 +195,7 @@ def attempt(number: int, settings: Mapping[str, Setting], folder: Path) -> Trial
 
 
 def drawn(number: int, setting: Setting) -> tuple[random.Random, str, str]:
-    """Return a trial's coins, the file that it damages, and how."""
+    """Return a trial's random generator, the damaged file, and the kind of damage."""
     coins = random.Random(number)  # noqa: S311 (for what a trial is, not for secrets)
     files = sorted(str(path.relative_to(setting.stopped)) for path in setting.stopped.rglob("*") if path.is_file())
     return coins, coins.choice(files), coins.choice([*DAMAGES, *OTHER])
@@ -213,7 +213,7 @@ def _damage(path: Path, other: Path, kind: str, coins: random.Random) -> None:
 
 
 def _judge(setting: Setting, out: Path, result: Mapping[str, Any], watch: _Watch) -> str:
-    """Return what is wrong with a run that went on to its end; empty where nothing is."""
+    """Return the fault of a run that reached its end, in words; empty if there is no fault."""
     if result["privacy"]:
         event = amplify_poisson(dp_event.GaussianDpEvent(1.0), RATE)
         secret = not result["privacy"][0]["simulation_only"]
@@ -244,7 +244,7 @@ def _numbers(out: Path) -> list[dict[str, Any]]:
 
 
 def trials(numbers: range, folder: Path, tell: Callable[[Trial], None] | None = None) -> list[Trial]:
-    """Make the trials of these numbers."""
+    """Execute the trials with these numbers."""
     settings = {method: prepared(method, folder / method.replace(" ", "-")) for method in METHODS}
     done = []
     for number in numbers:

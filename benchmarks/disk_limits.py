@@ -1,4 +1,4 @@
-"""Takes the disk away from runs in every way at hand, and sees whether they say so, and lose nothing.
+"""Makes the disk of runs unusable in many ways, and checks that runs report it and lose nothing.
 
 Each case must end in one line that names a path and a cure, never in a traceback; ``result.json`` must say "failed"
 where it can be written; and once there is room again the same run must end in the bits of one that was never disturbed.
@@ -50,7 +50,7 @@ class NoMount(Exception):  # noqa: N818 (the reason why a case is left out)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case; ``wrong`` is empty where that is right, ``said`` is the run's last line."""
+    """The outcome of a case. ``wrong``: the fault, empty if there is none. ``said``: the run's last line."""
 
     case: str
     said: str
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a disturbed run said, and what is to be seen of it: None where that cannot be asked."""
+    """The message and the checked facts of a disturbed run; None for a fact that cannot be checked."""
 
     said: str
     is_told: bool | None = None
@@ -68,7 +68,7 @@ class Ended:
 
 
 class _At(Silent):
-    """Does something after a round."""
+    """An observer that calls a function after a given round."""
 
     def __init__(self, server_round: int, act: Callable[[], object]) -> None:
         self._round, self._act = server_round, act
@@ -79,7 +79,7 @@ class _At(Silent):
 
 
 def refused(experiment: Experiment, out: Path, observer: Silent | None = None) -> str:
-    """Run, and return what the refusal says."""
+    """Start a run that must be refused, and return the error message."""
     try:
         run(experiment, out, None, observer)
     except (RunError, UserError) as error:
@@ -89,7 +89,7 @@ def refused(experiment: Experiment, out: Path, observer: Silent | None = None) -
 
 @contextmanager
 def file_limit(size: int) -> Iterator[None]:
-    """Let no file become larger than ``size`` bytes."""
+    """Limit the size of every file to ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -143,7 +143,7 @@ def fill(folder: Path) -> Path:
 
 
 def _same(experiment: Experiment, folder: Path, out: Path) -> bool:
-    """Go on with a disturbed run, and compare it with one that was not."""
+    """Resume a disturbed run, and compare it with an undisturbed run."""
     run(experiment, out)
     run(experiment, folder / "whole")
     mine, theirs = (load_file(place / "model.safetensors") for place in (out, folder / "whole"))
@@ -155,7 +155,7 @@ def _is_told(out: Path) -> bool:
 
 
 def limited(experiment: Experiment, size: int) -> Callable[[Path], Ended]:
-    """From the start no file may be larger than ``size``."""
+    """Limit the size of every file to ``size`` bytes from the start of a run."""
 
     def case(folder: Path) -> Ended:
         with file_limit(size):
@@ -166,7 +166,7 @@ def limited(experiment: Experiment, size: int) -> Callable[[Path], Ended]:
 
 
 def full(experiment: Experiment, after: int) -> Callable[[Path], Ended]:
-    """After a round the file system is full, then it is not any more."""
+    """Fill the file system after a round, free the space, and resume the run."""
 
     def case(folder: Path) -> Ended:
         with mounted(folder / "small", "size=2m") as small:
@@ -178,7 +178,7 @@ def full(experiment: Experiment, after: int) -> Callable[[Path], Ended]:
 
 
 def changed(act: Callable[[Path], object], *, is_told: bool | None = None) -> Callable[[Path], Ended]:
-    """Something happens to the directory after the second round."""
+    """Change the run directory after the second round."""
 
     def case(folder: Path) -> Ended:
         out = folder / "run"
@@ -207,7 +207,7 @@ def _linked(out: Path) -> None:
 
 
 def at_start(make: Callable[[Path], Path]) -> Callable[[Path], Ended]:
-    """Nothing can be written where the run is to go."""
+    """Start a run whose directory cannot be written."""
     return lambda folder: Ended(refused(PLAIN, make(folder)))
 
 
@@ -233,14 +233,14 @@ def read_only_start(folder: Path) -> Ended:
 
 
 def pools(experiment: Experiment, options: str, *, filled: bool = False) -> Callable[[Path], Ended]:
-    """Let nothing be kept of what clients release beforehand."""
+    """Make the folder of pools unusable, so that clients' releases before the first round cannot be stored."""
 
     def case(folder: Path) -> Ended:
         with mounted(folder / "pools", options) as place, pools_in(place):
             if filled:
                 fill(place)
             said = refused(experiment, folder / "run")
-            private = folder / "run" / PRIVATE_ERRORS  # what clients say is not quoted
+            private = folder / "run" / PRIVATE_ERRORS  # error messages of clients are not quoted
             said += private.read_text(encoding="utf-8").rstrip("\n") if private.exists() else ""
             return Ended(said, _is_told(folder / "run"))
 
@@ -276,7 +276,7 @@ CASES: Mapping[str, Callable[[Path], Ended]] = {
 
 
 def attempt(name: str, folder: Path) -> Outcome:
-    """Make a case, and judge it."""
+    """Execute a case, and check its outcome."""
     folder.mkdir()
     try:
         ended = CASES[name](folder)

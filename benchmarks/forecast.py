@@ -1,4 +1,4 @@
-"""Is a forecast right? What ``fl-sim plan`` foretells of two cheap runs beside what they take, by processor time.
+"""Compare the forecast of ``fl-sim plan`` with the processor time of two short runs.
 
     PYTHONPATH=. python benchmarks/forecast.py [--json] [--most 1.33]
 
@@ -35,7 +35,7 @@ FIRST: dict[str, Any] = {
 
 
 def processor_seconds(experiment: Experiment, folder: Path) -> float:
-    """Return how long a run computes."""
+    """Return the processor seconds of a run."""
     start = time.process_time()
     run(experiment, folder / "run")
     return time.process_time() - start

@@ -109,7 +109,7 @@ def _own(name: str) -> Dataset:
 
 
 def damaged(content: bytes, generator: random.Random) -> bytes:
-    """Return ``content`` with one thing wrong."""
+    """Return ``content`` with one random damage."""
     at, length = generator.randrange(len(content)), generator.randint(1, 64)
     choices: tuple[Callable[[], bytes], ...] = (
         lambda: content[:at],
@@ -122,7 +122,7 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
         lambda: content.replace(b"|u1", generator.choice((b"|O ", b"<f8", b"|V9", b"<U9", b"<M8")), 1),
         lambda: content.replace(b"39,", generator.choice((b"nan,", b"1e400,", b"\0,", b"-5,", b"," * 50, b"'\n',")), 1),
         lambda: content.replace(b"39,", generator.choice((b"-NAN,", b'"3,9",', b"39%,", b"2**53,", b"=39,")), 2),
-        lambda: content.replace(b'"b": {', b'"a": {', 1),  # a key that stands twice
+        lambda: content.replace(b'"b": {', b'"a": {', 1),  # a key that occurs twice
         lambda: b"",
         generator.choice((_bomb, _objects, _lie)),
     )
@@ -130,7 +130,7 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
 
 
 def try_out(read: Callable[[], Dataset], outcomes: Counter[str]) -> str:
-    """Read a damaged data set; return what is wrong with what came of it, empty where nothing is."""
+    """Read a damaged data set. Return the fault of the outcome in words, empty if there is none."""
     start = time.perf_counter()
     try:
         with warnings.catch_warnings():

@@ -28,7 +28,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
 
 MOST_CHARACTERS = 1000
-"""A message of several mistakes is no longer."""
+"""The largest length of an error message in characters, also for several mistakes."""
 MOST_SECONDS = 20.0
 
 NUMBERS: tuple[Any, ...] = (
@@ -47,7 +47,7 @@ OTHERS: tuple[Any, ...] = (
 
 @dataclass
 class Tally:
-    """What became of the cases. ``trouble``: one line for each that ended in anything but a value or a refusal."""
+    """The outcomes. ``trouble``: one line for each case that was neither accepted nor refused in one line."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     trouble: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ def draw(settings: type, generator: random.Random, share: float) -> dict[str, An
 
 
 def try_out(table: dict[str, Any], tally: Tally) -> Experiment | None:
-    """Validate, resolve and split; note in ``tally`` what came of it, and return what was taken."""
+    """Validate, resolve and split; count the outcome in ``tally``, and return the accepted experiment."""
     start = time.perf_counter()
     try:
         experiment = job_of(experiment_from(table)).experiment

@@ -28,7 +28,7 @@ OF_A_RUN = ("config.toml", "result.json", "rounds.jsonl")
 
 
 def keep(table: Path, folder: Path) -> int:
-    """Copy and pack; return how many finished runs there are. The same runs give the same bytes."""
+    """Copy and pack a table; return the number of finished runs. The same runs give the same bytes."""
     if missing := [name for name in TABLE if not (table / name).is_file()]:
         sys.exit(f"{table} has no {' and no '.join(missing)}: give the directory that fl-sim table wrote to (--out)")
     runs = sorted(path.parent for path in table.glob("*/*/result.json") if _finished(path))
@@ -38,14 +38,14 @@ def keep(table: Path, folder: Path) -> int:
     with tarfile.open(folder / PACKED, "w:xz", preset=9) as packed:
         for path in (run / name for run in runs for name in OF_A_RUN):
             content = path.read_bytes()
-            entry = tarfile.TarInfo(str(path.relative_to(table)))  # of no date and no owner
+            entry = tarfile.TarInfo(str(path.relative_to(table)))  # without date and owner
             entry.size = len(content)
             packed.addfile(entry, io.BytesIO(content))
     return len(runs)
 
 
 def go_on(folder: Path, table: Path) -> int:
-    """Unpack to ``table``, which must not be there; return how many runs there are."""
+    """Unpack to the folder ``table``, which must not exist; return the number of runs."""
     if table.exists():
         sys.exit(f"{table} is there already: its command goes on with it as it is, or give another directory")
     archive = find_archive(folder)
@@ -100,7 +100,7 @@ def _finished(result: Path) -> bool:
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Execute the command of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["keep", "go-on", "collect"])
     parser.add_argument("source", type=Path)

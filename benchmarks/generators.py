@@ -46,7 +46,7 @@ EPOCHS, BATCH_SIZE, LEARNING_RATE = 20, 64, 1e-3
 
 @dataclass(frozen=True)
 class Score:
-    """What a classifier that saw nothing but one pool gets right on real images."""
+    """The accuracy on real images of a classifier that was trained on one pool alone."""
 
     data: str
     kind: str

@@ -1,4 +1,4 @@
-"""How woven is the code? Counts of who knows which feature, and of what one round goes through.
+"""Counts of the modules that import each feature, and of the code that one round executes.
 
     python benchmarks/house.py [CHECKOUT]
 
@@ -130,18 +130,18 @@ def size(top: Path) -> tuple[int, int, float]:
 
 
 class Trail:
-    """Notes which functions and lines of ours are run between ``start`` and ``stop``."""
+    """Records the functions and lines of this project that are executed between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self.functions: set[CodeType] = set()
         self.lines: set[tuple[str, int]] = set()
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to record."""
         sys.settrace(self._called)
 
     def stop(self) -> None:
-        """End."""
+        """End the recording."""
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, value: Any) -> Callable[..., Any] | None:  # noqa: ARG002 (settrace's)
@@ -169,7 +169,7 @@ def of_a_round(settings: Mapping[str, Any]) -> tuple[int, int, int]:
         """Starts after the first round, and ends after the second."""
 
         def finished_round(self, record: Any) -> None:
-            """Turn the trail on, and off."""
+            """Start the trail after the first round, and stop it after the second."""
             trail.stop() if record.round == 2 else trail.start()
 
     usual = {"model": "logistic", "rounds": 2, "engine": {"kind": "inprocess", "workers": 1}, "clients": 4}

@@ -31,7 +31,7 @@ def percentile(values: np.ndarray) -> tuple[float, float]:
 
 
 def given(values: np.ndarray) -> tuple[float, float]:
-    """Return what tables print."""
+    """Return the interval that tables print."""
     found = difference([(value, 0.0) for value in values.tolist()])
     assert found is not None
     return found.low, found.high

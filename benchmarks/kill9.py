@@ -29,13 +29,13 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 600.0
-"""How long one command may take; more is a hang."""
+"""Timeout of one command in seconds. A longer command counts as hanging."""
 
 LOGS = "**/rounds.jsonl"
-"""The files whose lines say how far a command is."""
+"""The files whose number of lines shows the progress of a command."""
 
 ORPHAN_SECONDS = 10.0
-"""How long a process may outlive the command that was killed."""
+"""The largest number of seconds that a process may live after its killed command."""
 
 FEDERATED = ("model=logistic", "clients=6", "partition=iid")
 PRIVATE = (*FEDERATED, "rounds=12", "aggregator=global-dp", "sampler=poisson:0.5")
@@ -94,7 +94,7 @@ CASES = (
 
 @dataclass
 class Trial:
-    """What became of one kill: where it hit, how often the command was started again, and all that is wrong."""
+    """The outcome of one kill: its moment, the number of restarts, and all faults."""
 
     case: str
     moment: str = ""
@@ -153,7 +153,7 @@ class Command:
             self._output.close()
 
     def orphans(self) -> list[str]:
-        """Return what still lives ``ORPHAN_SECONDS`` after the command, and end it."""
+        """Return the processes that still live ``ORPHAN_SECONDS`` after the command, and end them."""
         deadline = time.monotonic() + ORPHAN_SECONDS
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -161,7 +161,7 @@ class Command:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         while left and self.processes() and time.monotonic() < deadline + ORPHAN_SECONDS + MOST_SECONDS:
-            time.sleep(0.01)  # a killed process is gone when the kernel has found the time for it
+            time.sleep(0.01)  # the kernel may need some time to remove a killed process
         return [words[:80] for _, words in left]
 
 
@@ -214,7 +214,7 @@ def attempt(case: Case, reference: Reference, folder: Path, chance: random.Rando
 
 
 def differences(case: Case, reference: Path, folder: Path) -> list[str]:
-    """Return all in which a disturbed run is not what it should be."""
+    """Return all faults of a disturbed run."""
     wrong = []
     for path in sorted(folder.glob("out/**/rounds.jsonl")):
         rounds, expected = (_rounds(root / path.relative_to(folder)) for root in (folder, reference))

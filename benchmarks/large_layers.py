@@ -31,7 +31,7 @@ CLASSES, MUCH = 10, 1.1
 
 
 def ending(channels: int) -> list[nn.Module]:
-    """Return what ends every network: the mean of each plane, and logits."""
+    """Return the last layers of every network: the mean of each plane, and logits."""
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
 
 

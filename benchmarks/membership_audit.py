@@ -76,7 +76,7 @@ class Canaries:
     counts: NDArray[np.int64]
 
     def release(self, taking_part: NDArray[np.bool_], bill: GeneratorBill, noise: Noise, seed: int) -> torch.Tensor:
-        """Return what is released where the canaries of a mask take part."""
+        """Return the released records if the canaries of a mask take part."""
         labels = np.where(taking_part, self.labels, len(self.counts) - 1)
         records = PrivateRecords(self.inputs, torch.from_numpy(labels), len(self.counts))
         return self.generator.generate(records, self.counts, bill, noise, rng(seed, "generator"))
@@ -198,7 +198,7 @@ PIPELINES = (
 
 
 def audit_pipeline(pipeline: Pipeline, target: float, *, num_runs: int, seed: int) -> Finding:
-    """Run ``pipeline`` with and without the audited record, and say what epsilon the outputs prove."""
+    """Run ``pipeline`` with and without the audited record, and return the epsilon that the outputs prove."""
     start, first = time.perf_counter(), 2 * num_runs * seed
     bill = pipeline.bill(target)
     without = np.stack([pipeline(0, first + run, bill) for run in range(num_runs)])
@@ -212,13 +212,13 @@ def audit_pipeline(pipeline: Pipeline, target: float, *, num_runs: int, seed: in
 
 
 def _separated(num_runs: int) -> float:
-    """Return what is proven where the outputs of both worlds have nothing in common."""
+    """Return the proven epsilon if no output occurs in both worlds."""
     apart = audit_profile(np.zeros((num_runs, 1)), np.ones((num_runs, 1)), [0], epsilons=[0], delta=DELTA)
     return apart.epsilon_lower_bound
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return the findings for people."""
+    """Return the findings as a Markdown table."""
     columns = ("audit", "mechanism", "claimed epsilon", "proven, 95 %", "provable at most", "best attack", "verdict")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [
@@ -230,7 +230,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def main() -> None:
-    """Audit every release and print what comes out."""
+    """Audit every release and print the findings."""
     parser = argparse.ArgumentParser(description="Audit released synthetic records by membership inference.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seed", type=int, default=0)

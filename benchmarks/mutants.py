@@ -1,4 +1,4 @@
-"""Small wrong changes, planted one at a time, and whether the tests of their place see each of them.
+"""Plant small faults in the code, one at a time, and check that the tests detect each of them.
 
 Each file of benchmarks/mutants/ lists the mutants of one area: ``name``; ``file``; ``old``, a text that occurs there
 exactly once; ``new``, which takes its place; ``tests``, the test files that must fail. They are planted in a copy of
@@ -60,7 +60,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: "killed", "survived", or what pytest said instead."""
+    """The outcome of a mutant: "killed", "survived", or the message of pytest."""
 
     area: str
     name: str
@@ -80,7 +80,7 @@ def read_mutants(lists: Path = LISTS) -> list[Mutant]:
 
 
 def problems(mutants: Sequence[Mutant], project: Path = PROJECT) -> list[str]:
-    """Say where the lists do not fit the code any more."""
+    """Return messages about the entries that no longer fit the code."""
     found = []
     names = Counter((mutant.area, mutant.name) for mutant in mutants)
     found += [f"{area}: two mutants are called {name!r}" for (area, name), count in names.items() if count > 1]
@@ -143,7 +143,7 @@ def copied(project: Path, into: Path) -> Path:
 
 
 def main() -> None:
-    """Plant the mutants that were asked for, and print what became of them."""
+    """Plant the chosen mutants, and print their outcomes."""
     parser = argparse.ArgumentParser(description="Plant small wrong changes, and see whether the tests notice.")
     parser.add_argument("--area", help="only this list, such as partitions")
     parser.add_argument("--only", default="", help="only mutants whose name holds this text")

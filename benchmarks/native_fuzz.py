@@ -50,7 +50,7 @@ LAST_BITS = 1e-6
 """The same as a share of the numbers' own size, for training that hardly moves them, and of numbers of size 1."""
 
 AS_PYTORCH = 10.0
-"""How many times as far from float64's as PyTorch's they may lie."""
+"""The largest allowed ratio of the compiled trainer's error to PyTorch's error, both relative to float64."""
 
 RECORD_SETS = 3
 
@@ -60,7 +60,7 @@ TERMS = (*WITH_MIX, "logit_scale", "logit_shift", "distillation", "suppression",
 
 OPTIONS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-fno-omit-frame-pointer"]
 FOUND = 66
-"""What a process with sanitizers exits with where they find a fault."""
+"""The exit code of a process with sanitizers if the sanitizers find a fault."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Case:
         return inputs, torch.randint(0, self.classes, (self.count,), generator=generator)
 
     def plan(self, params: Params) -> LocalPlan:
-        """Return what the drawn parts add to local SGD."""
+        """Return the plan: the additions of the drawn parts to local SGD."""
         generator = torch.Generator().manual_seed(self.number)
 
         def like(scale: float) -> Params:
@@ -100,7 +100,7 @@ class Case:
         return replace(plan, **self._terms(like(0.1), params, generator))
 
     def _terms(self, noise: Params, params: Params, generator: torch.Generator) -> dict[str, Any]:
-        """Return what the drawn parts do to the loss and to its gradient."""
+        """Return the changes of loss and gradient by the drawn parts."""
         width = _last(self.model).in_features
 
         def number() -> float:
@@ -134,7 +134,7 @@ class Masks(nn.Dropout):
         self.key, self.number, self.passes = key, number, 0
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what is left of ``values``, (n, *shape)."""
+        """Return ``values`` after dropout, shape (n, *shape)."""
         if not self.training:
             return values
         count, features = len(values), values[0].numel()
@@ -318,7 +318,7 @@ def fault_of(kernel: Kernel, case: Case) -> str:
 
 
 def lesson_of(case: Case, seed: int = 0, params: Params | None = None) -> KernelJob:
-    """Return what the compiled trainer is asked for."""
+    """Return the job for the compiled trainer."""
     params = params or detached(case.model.named_parameters())
     task, plan = LocalTask(1, 0, 1, case.count, case.settings, params), case.plan(params)
     return KernelJob(task, plan, *case.records(seed), Draws.of(task, plan, case.count, rng(0, "draws")))

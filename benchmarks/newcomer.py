@@ -25,7 +25,7 @@ PAGES = {
     "a model of one's own": "docs/tutorials/own-model.md",
 }
 WORDS, CHARACTERS = 150, 150
-"""A minute, of a reader whose first language is not English, and of a slow typist."""
+"""Words and characters per minute, for a reader whose first language is not English and a slow typist."""
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

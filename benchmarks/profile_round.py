@@ -157,7 +157,7 @@ def table(profiles: dict[str, dict[str, float]]) -> str:
 
 
 def plot(profiles: dict[str, dict[str, float]], path: Path, title: str) -> None:
-    """Draw a bar a part, a panel a work."""
+    """Draw one panel for each work, with one bar for each part."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5 * len(profiles), 4.6), layout="constrained")

@@ -29,11 +29,11 @@ UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-pro
 
 
 PATIENCE = 120.0
-"""Seconds for what takes a few on an idle machine."""
+"""Timeout in seconds for steps that take a few seconds on an idle machine."""
 
 
 def may_unshare() -> bool:
-    """Say whether nodes can have file systems of their own here."""
+    """Return True if Ray nodes can have separate file systems on this machine."""
     if not shutil.which("unshare") or os.geteuid() != 0:
         return False
     return subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
@@ -58,7 +58,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Return what engine.address is set to."""
+        """Return the value of the setting engine.address."""
         return f"127.0.0.1:{self.port}"
 
     def begin(self) -> None:
@@ -83,7 +83,7 @@ class Cluster:
         return self._start([*UNSHARE, "bash", "-c", script] if may_unshare() else [*join.split()[1:], *self._options])
 
     def wait_for(self, nodes: int) -> None:
-        """Wait until so many nodes are there to train."""
+        """Wait until the given number of nodes is ready to train."""
         import ray  # not before whoever uses this has set what Ray reads when it is imported
 
         deadline = time.monotonic() + PATIENCE
@@ -96,7 +96,7 @@ class Cluster:
         ray.shutdown()  # a run joins by itself
 
     def cpu_seconds(self) -> float:
-        """Return what all processes of the cluster have used so far."""
+        """Return the CPU seconds of all processes of the cluster until now."""
         total = 0.0
         for started in self.processes:
             for process in [(one := psutil.Process(started.pid)), *one.children(recursive=True)]:
@@ -105,7 +105,7 @@ class Cluster:
         return total
 
     def end(self) -> None:
-        """Kill all that was started."""
+        """Kill all processes that this cluster started."""
         alive = [psutil.Process(one.pid) for one in self.processes if one.poll() is None]
         everything = [child for one in alive for child in [*one.children(recursive=True), one]]
         for process in everything:

@@ -49,7 +49,7 @@ CONFIDENCE = 0.95
 DELTA = 1e-5
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Of the claimed epsilon: where delta is held against the claim."""
+"""The shares of the claimed epsilon at which delta is compared with the claim."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def noise_for(family: Family | DivergenceFamily, epsilon: float) -> float:
 
 
 def one_gaussian(noise: float) -> list[dp_event.DpEvent]:
-    """Return what a release on all records claims."""
+    """Return the claimed event of one Gaussian release on all records."""
     return [dp_event.GaussianDpEvent(noise)]
 
 
@@ -251,7 +251,7 @@ def direction(mechanism: Any) -> Array:
 
 
 def table(name: str, claimed_epsilon: float, findings: Sequence[Finding]) -> str:
-    """Return the findings of one family for people."""
+    """Return the findings of one family as a Markdown table."""
     claimed, true, quarter = findings[0].profile.claimed, findings[0], claimed_epsilon / 4
     head = (
         f"**{name}**: claimed epsilon {claimed_epsilon:.2f}, "
@@ -275,7 +275,7 @@ def table(name: str, claimed_epsilon: float, findings: Sequence[Finding]) -> str
 
 
 def main() -> None:
-    """Audit everything and print what comes out."""
+    """Audit all releases and print the findings."""
     parser = argparse.ArgumentParser(description="Audit single private releases on a worst case.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seed", type=int, default=0)

@@ -83,7 +83,7 @@ class Row:
 
 
 def roofs(folder: Path) -> Roofs:
-    """Measure the machine; the best of 5 each."""
+    """Measure the rates of this machine, each as the best of 5."""
     library = folder / "roofline.so"
     compile_plain(Path(__file__).with_suffix(".cpp"), library, lanes_of(processor()))
     measured = ctypes.CDLL(str(library))
@@ -137,11 +137,11 @@ def measure(
 
 
 def rows_of(stack: Stack, milliseconds: NDArray[np.float64], batch: int, roof: Roofs) -> list[Row]:
-    """Return a row for every layer, and for what is none."""
+    """Return a row for every layer, one for the loss, and one for the rest."""
     shapes, products, rows = shapes_of(stack), products_of(stack), []
     for index, row in enumerate(layers_of(stack)):
         kind, read, written = KINDS[row["kind"]], shapes[row["source"]], shapes[index + 1]
-        ways = 3 if index else 2  # nobody asks for the gradient of the records
+        ways = 3 if index else 2  # the gradient of the records is not computed
         operations = 2.0 * ways * batch * products[index]
         moved = batch * (np.prod(read) + np.prod(written)) * (2 if kind == "add" else 1)
         moved = ways * (moved + products_in_output(row) * written[0])

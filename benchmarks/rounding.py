@@ -31,7 +31,7 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Precision
 
 SHAPE, CLASSES, RECORDS = (3, 32, 32), 10, 64
 RATE = 1e4
-"""So large a step that the weights' own rounding does not hide the gradient's."""
+"""A learning rate so large that the rounding of weights does not hide the rounding of gradients."""
 
 FLIPPED = 2e-5
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_SECONDS = 600.0
-"""How long one run may take."""
+"""Timeout of one run in seconds."""
 
 KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("local.privacy", "dp-sgd"): ("local.privacy.noise_multiplier=1", "local.privacy.noise=seeded"),
@@ -105,7 +105,7 @@ def cases(*, with_ray: bool = False) -> list[Case]:
         name = f"{setting} {kind}"
         found.append(quick(name, *settings))
         found.append(quick(f"{name}, resumed", *settings, stop_after=2))
-        if setting == "algorithm" and kind not in {"afl", "pate", "tstr"}:  # which have no rounds
+        if setting == "algorithm" and kind not in {"afl", "pate", "tstr"}:  # these algorithms have no rounds
             private = (*PRIVATE, "algorithm.tau_eff=8") if kind == "fednova" else PRIVATE
             found.append(quick(f"{name}, global-dp", *settings, *_beside(settings, private)))
             found.append(quick(f"{name}, stacked", *settings, "engine.stack=6"))
@@ -228,7 +228,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def _lasting(value: Any) -> Any:
-    """Return ``value`` without what differs from run to run."""
+    """Return ``value`` without the entries that differ from run to run."""
     if isinstance(value, dict):
         return {name: _lasting(one) for name, one in value.items() if name not in _UNCOMPARED}
     return [_lasting(one) for one in value] if isinstance(value, list) else value

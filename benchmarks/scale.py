@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """What a run cost; seconds a round are medians."""
+    """The measured costs of a run. Seconds of a round are medians."""
 
     setting: Setting
     start_seconds: float
@@ -183,12 +183,12 @@ def cpu_seconds() -> float:
 
 
 def space_mb(folder: Path) -> float:
-    """Return what the files below ``folder`` take on disk; those with holes take less than their size."""
+    """Return the disk space of the files below ``folder``. A sparse file takes less than its size."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
 def measured(setting: Setting, data: str) -> Row:
-    """Do a run in a process of its own."""
+    """Execute a run in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join([str(HERE.parent), str(HERE)])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -264,7 +264,7 @@ def _others(axes: Any, rows: list[Row], measure: str) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> list[Setting]:
-    """Return the runs that the command line asks for."""
+    """Return the runs that the command line selects."""
     chosen = MILLION if options.million else LARGE_MODEL if options.large_model else SETTINGS
     chosen = [
         one for one in (QUICK if options.quick else chosen)

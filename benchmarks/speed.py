@@ -74,7 +74,7 @@ class Row:
 
 
 class Contestant:
-    """A process that does a round when told to."""
+    """A process that executes one round on request."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         start = time.perf_counter()
@@ -100,11 +100,11 @@ class Contestant:
         return wall / in_a_row, (self._cpu() - before) / in_a_row
 
     def __enter__(self) -> Self:
-        """Take part."""
+        """Return this contestant, for a with statement."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave, with all child processes."""
+        """End the process and all its child processes."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -194,7 +194,7 @@ def floors(rate: float) -> dict[str, dict[str, float]]:
 def contestants_of(
     index: int, options: argparse.Namespace, peers: dict[str, Entrant], missing: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return who is measured on the work at ``index``; ``missing``: who this machine does not have."""
+    """Return the contestants for the work at ``index``. ``missing``: the contestants that this machine lacks."""
     everyone = [name for name in [*WHAT, *peers] if name != BASE]
     if index >= EVERYONE_ON or (options.quick and index):
         everyone = ["inprocess-1", "inprocess", "bfloat16"]
@@ -208,14 +208,14 @@ def works_of(options: argparse.Namespace) -> list[Work]:
 
 
 def gpu_contestants(options: argparse.Namespace) -> list[str]:
-    """Return who is asked for on the GPU."""
+    """Return the contestants on the GPU."""
     if options.work and GPU_WORK.title not in options.work:
         return []
     return [name for name in ON_GPU if name != GPU_BASE and (not options.only or name in options.only)]
 
 
 def has_bfloat16() -> bool:
-    """Say whether the compiled trainer has products of bfloat16 here."""
+    """Return True if the compiled trainer supports bfloat16 products on this machine."""
     from fl_sim.native.kernel import load_kernel
 
     kernel, _ = load_kernel()
@@ -223,7 +223,7 @@ def has_bfloat16() -> bool:
 
 
 def has_gpu() -> bool:
-    """Say whether there is a GPU."""
+    """Return True if there is a GPU."""
     import torch
 
     return torch.cuda.is_available()

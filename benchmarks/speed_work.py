@@ -1,4 +1,4 @@
-"""The jobs that benchmarks/speed.py measures, and how much arithmetic they are."""
+"""The jobs that benchmarks/speed.py measures, and their numbers of floating-point operations."""
 
 from dataclasses import dataclass
 

@@ -84,7 +84,7 @@ def parts(tracker: str, run: Path) -> dict[str, float]:
 
 
 def print_parts(trackers: Sequence[str], rounds: int, folder: Path) -> None:
-    """Send one run to each tracker, and print what that took."""
+    """Send one run to each tracker, and print the processor time."""
     import fl_sim
 
     os.environ |= {

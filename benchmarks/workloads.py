@@ -140,7 +140,7 @@ def settings_of(work: Workload, data: str) -> dict[str, Any]:
 
 
 def ours(work: Workload, data: str) -> None:
-    """Be a run that says ``ready`` after its first round and then does one for every line on standard input."""
+    """Run as a contestant: print ``ready`` after the first round, then execute one round for each input line."""
     from fl_sim.experiment.experiment import experiment_from
     from fl_sim.simulation.run import Silent, run
     from fl_sim.store.run_directory import RoundRecord
@@ -162,7 +162,7 @@ def ours(work: Workload, data: str) -> None:
 
 
 def plain(job_file: str) -> None:
-    """Be a plain loop in PyTorch over the clients of each round."""
+    """Run as a contestant: a plain PyTorch loop over the clients of each round."""
     sys.path.insert(0, str(HERE / "peers"))
     sys.argv = ["plain", job_file]
     import torch
@@ -194,7 +194,7 @@ def plain(job_file: str) -> None:
 
 
 def job_file(work: Workload, data: str, folder: Path) -> Path:
-    """Write what the plain loop and the peers are given, and return where."""
+    """Write the job file for the plain loop and the peers, and return its path."""
     sys.path.insert(0, str(HERE / "peers"))
     import job
 
@@ -234,7 +234,7 @@ def contestants(work: Workload, data: str, folder: Path, peers: dict[str, Any]) 
 
 
 def measure(work: Workload, rounds: int, peers: dict[str, Any], folder: Path) -> list[Row]:
-    """Have everybody do ``rounds`` rounds, one after another in turn."""
+    """Execute ``rounds`` rounds of each contestant, in turn."""
     data, started = data_of(work, folder), {}
     with ExitStack() as stack:
         for name, contestant in contestants(work, data, folder, peers):
@@ -271,7 +271,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure and print, or be a contestant."""
+    """Measure and print, or run as one contestant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="only these workloads")
     parser.add_argument("--rounds", type=int, help="rounds that count")
