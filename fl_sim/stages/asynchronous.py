@@ -72,7 +72,7 @@ class AsynchronousRounds(Rounds):
         return begun
 
     def work(self) -> Sequence[Work]:
-        """Return the amounts of computation of the whole run for the time forecast: training, evaluation and stages."""
+        """Return the computation of the whole run for the time forecast: training, evaluation and stages."""
         experiment = self.job.experiment
         return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 

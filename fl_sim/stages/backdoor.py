@@ -13,8 +13,8 @@ class BackdoorSuccess(Stage):
     """The stage at the server that tests models on triggered records. It raises UserError if no trigger is possible."""
 
     titles: ClassVar[Mapping[str, str]] = {
-        "backdoor.success_rate_percent": "Attack success rate: triggered test records of other classes that are called "
-        "the target class, percent"
+        "backdoor.success_rate_percent": "Attack success rate: triggered test records of other classes that the "
+        "model predicts as the target class, percent"
     }  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -36,7 +36,7 @@ class BackdoorSuccess(Stage):
         return {"backdoor_success_rate": self._success}
 
     def after(self, run: Run) -> None:
-        """Measure the final model, unless that is done already, or no test record may be read."""
+        """Measure the final model, unless it is measured already, or the settings forbid to read test records."""
         if self.job.experiment.evaluate.tests(is_last=True) and self._round != len(run.log.rounds):
             self._measure(run, len(run.log.rounds))
 
@@ -51,7 +51,7 @@ class BackdoorSuccess(Stage):
         """Return the field ``backdoor`` for ``result.json``: target, number of triggered records and success rate."""
         said = (
             f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} triggered test "
-            f"records of other classes that is called class {self._target}"
+            f"records of other classes that the model predicts as class {self._target}"
         )
         found = {"target": self._target, "triggered_records": self._num_records}
         return {"backdoor": {**found, "success_rate": self._success, "in_words": said} if self._round >= 0 else found}

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
 
 _COVERS: Final = (
-    "the moments of features that each client sends once, after training, and what is computed from nothing but them "
-    "and the model of the last round. Each record of each client is protected; clients are disjoint, so the figure "
-    "holds for each of them."
+    "the moments of features that each client sends once, after training, and all results that are computed from only "
+    "these moments and the model of the last round. Each record of each client is protected. The clients' records are "
+    "disjoint, so epsilon holds for each record."
 )
 _NOT_TRAINING: Final = (
     "Training itself is NOT private: in every round clients train on their raw records and send updates without noise, "
-    "so the model whose head is trained again, and the features, may show any record."
+    "so the model of the last round and its features may reveal any record."
 )
 _TRAINING_ELSEWHERE: Final = (
-    "Training on synthetic records, whose cost is in the other statement: both together cost the sum at most."
+    "Training on synthetic records: the other statement has its cost. Both together cost at most the sum of the two."
 )
 
 
@@ -125,8 +125,8 @@ class Calibration(Stage):
     def warnings(self) -> list[str]:
         """Return a warning about the contents of the clients' messages after training."""
         with_noise = "with" if settings_of(self.job).is_private else "without"
-        said = "after training clients send, for every class, how many records they hold, the sum of their features and"
-        return [f"{said} that of the features' products, {with_noise} noise"]
+        said = "after training clients send for every class the number of their records, the sum of the features and"
+        return [f"{said} the sum of the features' products, {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
         """Return fields for ``result.json``: accuracy before and after this stage, and the classes without moments."""
@@ -137,8 +137,8 @@ class Calibration(Stage):
 def _statement_first(run: Run) -> Iterator[None]:
     """Add the privacy statement of the clients' noisy moments to the log, before this block asks any client.
 
-    So the statement exists even if the run stops in this block. Other private outputs about the same records may exist.
-    After the block, the joint privacy cost of all these outputs is added to the statement.
+    So the statement exists even if the run stops in this block. After the block, the joint privacy cost of all private
+    outputs about the same records is added to the statement.
     """
     log, settings = run.log, settings_of(run.job)
     if settings.protection is None:

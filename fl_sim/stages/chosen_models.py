@@ -25,7 +25,7 @@ class ChosenModels(Stage):
         return SeveralModels.applies(experiment)
 
     def after(self, run: Run) -> None:
-        """Keep the round layer, which knows the model of each client."""
+        """Store the round layer, which knows the model of each client, for the result."""
         self._layer = found_in(run.strategy.layer, SeveralModels)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:

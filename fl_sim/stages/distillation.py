@@ -46,7 +46,7 @@ class EnsembleDistillation(Stage):
     def before(self, run: Run) -> None:
         """Give the round layer its step, if there are public records."""
         if not self.job.predicts_classes:
-            raise UserError("algorithm feddf distils predictions of classes, and this model has none: take fedavg")
+            raise UserError("algorithm feddf distils class predictions, and this model has none: take fedavg")
         self._layer = found_in(run.strategy.layer, StepOnModels)
         if self.settings.proxy != "none":
             self._layer.step = partial(self._distil, proxy_records(self.job, self.settings.proxy))

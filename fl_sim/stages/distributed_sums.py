@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 COVERS: Final = (
     "Everything that the server sees of the clients' data in the rounds: the noisy sums of all rounds together, and "
-    "what is computed from them, such as every global model. It holds against the server, too."
+    "all results that are computed from these sums, such as every global model. The guarantee also holds against the "
+    "server."
 )
 DOES_NOT_COVER: Final = (
     "Secure aggregation, which hides single messages from the server: it is assumed, and this simulation replaces it "
-    "by a plain sum. The other clients are trusted to add their noise and to keep it to themselves. Which clients take "
-    "part in a round, and which drop out, are treated as public and independent of the data: sampling clients reduces "
-    "no cost, and rounds to come are taken to have no drop-outs. Choices made by looking at private data. What many "
-    "clients have in common, which is what the model is meant to learn."
+    "by a plain sum. The other clients are trusted to add their noise and to keep this noise secret. Which clients "
+    "take part in a round, and which drop out, are treated as public and independent of the data: sampling clients "
+    "does not reduce the cost, and the forecast of later rounds assumes no drop-outs. Choices made by looking "
+    "at private data. Facts that are common to many clients, because the model is meant to learn them."
 )
 
 
@@ -53,7 +54,7 @@ class DistributedSumsBill(Stage):
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return {event: number} of all rounds, if no client drops out in the rounds to come."""
+        """Return {event: number} of all rounds. No client is assumed to drop out in later rounds."""
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
             return Counter({full: charges})
@@ -100,7 +101,7 @@ class DistributedSumsBill(Stage):
         return [said, *([advice] if advice else [])]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``distributed_sums`` for ``result.json``: the grid, and the rounds that were not opened."""
+        """Return the field ``distributed_sums`` for ``result.json``: the grid, and rounds with an unopened sum."""
         grid, layer = self.grid, self._layer
         return {
             "distributed_sums": {

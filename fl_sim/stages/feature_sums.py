@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 SUMMARISE: Final = "summarise"
 """The name of the client task that returns sums of a client's features."""
 
-PUBLIC: Final = "How many records a client holds is treated as public."
+PUBLIC: Final = "The number of a client's records is treated as public."
 
 
 class FeatureSums(Protocol):
     """Settings that define sums of a client's features.
 
-    ``released``: what the sums are, for the privacy ledger. ``of_initial_model``: True if the features are those of the
-    initial model, which no message needs to contain.
+    ``released``: what the sums are, for the privacy ledger. ``of_initial_model``: True if the initial model computes
+    the features. Then messages contain no model.
     """
 
     released: ClassVar[str]
@@ -90,8 +90,8 @@ class Summarise:
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
         inputs, labels = client.records.tensors()
-        # In a user's own model, a record's features may depend on other records of the batch. Private sums need
-        # batches of one record then: a record may change only its own features.
+        # In a user's own model, a record's features may depend on other records of the batch. Private sums then use
+        # batches of one record, so that a record changes only its own features.
         at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
         features = features_of(client.runtime.model, self._model(client), inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()

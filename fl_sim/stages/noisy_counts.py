@@ -33,19 +33,20 @@ _UNCOVERED: Final = (
 )
 _COVERS: Final = (
     "the noisy number of right answers of each client's own model on the client's test records; the accuracies of own "
-    "models, and all measures over clients, are computed from these noisy numbers only. A record moves one client's "
-    "number by at most 1 at each measuring. A test record is no training record: what the rounds release costs it "
-    "nothing, and these numbers cost a training record nothing. The clients' ledgers add up both nevertheless."
+    "models, and all measures over clients, are computed from these noisy numbers only. Each measurement changes by at "
+    "most 1 in one client's number if one record changes. Test records are not training records: the releases of the "
+    "rounds have no cost for test records, and these numbers have no cost for training records. Nevertheless, the "
+    "clients' ledgers add up both costs."
 )
 _DOES_NOT_COVER: Final = (
-    "How many test records a client has, and which client has a record, are treated as public: they follow from the "
-    "places of records in the data, not from their contents."
+    "How many test records a client has, and the client of each test record, are treated as public: both depend on the "
+    "positions of records in the data set, not on the contents of records."
 )
 
 
 @dataclass(frozen=True)
 class NoisyCounts:
-    """The noisy counts of a run. ``times``: the number of measurings, each of which releases one count of a client."""
+    """The noisy counts of a run. ``times``: the number of measurements. Each one releases a count of a client."""
 
     job: Job
     protection: ClientProtection
@@ -53,7 +54,7 @@ class NoisyCounts:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the standard deviation of the noise on a count, which a record moves by 1."""
+        """Return the standard deviation of the noise on a count. One record changes a count by at most 1."""
         return counting_cost(self.protection, self.times).noise_multiplier
 
     @property
@@ -72,7 +73,7 @@ class NoisyCounts:
     def statement(self, run: str, done: int) -> dict[str, object]:
         """Return the privacy statement for ``result.json``.
 
-        ``run``: the random name of the run. ``done``: the number of measurings so far.
+        ``run``: the random name of the run. ``done``: the number of measurements so far.
         """
         coverage = Coverage(_COVERS, _DOES_NOT_COVER, self._is_seeded)
         charges = [(f"{COUNTED} {number}", self.event) for number in range(done)]
@@ -88,7 +89,7 @@ class NoisyCounts:
 
 
 def noisy_counts(job: Job, times: int) -> NoisyCounts | None:
-    """Return the noisy counts of a run with ``times`` measurings of own models; None for exact counts.
+    """Return the noisy counts of a run with ``times`` measurements of own models; None for exact counts.
 
     Counts are exact in a run without a promise of privacy, and on test records that are public. Raises UserError for
     settings that would publish facts about records without noise, and for counts that cost more than epsilon.
@@ -110,31 +111,32 @@ def noisy_counts(job: Job, times: int) -> NoisyCounts | None:
     assert isinstance(privacy, ClientPrivacy)
     if privacy.epsilon is None and evaluate.count_noise is None:
         raise UserError(
-            f"evaluate.clients={evaluate.clients} needs noise on counts, and local.privacy.epsilon is not set, from "
-            "which it is found: set evaluate.count_noise, the standard deviation of the noise, for example to 10"
+            f"evaluate.clients={evaluate.clients} needs noise on counts, and the noise is computed "
+            "from local.privacy.epsilon, which is not set: set evaluate.count_noise, the standard deviation of the "
+            "noise, for example to 10"
         )
     counts = NoisyCounts(job, replace(privacy.protection, noise_multiplier=evaluate.count_noise), times)
     most = counting_cost(counts.protection, times).most_rounds
     if most is not None and most < times:
         raise UserError(
-            f"evaluate.count_noise={evaluate.count_noise:g} allows {most:,} measurings of a client within "
+            f"evaluate.count_noise={evaluate.count_noise:g} allows {most:,} measurements of a client within "
             f"local.privacy.epsilon={privacy.epsilon:g}, and the run has {times:,}: take a larger evaluate.count_noise "
-            "or evaluate.personal_every, or leave count_noise out, and the noise is found from epsilon"
+            "or evaluate.personal_every, or leave count_noise out; then the noise is computed from epsilon"
         )
     return counts
 
 
 def _check(job: Job) -> None:
-    """Raise UserError if the measures would tell of training records what the cost of training does not cover."""
+    """Raise UserError if the measures would reveal facts about training records that no privacy cost covers."""
     experiment, evaluate = job.experiment, job.experiment.evaluate
-    promise = f"evaluate.clients={evaluate.clients} has no place in a run that promises privacy: "
+    promise = f"evaluate.clients={evaluate.clients} is not possible in a run that promises privacy: "
     privacy = experiment.local.privacy
     if not (isinstance(privacy, ClientPrivacy) and privacy.covers_own_models):
         raise UserError(f"{promise}{_UNCOVERED}")
     if evaluate.clients == "class-shares":
         raise UserError(
             f"{promise}it chooses test records by the labels of the clients' training records, and no epsilon covers "
-            "that; take evaluate.clients=own or pooled:0.25"
+            "this choice; take evaluate.clients=own or pooled:0.25"
         )
     if evaluate.fine_tune_epochs:
         raise UserError(
@@ -155,13 +157,13 @@ def _check_private_tests(job: Job) -> None:
         raise UserError(
             f"evaluate.test={evaluate.test} measures the server's model without noise on the test records of all "
             f"clients, which evaluate.clients={evaluate.clients} takes from their records, and this run promises "
-            "privacy: set evaluate.test=never; the clients' noisy counts are made nevertheless"
+            "privacy: set evaluate.test=never; clients still return noisy counts"
         )
     if evaluate.clients == "own" and (groups := job.dataset.train.groups) is not None:
         pairs = np.unique(np.stack([groups[job.shards.records], job.shards.owners]), axis=1)
         if len(np.unique(pairs[0])) < pairs.shape[1]:
             raise UserError(
-                "evaluate.clients=own deals out the test records of a source with several clients by their labels, and "
+                "evaluate.clients=own divides the test records of a source with several clients by their labels, and "
                 "this run promises privacy: take one client a source, as with partition=natural, or "
                 "evaluate.clients=pooled:0.25"
             )

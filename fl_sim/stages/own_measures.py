@@ -1,7 +1,7 @@
 """Measures over clients, computed from the counts with which clients answer for their own models.
 
-``OwnMeasures`` holds the answers of all clients after one round. A model is named as in ``clients.evaluate``: received,
-own, trained or fine_tuned.
+``OwnMeasures`` holds the answers of all clients after one round. The names of models are those of ``clients.evaluate``:
+received, own, trained and fine_tuned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class OwnMeasures:
     """The clients' answers after a round, and the measures that are computed from them.
 
     ``answers``: one for each client; empty before the first measurement. ``members``: the clients that take part in
-    rounds. ``by_class``: False if answers hold one number of right answers, for all classes together.
+    rounds. ``by_class``: False if a client counts right answers for all classes together.
     """
 
     answers: Sequence[OwnAnswer]
@@ -172,7 +172,7 @@ def worse_than_alone(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dic
     """Return the share of clients whose model has a lower accuracy in the run ``result`` than in the run ``alone``.
 
     In the run ``alone``, each client trains a model of its own. Both arguments are contents of ``result.json``, of runs
-    on the same split. The shares are in percent, by name of the measure. Only clients that both runs tested are
+    on the same split. The result is {name of the measure: share in percent}. Only clients that both runs tested are
     counted.
     """
     lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]

@@ -72,7 +72,7 @@ class OwnModels(Stage):
     def tasks(self) -> Mapping[str, ClientTask]:
         """Return the client tasks: one for the rounds, and one for after the last round.
 
-        The last one measures models after further training, too, unless the run promises privacy.
+        After the last round, clients also measure models after further training, unless the run promises privacy.
         """
         job, evaluate = self.job, self.job.experiment.evaluate
         is_tested = evaluate.tests(is_last=False)
@@ -106,7 +106,7 @@ class OwnModels(Stage):
         return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
     def after(self, run: Run) -> None:
-        """Measure the models after the last round, unless that is done already, and log the number of bytes."""
+        """Measure the models after the last round, unless they are measured already, and log the number of bytes."""
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:
             self._ask(run, MEASURE_LAST, server_round)
@@ -186,8 +186,8 @@ class OwnModels(Stage):
             )
         if shared := num_shared(tests):
             said.append(
-                f"{shared:,} test records belong to several clients, because the test set has too few of a class: "
-                "the clients' accuracies are not independent of each other"
+                f"{shared:,} test records belong to several clients, because the test set has too few records of a "
+                "class: the clients' accuracies are not independent of each other"
             )
         return said
 
@@ -203,8 +203,8 @@ class OwnModels(Stage):
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
-        They are predictions, also those of an algorithm's ``start``, and after the last round one more local training
-        of every client.
+        The measures need predictions, also in an algorithm's ``start``. After the last round they need one more local
+        training of every client.
         """
         from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
             evaluation_work,
@@ -260,9 +260,9 @@ def _in_words(measures: Mapping[str, float], how: str) -> str:
 
 
 def _check_held_out(job: Job) -> None:
-    """Raise UserError if the share of held-out clients is not possible.
+    """Raise UserError unless at least one client is held out, and at least one client takes part.
 
-    At least one client must be held out, and at least one must take part. No stage may ask held-out clients.
+    UserError is also raised if a stage asks all clients, because no stage may ask held-out clients.
     """
     experiment = job.experiment
     if not (share := experiment.evaluate.held_out_clients):
@@ -278,8 +278,8 @@ def _check_held_out(job: Job) -> None:
     if others:
         kind = kind_of(getattr(experiment, others[0]))
         raise UserError(
-            f"evaluate.held_out_clients={share:g} keeps clients out of everything until the last round, but "
-            f"{others[0]} {kind} asks all clients: leave one of the two out"
+            f"evaluate.held_out_clients={share:g} excludes held-out clients from the run until the last round, but "
+            f"{others[0]} {kind} asks all clients: leave one of the two settings out"
         )
 
 

@@ -1,4 +1,4 @@
-"""The privacy bill of rounds that each client pays for in its own ledger, as forecast and as statement.
+"""The privacy bill of rounds whose cost each client writes into its own ledger, as forecast and as statement.
 
 The module ``clients.paid_rounds`` writes the costs into the clients' privacy ledgers.
 """
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 class PayingClients:
     """The clients with the same cost of a round.
 
-    ``clients``: their numbers. ``cost``: the charge of a round. ``planned``: the events of a round under the adjacency
-    of the statement, as {event: number}. ``std``: the noise on each number of a sum. ``size``: the number of numbers in
-    the sum. ``summands``: the number of clipped vectors in the sum. ``num_records``: the number of records of each
-    client, 0 if it is private.
+    ``clients``: the numbers of the clients. ``cost``: the charge of a round. ``planned``: the events of a round under
+    the adjacency of the statement, as {event: number}. ``std``: the standard deviation of the noise on each number of a
+    sum. ``size``: the length of the sum. ``summands``: the number of clipped vectors in the sum. ``num_records``: the
+    number of records of each client, 0 if this number is private.
     """
 
     clients: tuple[int, ...]
@@ -57,7 +57,7 @@ class PaidRoundsBill(Stage):
     """The stage at the server: it asks clients for nothing, and only states the cost of the rounds."""
 
     released: ClassVar[str]
-    """The released numbers of a round, as in the names of charges (``Releases.what``)."""
+    """The name of the released numbers of a round in the names of charges (``Releases.what``)."""
     covers: ClassVar[str]
     does_not_cover: ClassVar[str]
 
@@ -93,7 +93,7 @@ class PaidRoundsBill(Stage):
                 raise UserError(
                     f"local.privacy.epsilon={self.settings.epsilon:g} does not allow the first round of clients{whose},"
                     f" which costs epsilon {rounded_up(spent)} at delta {self.settings.delta:g}: take a larger epsilon "
-                    "or noise_multiplier, or leave noise_multiplier out, and the noise is found from epsilon"
+                    "or noise_multiplier, or leave noise_multiplier out; then the noise is computed from epsilon"
                 )
 
     def after(self, run: Run) -> None:
@@ -150,7 +150,7 @@ class PaidRoundsBill(Stage):
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
         """Return the privacy parameters; those of the RDP accountant in a forecast without time for PLD accounting.
 
-        The RDP accountant's noise costs at most as much. ``cost``: the function that finds the noise, for one client.
+        The noise of the RDP accountant costs at most as much. ``cost``: the function that computes a client's noise.
         """
         protection = self.settings.protection
         try:
@@ -160,7 +160,7 @@ class PaidRoundsBill(Stage):
         return protection
 
     def rounds_of(self, group: PayingClients) -> int:
-        """Return the number of rounds that the budget of the clients allows, at most that of the run."""
+        """Return the number of rounds that the clients' budget allows, at most the number of rounds of the run."""
         rounds, most = self.job.experiment.rounds, group.cost.most_rounds
         return rounds if most is None else min(rounds, most)
 

@@ -88,7 +88,7 @@ class Start(Stage):
 
     def preparing(self, log: RunLog) -> str:
         """Return the line that is shown while clients compute sums before the first round; empty for a resumed run."""
-        said = "clients send sums over their images, and the server learns from images drawn from these"
+        said = "clients send sums over their images, and the server trains on images that it draws from these sums"
         return "" if log.rounds else said
 
     def before(self, run: Run) -> None:

@@ -24,11 +24,11 @@ class PrivateUpdatesBill(PaidRoundsBill):
 
     released: ClassVar[str] = RELEASED
     covers: ClassVar[str] = (
-        "everything that a client sends in the rounds and what is computed from it, such as the model of every round, "
-        "also against the server. The figure holds for each client alone, whatever the other clients do."
+        "everything that a client sends in the rounds and all results that are computed from it, such as the model of "
+        "every round, also against the server. Epsilon holds for each client, for any behaviour of the other clients."
     )
     does_not_cover: ClassVar[str] = (
-        "Which clients hold records, and which take part in a round, are treated as public: sampling clients does not "
+        "The clients with records and the cohort of each round are treated as public: sampling clients does not "
         "reduce the cost. The client state never leaves its client, and has no noise."
     )
 
@@ -65,7 +65,7 @@ class PrivateUpdatesBill(PaidRoundsBill):
 
     @cached_property
     def groups(self) -> list[PayingClients]:
-        """Return all clients with records, in one group, as the cost depends on no number of records."""
+        """Return all clients with records, in one group, because the cost does not depend on the number of records."""
         experiment = self.job.experiment
         clients = tuple(np.flatnonzero(np.asarray(self.job.shards.sizes)).tolist())
         if not clients:

@@ -43,14 +43,15 @@ MULTIPLY: Final = "multiply"
 """The name of the client task that returns sums of products of a client's features."""
 
 _COVERS: Final = (
-    "the sums of products of features that each client sends once, before any training, and what is computed from "
-    "nothing but them, such as the head in closed form. The features are those of the initial model, which depends on "
-    "no record. Each record of each client is protected; clients are disjoint, so the figure holds for each of them."
+    "the sums of products of features that each client sends once, before any training, and all results that are "
+    "computed from these sums alone, such as the head in closed form. The initial model computes the features, and "
+    "this model depends on no record. Each record of each client is protected. The clients' records are disjoint, so "
+    "epsilon holds for each record."
 )
 _NO_TRAINING: Final = "Nothing else leaves a client: no client trains."
 _NOT_TRAINING: Final = (
-    "The rounds after this start, which have no noise of these sums: what protects them, if anything does, is in "
-    "another statement."
+    "The rounds after this start, which have no noise of these sums: another statement has their protection, if there "
+    "is any."
 )
 
 
@@ -72,7 +73,7 @@ class RidgeHead(Stage):
 
     def preparing(self, log: RunLog) -> str:
         """Return the line that is shown while clients compute; empty for a resumed run."""
-        return "" if log.rounds else "clients send sums of products of their features, and the server solves for a head"
+        return "" if log.rounds else "clients send sums of products of their features, and the server computes a head"
 
     def before(self, run: Run) -> None:
         """Put the head in closed form into the first model. A resumed run has this head already."""
@@ -83,8 +84,8 @@ class RidgeHead(Stage):
         server = run.log.server
         if not {weight, bias} <= server.params.keys():
             raise UserError(
-                f"{self.settings.kind} sets the head that clients train together ({weight}, {bias}), and this method "
-                "keeps it from the server or changes its names: take another method"
+                f"{self.settings.kind} sets the head that clients train together ({weight}, {bias}), but this method "
+                "does not send the head to the server, or changes its names: take another method"
             )
         answers = run.ask(
             MULTIPLY,
@@ -126,7 +127,7 @@ class RidgeHead(Stage):
     def facts(self) -> Mapping[str, Any]:
         """Return the stage's field ``ridge`` for ``result.json``: lambda, and the number of clients with records."""
         strength = self.settings.strength(self._num_holders, self.job.num_features + 1)
-        said = f"the head was solved for from the sums of {self._num_holders:,} clients, with lambda {strength:.4g}"
+        said = f"the head was computed from the sums of {self._num_holders:,} clients, with lambda {strength:.4g}"
         return {"ridge": {"lambda": strength, "clients": self._num_holders, "in_words": said}}
 
     @property

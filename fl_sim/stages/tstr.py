@@ -86,7 +86,7 @@ class TstrProcedure(Procedure):
             observer.preparing(f"classifier {classifier.name}: {100 * accuracy:.2f} % on held-out synthetic records")
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
-        chosen = max(found, key=lambda one: one.held_out.accuracy)  # the first of equals
+        chosen = max(found, key=lambda one: one.held_out.accuracy)  # with equal accuracies, the first classifier
         log.facts["tstr"] = {
             "chosen": chosen.name,
             "classifiers": [one.facts() for one in found],
@@ -167,7 +167,7 @@ class TstrProcedure(Procedure):
                 made, real = features_of(made), features_of(real)
             except UserError:  # no scattering features: tables, and images that are too small or too large
                 return None
-        scale = math.sqrt(made.shape[1])  # each number then has a standard deviation of about 1, as in training
+        scale = math.sqrt(made.shape[1])  # as in training: the scaled features have a standard deviation of about 1
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 

@@ -100,7 +100,7 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
     generator = dp_event.SelfComposedDpEvent(events.from_json(facts["generator"]), facts["generator_steps"])
     alone = epsilon_of_counts({generator.event: generator.count}, delta)
     joint = epsilon_of_counts(Counter({labels: 1}) + Counter({generator.event: generator.count}), delta)
-    # Both bounds hold: pure epsilons add to any other, and the Renyi curves of all releases add.
+    # Both are upper bounds: the sum of the two epsilons, and the epsilon of the sum of the Renyi curves.
     together = min(joint, alone + facts["labels_epsilon"])
     return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
 
@@ -108,7 +108,7 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
 def _covers(experiment: Experiment, settings: DaFl) -> str:
     if settings.train_on == "synthetic":
         moments = not is_none(experiment.calibrate)
-        but = " but the moments of features, whose cost is stated by itself" if moments else ""
+        but = " but the moments of features, which have a statement of their own" if moments else ""
         return (
             f"everything this run releases of its training records{but}: clients release synthetic records under this "
             "guarantee, and all models are trained on those alone (post-processing). Each record of each client is "
@@ -124,8 +124,8 @@ def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
     public = "How many records a client holds, gamma and the range of the label picker are treated as public."
     if type(settings.generator) not in get_args(AnyGenerator):
         public += (
-            f" That the generator {kind_of(settings.generator)}, which is not part of fl-sim, costs what it states is "
-            "its author's word."
+            f" The generator {kind_of(settings.generator)} is not part of fl-sim. fl-sim has not proved the privacy "
+            "cost that the generator's author states."
         )
     if settings.train_on == "synthetic":
         return public
@@ -145,7 +145,7 @@ def _guarantee(worst: _Bill, settings: DaFl) -> str:
     if not worst.events:
         return "complete: no client released a synthetic record"
     if not math.isfinite(worst.epsilon):
-        return "none: the synthetic records were made without noise (epsilon inf), so they may show any record plainly"
+        return "none: the synthetic records were made without noise (epsilon inf), so they may reveal any record"
     labels, generator, both = (
         rounded_up(cost) for cost in (worst.labels, worst.generator, worst.labels + worst.generator)
     )

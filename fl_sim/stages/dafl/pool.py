@@ -50,7 +50,7 @@ from fl_sim.types import Dataset, Traffic
 FACTS: Final = "pool.json"
 _NAME: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
 _MOST_WORDS: Final = 1000  # characters of a client's reason
-_MOST_SAID: Final = 64 * 1024  # bytes of what one client says
+_MOST_SAID: Final = 64 * 1024  # bytes of one client's description
 _MOST_STEPS: Final = 10**9
 _FORMAT = 2
 _FEW = 20  # classes that a warning lists
@@ -100,7 +100,7 @@ def prepare_pool(run: Run) -> Pool:
     """Return the job's pool, made now or by an earlier run, and write a copy into the run directory.
 
     Raises RunError if a client fails, or if the pool is empty and clients would train on nothing else. Raises UserError
-    if the run's earlier rounds used another pool. The epsilon of one pool would not cover the two pools.
+    if the run's earlier rounds used another pool, because the epsilon of one pool does not cover two pools.
     """
     job = run.job
     folder = pools_root() / pool_key(job)
@@ -213,7 +213,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    paid = bool(pool.parts[client].facts)  # for labels, of which none was picked
+    paid = bool(pool.parts[client].facts)  # for the selection of labels, which selected none
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
         f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}; {cure}"
@@ -227,7 +227,7 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
         return ""
     names = ", ".join(map(str, absent[:_FEW])) + (", ..." if len(absent) > _FEW else "")
     alone = settings_of(job.experiment).train_on == "synthetic"
-    effect = "models, which train on it alone, never see them" if alone else "it teaches nothing of them"
+    effect = "models, which train on it alone, never see them" if alone else "it teaches nothing about these classes"
     return (
         f"the pool of {pool.num_synthetic:,} synthetic records has none of {len(absent)} of {len(counts)} classes "
         f"({names}): {effect}; {_cure(job)}"
@@ -246,7 +246,7 @@ def _cure(job: Job) -> str:
     largest = settings.labels.largest_count(gamma, len(job.dataset.train))
     needed = settings.labels.threshold(gamma, largest) / gamma
     return (
-        f"a class is picked of which a client holds about {needed:,.0f} records or more (preprocess.labels.epsilon="
+        f"a client releases a class of which it holds about {needed:,.0f} records or more (preprocess.labels.epsilon="
         f"{settings.labels.epsilon:g}, gamma={gamma:g}): take a larger preprocess.labels.epsilon, "
         "or fewer clients"
     )
@@ -288,7 +288,7 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
             f"({_words(error)})"
         ) from error
     for client, part in enumerate(pool.parts):
-        if part.here:  # a client elsewhere holds its share against its own ledger
+        if part.here:  # a remote client checks its part against its own ledger
             _hold_against_ledger(folder, part, job, client)
     return replace(pool, together=_together(pool, job))
 
@@ -302,9 +302,7 @@ def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
     if not here or not isinstance(generator, CompiledGenerator):
         return ""
     return (
-        generator.trainer()
-        if all(here)
-        else "unknown: each node trains with what it has, the native trainer or PyTorch"
+        generator.trainer() if all(here) else "unknown: each node uses the compiled trainer if it has one, else PyTorch"
     )
 
 

@@ -52,7 +52,7 @@ class Synthesize:
     """The client task that makes synthetic records, once. Their privacy cost is in the client's privacy ledger."""
 
     job: Job
-    reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
+    reads_records: ClassVar[bool] = False  # allowed, as it is charged; the policy demands secret noise, our mechanisms
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
@@ -212,7 +212,7 @@ class SynthesisStage(Stage):
         inputs, _ = to_tensors(public_records(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
         counts = np.array([max(1, round(settings.gamma * size))])
-        # What is clipped and noised takes longer, however large the noise is, and the least takes a search to find.
+        # Clipping and noise take the same time for any size of the noise. Noise 1 needs no search for the size.
         noise = 1.0 if math.isfinite(settings.epsilon) else 0.0
         bill = replace(generator.bill(size, 1, math.inf, settings.delta), noise_multiplier=noise)
         coins = rng(job.experiment.seed, "probe")
@@ -288,7 +288,7 @@ def releasing_client(job: Job, client: Client) -> "ReleasingClient":
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 
     ledger, folder, policy = ledger_path(job, client.number), client.folder(), client.policy
-    if policy:  # private files go to the client's folder, not to one that the server names
+    if policy:  # private files go to the client's own folder, not to a folder that the server names
         features = version_of(job.experiment.features)
         release = settings_of(job.experiment).release_of(client.number, job.experiment.seed, features)
         now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))

@@ -263,7 +263,7 @@ def publish_cost(
     assert isinstance(cost, LNMaxCost | GNMaxCost | ConfidentCost)
     answered = released.labelled.labels[: len(counts)] != UNANSWERED
     delta = settings.labelling.delta
-    # The terms depend on how many queries are certain beforehand, not on how far the votes let the budget go.
+    # The terms use a number of queries that does not depend on the votes.
     queries = settings.labelling.certain_queries(len(released.labelled.labels), len(counts))
     shape = {"queries": queries, "teachers": len(votes.predictions), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, delta, **shape)
@@ -357,8 +357,8 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
     charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
     if not charges.startswith(seen):
         raise RunError(
-            f"{copy} shows charges for labels about these records that {ledger} does not hold: put an unchanged copy "
-            "of that folder back, or choose another --out; the labels are then made and charged again"
+            f"{copy} shows charges for labels about these records that are missing in {ledger}: put an unchanged copy "
+            "of its folder back, or choose another --out; the labels are then made and charged again"
         )
 
 

@@ -133,7 +133,7 @@ class _Training:
             model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
         self.start = _digest(self.log.chain, data)
         model = self.settings.train(data.to(self.device), model, self.seed, self)
-        if self.log.measured is None and self.log.rounds and self.tests:  # all steps were taken before this process
+        if self.log.measured is None and self.log.rounds and self.tests:  # an earlier process has taken all steps
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
 
@@ -147,7 +147,7 @@ class _Training:
             return 0
         standing, tensors = read_student(path)
         if standing.start != self.start:
-            self.say("the student begins anew: labels or settings are not those of the one that an earlier run left")
+            self.say("the student begins anew: labels or settings are not those of the checkpoint")
             return 0
         restore(path, tensors, parts)
         for record in standing.rounds:
@@ -232,10 +232,10 @@ def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | No
     """
     labelled, private = released.labelled, data_dependent(settings, votes, released)
     total = "none (no guarantee)" if epsilon is None else rounded_up(epsilon)
-    again = ", paid for by an earlier run with the same settings" if released.reused else ""
+    again = ", charged by an earlier run with the same settings" if released.reused else ""
     line = (
         f"{labelled.num_asked} queries asked, {labelled.num_answered} answered{again}; epsilon {total} in total at "
-        f"delta {settings.labelling.delta:g}, whatever the votes"
+        f"delta {settings.labelling.delta:g}, for any votes"
     )
     if private is None:
         return line
@@ -328,7 +328,7 @@ def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):  # its groups say nothing that settings do not
+        if isinstance(part, torch.optim.Optimizer):  # all values in its groups follow from the settings
             state = {f"{index}/{key}": value for index, of in state["state"].items() for key, value in of.items()}
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), f"{name}: {key} is no tensor"
@@ -341,7 +341,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, tensors: Params) -> dict[str
     for key, value in tensors.items():
         index, kind = key.split("/")
         like = weights[int(index)]
-        # Fused optimisers take it for granted that numbers lie in memory as those of the weights do.
+        # Fused optimisers need state tensors with the same memory layout as the weights.
         laid_out = torch.empty_like(like).copy_(value) if value.shape == like.shape else value
         state.setdefault(int(index), {})[kind] = laid_out
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}

@@ -28,8 +28,8 @@ OTHER_RELEASES: Final = (
     "release of its own, and their epsilons add up. (Runs that differ in the student alone share one labelling.)"
 )
 PUBLISHED_COVERS: Final = (
-    "The labels, all that is computed from them, and this figure itself (epsilon_data_dependent): a noisy upper bound "
-    "on their data-dependent epsilon, for the votes at hand."
+    "The labels, all results that are computed from the labels, and epsilon_data_dependent itself: a noisy upper bound "
+    "on the data-dependent epsilon of the labels, for the votes of this run."
 )
 
 _BY_NUMBER: Final = (Iid, Quantity, FeatureNoise)
@@ -56,10 +56,10 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     """Return the privacy statements for ``result.json``. The first statement covers the labels and the student.
 
     If one record is replaced, the new record is in the same teacher's shard. So at most one vote changes in each query.
-    The same holds if the record is missing. So the privacy ledger's events have the same cost, whether a record is
-    replaced or missing. The partition decides which adjacency is stated. In an IID partition one additional record
-    would change the shuffle, and so every teacher. There the adjacency is to replace one record, and the number of
-    records is public.
+    At most one vote also changes if the record is missing. So the privacy ledger's events have the same cost, whether
+    a record is replaced or missing. The partition determines the stated adjacency. In an IID partition one additional
+    record would change the shuffle, and so every teacher. Then the adjacency is to replace one record, and the number
+    of records is public.
     """
     ledger, labelling = released.ledger, settings.labelling
     relation, public = neighbours(experiment.partition)
@@ -77,7 +77,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     if not settings.publish_cost:
         return [labels]
     certain = promised_releases(terms, charges, planned)
-    apart = " The published data-dependent epsilon: its own statement covers it and the labels together."
+    apart = " The published data-dependent epsilon: another statement covers this epsilon and the labels together."
     return [
         labels | {"does_not_cover": labels["does_not_cover"] + apart},
         _published(settings, votes, released, labels, certain),
@@ -86,16 +86,16 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
-    if isinstance(partition, OverSplit):  # a teacher's number alone decides how it sees its records
+    if isinstance(partition, OverSplit):  # a record's transform depends on its teacher's number alone
         return neighbours(partition.over)
     if isinstance(partition, Domain):
-        neighbours(partition.over)  # an inner split of the user's own is refused
+        neighbours(partition.over)  # refuses a user's own inner partition
         return Adjacency.ADD_OR_REMOVE_ONE, _DOMAINS_ARE_PUBLIC
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
     if type(partition) is Natural:
         return Adjacency.ADD_OR_REMOVE_ONE, _GROUPS_ARE_PUBLIC
-    assert type(partition) in _BY_CLASS, f"nobody has said what {partition} does with one record more"
+    assert type(partition) in _BY_CLASS, f"no adjacency is known for the partition {partition}"
     return Adjacency.ADD_OR_REMOVE_ONE, _CLASSES_ARE_PUBLIC
 
 
@@ -124,11 +124,11 @@ def _published(
     together = _curve_of_labels(settings.labelling, certain) + terms.curve(np.array(ORDERS))
     epsilon = none_if_infinite(epsilon_of_curve(together, delta))
     if epsilon is None:
-        guarantee = "none: where labelling stops is decided by votes without noise"
+        guarantee = "none: votes without noise decide at which query labelling stops"
     else:
         guarantee = (
-            f"({rounded_up(epsilon)}, {delta:g})-differential privacy of the labels and the published figure together, "
-            "whatever the votes"
+            f"({rounded_up(epsilon)}, {delta:g})-differential privacy of the labels and the published epsilon "
+            "together, for any votes"
         )
     return {
         "ledger": f"{labels['ledger']}, published",
@@ -138,9 +138,9 @@ def _published(
         "delta": delta,
         "adjacency": labels["adjacency"],
         "guarantee": (
-            f"{guarantee}. The figure itself: {rounded_up(published['epsilon'])}, by the data-dependent "
-            "analysis, with noise scaled to its smooth sensitivity; it is what these votes happen to cost, no "
-            f"guarantee, and too low with probability {published['failure']:g}"
+            f"{guarantee}. The published epsilon: {rounded_up(published['epsilon'])}, by the data-dependent "
+            "analysis, with noise scaled to its smooth sensitivity. It is the cost for the votes of this run, not a "
+            f"guarantee, and it is too low with probability {published['failure']:g}"
         ),
         "simulation_only": labels["simulation_only"],
         "covers": PUBLISHED_COVERS,

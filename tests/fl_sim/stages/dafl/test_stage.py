@@ -269,7 +269,7 @@ def test_a_pool_of_nothing_is_warned_of_before_the_first_round_with_what_helps(t
     assert [part["counts"] for part in result["preprocess"]["clients"]] == [(0,) * 10] * 10
     [warning] = [line for line in result["warnings"] if "released no" in line]
     assert warning.startswith("10 of 10 clients released no synthetic records; client 0: no class was selected")
-    assert "of which a client holds about 100 records or more (preprocess.labels.epsilon=0.1, gamma=0.05)" in warning
+    assert "of which it holds about 100 records or more (preprocess.labels.epsilon=0.1, gamma=0.05)" in warning
     assert warning.endswith("take a larger preprocess.labels.epsilon, or fewer clients")
     assert heard.lines.index(warning) < heard.lines.index("round 1")
 

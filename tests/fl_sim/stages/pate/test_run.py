@@ -274,8 +274,8 @@ def test_a_published_cost_is_a_statement_of_its_own(tmp_path: Path) -> None:
     clear = pate("algorithm.publish_cost=true", "algorithm.labelling.mechanism=lnmax:0.5", "clients=20")
     result = run(clear, tmp_path / "run")
     labels, both = result["privacy"]
-    assert "its own statement covers it" in labels["does_not_cover"]
-    assert both["covers"].startswith("The labels, all that is computed from them, and this figure itself")
+    assert "another statement covers this epsilon" in labels["does_not_cover"]
+    assert both["covers"].startswith("The labels, all results that are computed from the labels, and")
     assert both["epsilon"] > labels["epsilon"]  # fixed beforehand, and the figure costs something as well
     assert both["epsilon_data_dependent"] == both["published"]["epsilon"]
     assert "no guarantee" in both["guarantee"]

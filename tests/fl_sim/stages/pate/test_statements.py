@@ -222,5 +222,5 @@ def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
     assert neighbours(Rotate(4, Dirichlet())) == neighbours(Dirichlet())  # the inner split decides
     assert "Which groups of records there are" in neighbours(Natural())[1]
     assert "in each domain" in neighbours(Domain(Dirichlet()))[1]
-    with pytest.raises(AssertionError, match="nobody has said"):
+    with pytest.raises(AssertionError, match="no adjacency is known"):
         neighbours(object())
