@@ -4,7 +4,7 @@ The RDP accountant follows Mironov et al. 2019. The PLD accountant is from the l
 2022). ``fl_sim.privacy.events`` states the conventions of events. An epsilon of ``inf`` means that there is no
 guarantee. An epsilon is never NaN, and a failed computation never gives 0.
 
-Each release of a sequence may be chosen after a look at the earlier ones. The best Renyi order at the end of such a
+The choice of a release may depend on the results of earlier releases. The best Renyi order at the end of such a
 sequence depends on the releases, so the epsilon at that order is no proof. A Renyi filter gives a proof (Feldman and
 Zrnic 2021): it adds up divergences at one order that was fixed before the first release (``fixed_order``,
 ``epsilon_at``).
@@ -258,7 +258,7 @@ def most_that_fit(
     _check_target(target_epsilon)
     fits = _most(lambda number: epsilon_of_counts(charges(number), delta), target_epsilon, start=0)
     if accountant == "pld":
-        # The PLD epsilon is never above the RDP epsilon, so what fits by RDP fits by PLD.
+        # The PLD epsilon is never above the RDP epsilon, so releases that fit by RDP also fit by PLD.
         fits = _most(
             lambda number: epsilon_of_counts(charges(number), delta, accountant="pld"), target_epsilon, start=fits
         )
@@ -302,7 +302,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    if gap(math.log(high)) >= 0:  # ``high`` meets the target exactly, and exp(log(high)) may be a little smaller
+    if gap(math.log(high)) >= 0:  # ``high`` meets the target exactly; exp(log(high)) may be slightly smaller
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)
     while spent(found) > target:

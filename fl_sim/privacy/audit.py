@@ -8,7 +8,7 @@ Bonferroni correction over all sets). If the outputs are likelihood ratios, the 
 Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
-probability 1/2, independently. The auditor sees everything that the run publishes. For some canaries the auditor
+probability 1/2, independently. The auditor sees all outputs that the run publishes. For some canaries the auditor
 guesses whether they took part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run
 can prove only a limited epsilon: with every guess right, about ln(m / ln(1 / p)), where p is the error probability of
 the audit.
@@ -226,14 +226,14 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
     if gap(0.0) >= 0:
         return 0.0
-    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # a little below the root, so surely refuted
+    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # below the root, where refutation is certain
 
 
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """Return the largest probability of ``correct`` or more correct guesses under (epsilon, delta), by theorem 5.2.
 
-    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses
-    are. ``delta`` adds 2 m delta max_i P(correct > W >= correct - i) / i, where W is binomial with this
+    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), for any other
+    guesses. ``delta`` adds 2 m delta max_i P(correct > W >= correct - i) / i, where W is binomial with this
     probability.
     """
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
@@ -251,7 +251,8 @@ def power_limit(num_canaries: int, delta: float) -> float:
 def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> float:
     """Return an estimate of epsilon at ``delta``, without confidence (Andrew et al. 2024).
 
-    It is the epsilon of two Gaussians that lie as far apart as the scores of the canaries in the run and out of it.
+    It is the epsilon of two Gaussians whose distance equals the distance between the scores of two groups of canaries:
+    the canaries that took part in the run, and the canaries that did not.
     ``scores``, ``taking_part``: shape (canaries,). Returns 0 if the canaries in the run have no higher scores, and
     infinity above 500.
     """
@@ -259,7 +260,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # also without any spread
+    if spread * 500 <= shift:  # also if the spread is 0
         return math.inf
     distance = shift / spread
 
@@ -267,7 +268,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
         upper = stats.norm.cdf(distance / 2 - epsilon / distance)
         return float(upper - math.exp(epsilon) * stats.norm.cdf(-distance / 2 - epsilon / distance)) - delta
 
-    # Dong, Roth, Su 2022, corollary 2.13; beyond 500 the exponential overflows, and nobody would call it privacy.
+    # Dong, Roth, Su 2022, corollary 2.13; beyond 500 the exponential overflows, and an epsilon of 500 is no protection.
     return float(optimize.brentq(excess, 0.0, 500.0)) if excess(0.0) > 0 > excess(500.0) else math.inf
 
 
@@ -305,7 +306,7 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # A set that no run hit still has an upper bound above 0, so rank sets by the epsilon that they could prove.
+    # A set without outputs of any run still has an upper bound above 0. So rank sets by the epsilon they may prove.
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

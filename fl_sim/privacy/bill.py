@@ -2,8 +2,8 @@
 
 A bill contains releases that were made and releases that are planned.
 
-A reader of several runs about the same records sees all of their releases. So the cost for one record is the joint cost
-of all releases, of all epsilons, seeds and runs. The largest single epsilon would be too small.
+A reader of several runs about the same records sees the releases of all these runs. So the cost for one record is the
+joint cost of all releases, of all epsilons, seeds and runs. The largest single epsilon would be too small.
 
 A release that several runs use, such as a pool of synthetic records or the labels of PATE, counts once. A release that
 protects a client protects each record of this client. So the release counts in the bill of a record, too
@@ -39,8 +39,8 @@ _NEIGHBOURS: Final = {
 class Payment:
     """The privacy cost of one release, taken from its privacy statement.
 
-    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release. No other payment
-    is for the release of a payment with identity "". ``epsilon``: None for no guarantee. ``adjacency``: that of
+    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release. A payment with
+    identity "" is the only payment for its release. ``epsilon``: None for no guarantee. ``adjacency``: that of
     ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of releases}. There is one
     mapping, or several where the cost differs between units, such as between the records of different clients. There is
     none where the events are unknown, and none where the epsilon is that of a budget. ``plan``: the planned releases
@@ -246,7 +246,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # The planned releases, or fewer where it is certain that the budget ends earlier.
+        # The planned releases, or fewer if the budget certainly allows fewer.
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget
@@ -275,7 +275,7 @@ def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
 def _under_replacement(counts: Counts) -> Counts:
     replaced: Counts = Counter()
     for event, times in counts.items():
-        replaced[under_replacement(event)] += times  # two different events may become equal
+        replaced[under_replacement(event)] += times  # two different events may be equal under replacement
     return replaced
 
 

@@ -27,7 +27,7 @@ from dp_accounting import dp_event
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.terms import Adjacency
 
-_PLACES: Final = 2**20  # the population size that ``under_replacement`` uses to express a sampling rate
+_PLACES: Final = 2**20  # sampling rates in ``under_replacement`` are multiples of 1 / this number
 
 
 @dataclass(frozen=True)

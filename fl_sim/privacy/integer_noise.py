@@ -3,13 +3,13 @@
 * Skellam noise is the difference of two independent Poisson numbers of the same mean. A sum of Skellam numbers is
   Skellam again (Agarwal, Kairouz, Liu 2021, "The Skellam mechanism for differentially private federated learning").
 * A discrete Gaussian number of parameter s^2 is k with a probability in proportion to exp(-k^2 / (2 s^2)). See Canonne,
-  Kamath, Steinke 2020. A sum of such numbers is only close to one: see Kairouz, Liu, Steinke 2021, "The distributed
-  discrete Gaussian mechanism for federated learning with secure aggregation".
+  Kamath, Steinke 2020. A sum of such numbers is only approximately discrete Gaussian. See Kairouz, Liu, Steinke
+  2021, "The distributed discrete Gaussian mechanism for federated learning with secure aggregation".
 
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
 table has 127 digits and ends where the tail is below 2^-130. So the distribution of a number is within 2^-104 of the
-exact one, in total variation. For 2^22 numbers of 2^10 clients in 2^10 rounds this is 2^-62 in all. ``LEAST_DELTA`` is
-far above it.
+exact one, in total variation. For 2^22 numbers of 2^10 clients in 2^10 rounds the total distance is 2^-62.
+``LEAST_DELTA`` is far above this distance.
 """
 
 import math
@@ -71,7 +71,7 @@ class NoiseTable:
     def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return for each of ``digits``, numbers of 63 bits, the number of entries of ``high`` up to it.
 
-        The first 16 bits of most numbers decide it alone, by an array of 2^16 answers.
+        For most numbers the first 16 bits suffice: an array of 2^16 entries has the results.
         """
         found: NDArray[np.int64] = self._by_first_bits[digits >> np.uint64(47)]
         rest = np.flatnonzero(self.high[found] <= digits)

@@ -1,11 +1,11 @@
-"""The privacy ledger of one unit, and its file, the charge log. It books or refuses each release before it is made.
+"""The privacy ledger of one unit, which books or refuses each cost before the release; and its file, the charge log.
 
 A release is one published result, such as a round's noised mean. A charge is the ledger's entry with its cost.
 
 The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
 fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
-``charge`` returns. So a crash can lose a release after its charge. But no release happens whose charge is lost. All
-processes that use one log share one budget.
+``charge`` returns. So a crash can lose a release whose charge is stored. But no release is made without a stored
+charge. All processes that use one log share one budget.
 
 The first line of the log holds a random id and the terms. Every further line holds a charge and its chain digest: the
 SHA-256 of the previous digest in the chain followed by the charge. A receipt is the number of charges and the last
@@ -92,9 +92,9 @@ class Ledger:
     """The privacy ledger of one unit: adds up the costs of all published results, and refuses costs beyond the budget.
 
     ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``: a
-    receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of what these charges
-    paid for, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises RunError where
-    the log is missing, cut, edited or damaged.
+    receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of the results of
+    these charges, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises RunError
+    where the log is missing, cut, edited or damaged.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Ledger:
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # the log says which releases were charged; their cost is computed here
+            if news:  # the log names the charged releases; the ledger computes their cost
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append

@@ -12,8 +12,8 @@ to show:
 
 1. The rounded sum moves by no more than the clipping norm: ``clipping_norm_on_grid``.
 2. round(N / g) is exact. N = Q(U), where U is uniform on (0, 1) and known by its first 63 binary digits. float64 gives
-   an approximation of N / g. Where it is further than ``TOLERANCE`` from the next boundary k + 1/2, it is rounded the
-   right way. The digits behind those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. There,
+   an approximation of N / g. If its distance from the next boundary k + 1/2 exceeds ``TOLERANCE``, its rounding is
+   right. The digits behind those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. There,
    and next to a boundary (about one number in 44,000), the probability of the boundary is compared with the first 127
    digits of U, in as many digits as needed. Where 127 digits do not decide, further ones are drawn. Next to a boundary
    the compiled code first compares the 63 digits with this probability in float64. The result counts where the two
@@ -58,7 +58,7 @@ _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # extra binary digits of a boundary's probability, compared with the digits of U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
 _LEAST_NOISE: Final = 1e-6  # in clipping norms; epsilon is above 10^11 there
-_ZEROS: Final = memoryview(bytes(2**19))  # the plain text: ChaCha20 encrypts zeros to its key stream
+_ZEROS: Final = memoryview(bytes(2**19))  # plain text of zeros, which ChaCha20 encrypts to its key stream
 _BLOCK_WORDS: Final = 8  # 64-bit words in a block of ChaCha20, whose counter numbers the blocks
 _STREAM_LIMIT: Final = 2**37  # bytes; half of the range of a ChaCha20 counter
 
@@ -146,8 +146,8 @@ class Noise:
         first, second = self._words(2 * count, purpose, server_round).reshape(2, count)
         if self.normals:
             return self.normals.draw(first, second)
-        # A small U begins with zeros, so its 63 digits hold fewer than 53 significant ones. The second word adds
-        # digits, so that the tail is resolved as finely as the middle and does not end at 9 sigma.
+        # A small U begins with zeros, so its 63 digits contain fewer than 53 significant digits. The second word adds
+        # digits. So the tail has the same resolution as the middle, and does not end at 9 sigma.
         normal = (first >> np.uint64(1)).astype(np.float64)
         small = np.flatnonzero(normal < 2.0**53)
         normal[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
@@ -369,7 +369,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # with fewer digits it is unknown near which boundary U lies
+        if digits.bit_length() >= 64:  # fewer digits do not show which boundary is next to U
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

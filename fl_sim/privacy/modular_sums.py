@@ -145,7 +145,7 @@ def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float
         tried = replace(grid, noise_multiplier=noise_multiplier)
         return epsilon_of_counts({tried.event(tried.shares): rounds}, delta)
 
-    assert grid.scale > 0  # or raises the error about too few bits
+    assert grid.scale > 0  # reading ``scale`` raises UserError if the bits are too few
     try:
         found = least_noise(spent, epsilon, "rdp")
     except UserError as error:
@@ -212,10 +212,10 @@ def centred(total: NDArray[np.int64], grid: SumGrid) -> NDArray[np.int64]:
 
 
 def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
-    """Return True if many numbers of the sum lie near the edge of the modulus, so that some probably went beyond.
+    """Return True if many numbers of the sum lie near the edge of the modulus, so that some probably passed the edge.
 
-    Numbers with ``headroom`` standard deviations in half of the modulus seldom lie there. The answer is computed from
-    the released sum alone.
+    If ``headroom`` standard deviations fit into half of the modulus, numbers seldom lie near the edge. The answer is
+    computed from the released sum alone.
     """
     near = int((np.abs(centred(total, grid)) > EDGE * grid.modulus / 2).sum())
     expected = grid.padded * math.erfc(EDGE * max(grid.headroom, 3.0) / math.sqrt(2))
@@ -224,7 +224,7 @@ def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
 
 def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
     """Return the bytes of ``numbers`` from 0 to 2^``bits`` - 1, the lowest bit of each number first."""
-    if bits == 16:  # the usual case, without the slow single bits
+    if bits == 16:  # the usual case, which needs no slow operations on single bits
         return numbers.astype("<u2").view(np.uint8)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
     each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]

@@ -52,7 +52,7 @@ Its error is at most 1e-12 for the noise multipliers and sampling rates to which
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
-_LEAST_STD: Final = 0.5  # of a discrete Gaussian share, in grid steps: the bound is proven from there on
+_LEAST_STD: Final = 0.5  # grid steps; the bound for a discrete Gaussian share is proven from this value up
 
 
 @lru_cache(maxsize=512)
@@ -80,7 +80,7 @@ def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
 def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
     with np.errstate(all="ignore"), _quiet_excluded_orders():
         curve = checked(_curve(event, series))
-    # A divergence never falls with its order.
+    # A divergence never decreases when the order increases.
     return np.asarray(np.minimum.accumulate(curve[::-1])[::-1])
 
 
@@ -107,9 +107,7 @@ def checked(curve: Curve) -> Curve:
     Without this check a NaN would turn into an epsilon of 0.
     """
     if np.isnan(curve).any() or (curve < -1e-9).any():
-        raise ArithmeticError(
-            "a Renyi divergence came out as NaN or negative: the accountant failed, no epsilon is known"
-        )
+        raise ArithmeticError("a Renyi divergence is NaN or negative: the accountant failed, so no epsilon is known")
     return np.maximum(curve, 0.0)
 
 
@@ -175,7 +173,8 @@ def integer_noise_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) ->
 def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the bound of Agarwal, Kairouz and Liu 2021 at whole orders, and its interpolation between them.
 
-    (order - 1) times the divergence is convex in the order, and 0 at order 1. So a straight line is an upper bound.
+    (order - 1) times the divergence is a convex function of the order, and 0 at order 1. So a straight line between its
+    values at two orders is an upper bound between these orders.
     """
     l1, l2, variance = event.vectors * event.l1, event.vectors * event.l2, event.variance
     if not variance > 0:
@@ -188,7 +187,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
     below = np.floor(orders)
     share = orders - below
     line = (1 - share) * scaled(below) + np.where(share > 0, share * scaled(below + 1), 0.0)
-    return np.where(np.isnan(line), math.inf, line / (orders - 1))  # infinity times 0, if numbers overflow
+    return np.where(np.isnan(line), math.inf, line / (orders - 1))  # NaN is infinity times 0, after an overflow
 
 
 def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -220,8 +219,8 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
     """Return an upper bound on the Renyi divergences of the sampled Gaussian mechanism.
 
     It follows section 3.3 of Mironov et al. 2019. Let A(a) = exp((a - 1) D_a). At a whole order A - 1 is a sum of
-    positive terms, so a tiny divergence keeps its digits. log A is convex in a, so between whole orders a straight
-    line is an upper bound.
+    positive terms, so a tiny divergence keeps its digits. log A is a convex function of a, so a straight line between
+    its values at two whole orders is an upper bound between these orders.
     """
     # dp_accounting alone is not an upper bound. It computes A instead of A - 1, so where A is near 1 its divergence is
     # rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6, and 1 between orders 1 and 2.
@@ -253,7 +252,7 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
         few = n - 1  # the number of terms, from k = 2 to n
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
-        # The same as scipy's logsumexp, which takes eight times as long for so few numbers.
+        # This equals scipy's logsumexp, which takes eight times as long for so few numbers.
         log_less_one = largest + np.log(np.exp(exponents - largest).sum()) if math.isfinite(largest) else largest
         logs[n] = float(np.logaddexp(0.0, log_less_one))
     return logs

@@ -24,7 +24,7 @@ OWN_SHARE, OWN_RIDGE = 0.1, 0.3
 The pooled covariance has the weight 1 - ``OWN_SHARE``.
 """
 
-_MOST_NUMBERS = 500_000_000  # in one model, which then has 2 GB
+_MOST_NUMBERS = 500_000_000  # the numbers of one model, 2 GB as float32
 
 NEVER = -1e4
 """The logit of a class without records, so low that the class is never predicted."""

@@ -242,7 +242,7 @@ def _directions(features: torch.Tensor) -> torch.Tensor:
 
 
 def _of_class(batch: Batch) -> torch.Tensor:
-    """Return a boolean mask, (n, classes), that is True at the label of each record."""
+    """Return a boolean mask, (n, classes). It is True at the label of each record."""
     return batch.labels.unsqueeze(1) == torch.arange(batch.logits.shape[1], device=batch.labels.device)
 
 

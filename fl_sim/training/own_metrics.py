@@ -34,8 +34,8 @@ def measured_by(
 
     ``what``: the function in error messages. ``model``: a copy for the function alone, in evaluation mode. ``test``: a
     copy of the records. The global random generators are seeded by ``seed``, ``what``, the round and the ``keys``, such
-    as the number of a client. Raises RunError for an error in the function, with its file and line, and as
-    ``checked_metrics`` does.
+    as the number of a client. Raises RunError for an error in the function, with its file and line, and for
+    invalid metrics (``checked_metrics``).
     """
     with seeded_alone(seed, what, server_round, *keys), error_context(what), torch.no_grad():
         returned = function(server_round, model, test)
@@ -64,7 +64,7 @@ def checked_metrics(returned: object, what: str, server_round: int) -> dict[str,
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RunError(
                 f"{what} returned {name} = {in_one_line(repr(value))} after round {server_round}; it must be a finite "
-                "number: leave the metric out of rounds without one"
+                "number: leave the metric out of rounds without a finite number"
             )
         numbers[name] = float(value)
     return numbers

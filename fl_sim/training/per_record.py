@@ -33,7 +33,7 @@ computed in float64.
 """
 
 _MOST_NUMBERS: Final = 2**24
-"""The largest number of per-record gradients that are held at once: 64 MiB."""
+"""The largest amount of per-record gradients in memory at the same time: 64 MiB."""
 
 _PLAIN: Final = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
@@ -133,7 +133,7 @@ def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tens
             f"{prefix}bias": _Part(outer.sum(dim=1)),
         }
     if isinstance(layer, nn.Conv2d):
-        columns = functional.unfold(given, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type] # never a word here
+        columns = functional.unfold(given, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type] # padding is no text here
         weight = torch.bmm(back.flatten(2), columns.transpose(1, 2))
         return {f"{prefix}weight": _Part(weight), f"{prefix}bias": _Part(back.flatten(2).sum(dim=2))}
     assert isinstance(layer, nn.GroupNorm)
@@ -155,7 +155,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    twin = copied(model)  # functional_call does not restore a module that stands at two places of a model
+    twin = copied(model)  # functional_call does not restore a module that a model uses twice
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
 
@@ -210,8 +210,9 @@ def _factors(
     """Return the factor of each record for each part of the gradient, shape (b,).
 
     ``squares``: the squared norms of the parts, (b,) each. ``shares``: the part's largest norm, divided by ``limit``.
-    A factor is 1 up to the largest norm and less above it, or as ``Clipping.stability`` tells. All factors of a record
-    are 0 if one of its parts is not finite.
+    Without ``stability``, a factor is 1 up to the largest norm, and the largest norm divided by the norm above it. With
+    ``stability``, it is the largest norm divided by (norm + ``stability``), as ``Clipping`` describes. All factors of a
+    record are 0 if one of its parts is not finite.
     """
     norms = [square.sqrt() for square in squares]
     is_finite = torch.stack(norms).isfinite().all(dim=0)

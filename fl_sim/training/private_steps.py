@@ -1,11 +1,11 @@
 """DP-SGD (Abadi et al. 2016, algorithm 1): local steps that are private for each record of a client.
 
-The compiled trainer or PyTorch takes the steps. Batches and noise are the same numbers, and the clipped sums are the
-same to float32 rounding.
+The compiled trainer or PyTorch takes the steps. Both have the same batches and the same noise. Their clipped sums are
+equal up to float32 rounding.
 
 Adjacency: one record is replaced by nothing, while the number of records stays public. Batches, gradients of all other
 records, and their order are then equal, because each gradient is computed from one record alone, at the same place of
-its batch. So a step's sum of clipped gradients moves by at most the clipping norm.
+its batch. So a step's sum of clipped gradients changes by at most the clipping norm.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ class StepPlan:
     """The numbers of a client's private steps that do not depend on its records, only on their public number.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
-    number of trained parameters. ``std``: the noise's standard deviation. ``limit``: the norm by which gradients are
-    bounded. ``divisor``: the divisor of the noisy sum.
+    number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a
+    gradient. ``divisor``: the divisor of the noisy sum.
     """
 
     rate: float

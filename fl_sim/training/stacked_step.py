@@ -80,7 +80,7 @@ class Kind:
         ``proximal``: True if any client of the round has a proximal term.
         """
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
-        # Two plans have an equal key only if their mixing pool is the same object.
+        # id: two plans share a stack only if their mixing pools are the same objects.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
         terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(
@@ -207,7 +207,7 @@ class StackedStep:
         if self.kind.drift:
             gradient = gradient + self._drift[name][:width]
         weight.sub_(gradient * _like(self._rates[:width], weight))
-        if live is not None:  # clients that have finished training get their old values back
+        if live is not None:  # restores the old values of clients that have finished training
             for target, value in zip(changing, before, strict=True):
                 target.copy_(torch.where(_like(live, target), target, value))
 

@@ -54,7 +54,7 @@ class LocalJob:
     seed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the plan trains unknown parameters, or none: most trainers would train without a word."""
+        """Raise ValueError if the plan trains unknown parameters, or none. Most trainers would report no error."""
         for names in (self.plan.trained, *(phase.names for phase in self.plan.phases)):
             if names is not None and not (names and names <= self.task.params.keys()):
                 unknown = ", ".join(sorted(names - self.task.params.keys())) or "no parameter"
@@ -85,7 +85,7 @@ class LocalJob:
         if not self.plan.phases:
             return self
         phase, private = self.plan.phases[number], self.plan.private
-        if private is not None:  # no two trainings have the same noise
+        if private is not None:  # each phase has noise of its own
             private = replace(private, stream=f"{private.stream}, phase {number}")
         plan = replace(self.plan, phases=(), trained=phase.names, private=private)
         return replace(self, plan=plan, task=replace(self.task, settings=phase.settings(self.task.settings)))
@@ -337,11 +337,11 @@ class Trainer:
         return train_compiled(kernel, stack, job.task, job.plan, (inputs, labels))
 
     def _privately_taken(self, input_shape: tuple[int, ...], plan: LocalPlan, settings: LocalSettings) -> Stack | None:
-        """Return the description of the model for private steps of the compiled trainer; None if it lacks them."""
+        """Return the description of the model for compiled private steps; None if the trainer does not support them."""
         from fl_sim.training.private_steps import is_compiled  # noqa: PLC0415 (its cryptography loads slowly)
 
         has_all = self._kernel is not None and self._precision == "float32" and not self._has_frozen
-        stack = self._stack(input_shape) if has_all else None  # compiled steps add noise to all of a model's numbers
+        stack = self._stack(input_shape) if has_all else None  # compiled steps add noise to all parameters
         return stack if stack is not None and is_compiled(stack, plan, settings) else None
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
@@ -438,7 +438,7 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 def _draws_nothing(module: nn.Module) -> bool:
     """Return True if ``module`` is known to draw no random numbers; False for every other module class of the user.
 
-    A module may say so by an attribute ``draws_random_numbers``.
+    A module of the user may declare this by the attribute ``draws_random_numbers``.
     """
     kind = type(module)
     if isinstance(module, nn.RNNBase):

@@ -316,7 +316,7 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
 def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
     """Return the largest number of queries, up to ``queries``, that cost at most epsilon ``target`` at ``delta``.
 
-    The cost is that for any votes, with all queries answered.
+    The cost is an upper bound for any votes. All queries are counted as answered.
     """
     each = np.arange(1, queries + 1)
     total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)

@@ -93,7 +93,7 @@ class PublicationTerms:
 
 @dataclass(frozen=True)
 class PublishedCost:
-    """A data-dependent PATE cost that may be shown to anybody.
+    """A data-dependent PATE cost that may be published.
 
     ``epsilon`` at ``delta`` covers the labels AND this publication. This epsilon holds for the given votes, unless the
     noise was beyond its quantile. That has probability ``failure``. ``divergence``: the published bound on the Renyi
@@ -181,7 +181,7 @@ def smooth_sensitivity(
 class _CostPart:
     """One part of the cost of all queries: the cost of the labels, or the cost of the tests.
 
-    A query's state is a whole number, such as the cell of its gap. The query's sensitivity depends on nothing but this
+    A query's state is a whole number, such as the cell of its gap. The query's sensitivity depends only on this
     state. ``local`` yields, for distance 0, 1, 2, ..., an array with one bound for each state, on the local sensitivity
     of one query. ``states``: the states that occur. ``queries``: the number of queries in each of these states.
     """
@@ -199,8 +199,8 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
-    # log q falls with the gap. Each query gets the cell of its equivalent gap; of several cells with an equal q, as at
-    # the cap of q, the last one.
+    # log q falls with the gap. Each query gets the cell of its equivalent gap. If several cells have an equal q, as at
+    # the largest value of q, the query gets the last one.
     found = len(gaps) - 1 - np.searchsorted(log_q[::-1], cost.log_q(counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
     orders = np.array([order])

@@ -139,8 +139,8 @@ def _published(
         "adjacency": labels["adjacency"],
         "guarantee": (
             f"{guarantee}. The published epsilon: {rounded_up(published['epsilon'])}, by the data-dependent "
-            "analysis, with noise scaled to its smooth sensitivity. It is the cost for the votes of this run, not a "
-            f"guarantee, and it is too low with probability {published['failure']:g}"
+            "analysis, with noise scaled to its smooth sensitivity. It is the cost for the votes of this run, no "
+            f"guarantee, and too low with probability {published['failure']:g}"
         ),
         "simulation_only": labels["simulation_only"],
         "covers": PUBLISHED_COVERS,
