@@ -1,7 +1,7 @@
 """Joins several data sets of images as the domains of one task, such as digits, MNIST and Fashion-MNIST.
 
 All parts have the same number of classes, and class c of one part is class c of the others. Each part is a source of
-records. All domains have the same number of records: the task must not be decided by the largest part.
+records. All domains have the same number of records, so that the largest part does not dominate the task.
 """
 
 import re
@@ -30,9 +30,9 @@ def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
 
     Images are scaled to ``data.size``, else to the size of the part with the largest images. Grey images get three
     equal channels if any part has colour. Each domain has ``data.records`` training records, else as many as the
-    smallest part; the number of test records is that of the smallest part. They are drawn with the class distribution
-    of the part. Images are normalised by mean 0.5 and standard deviation 0.5. Raises UserError for parts that are no
-    images, or that differ in their classes, and for more ``data.records`` than a part has.
+    smallest part. Each domain has as many test records as the smallest part. Records are drawn with the class
+    distribution of the part. Images are normalised by mean 0.5 and standard deviation 0.5. Raises UserError for parts
+    that are no images, or that differ in their classes, and for more ``data.records`` than a part has.
     """
     names = dict(zip(parts_of(name), parts, strict=True))
     _check(name, names)
@@ -130,7 +130,7 @@ def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Exampl
 
 
 def _as_one(images: NDArray[np.uint8], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
-    """Return ``images`` (n, c, height, width) scaled to ``size`` (width, height), with this number of channels."""
+    """Return ``images`` (n, c, height, width) scaled to ``size`` (width, height), with ``channels`` channels."""
     images = scaled(images, size)
     return images if images.shape[1] == channels else np.repeat(images, channels, axis=1)
 

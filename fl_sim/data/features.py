@@ -25,7 +25,7 @@ Features: TypeAlias = Literal["none", "scattering", "whitened-scattering", "scat
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {"scattering": 1, "whitened-scattering": 1, "scattering-maps": 1}
-"""The version of each transform. Increase a version when its transform gives other numbers.
+"""The version of each transform. Increase the version of a transform whose results change.
 
 Old cache files are then ignored.
 """

@@ -124,7 +124,7 @@ def _domains(path: Path) -> dict[str, Path]:
 
 
 def _with_domains(dataset: Dataset, domains: tuple[str, ...], path: Path) -> Dataset:
-    """Return ``dataset`` with lines about its ``domains``: their order and sizes, and what some of them lack."""
+    """Return ``dataset`` with lines about its ``domains``: their order and sizes, and the classes without images."""
     sizes, held = [], []
     for part in (dataset.train, dataset.test):
         assert part.groups is not None

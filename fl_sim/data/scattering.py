@@ -302,7 +302,7 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     subsampling is the mean of four aliases.
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
-    parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)  # as pairs, as complex products are slow
+    parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)  # pairs of reals: complex products are slow
     weights = _aliases(filters).flatten(-2).repeat_interleave(2, -1)
     total = parts[..., 0, :] * weights[:, 0]
     for alias in (1, 2, 3):

@@ -34,7 +34,7 @@ UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 """The character that is shown in place of a character outside the alphabet."""
 
 _CACHED: Final = 2**20
-"""The number of characters in all texts from which tokens of a ``Vocabulary`` are cached; fewer take no second."""
+"""The number of characters in all texts from which tokens of a ``Vocabulary`` are cached: fewer take under a second."""
 
 _FILE: Final = "tokenizer.json"
 
@@ -187,7 +187,7 @@ class Vocabulary:
             ) from error
         lengths = [len(one.ids) for one in found]
         flat = np.fromiter((token for one in found for token in one.ids), np.int64, sum(lengths))
-        if not self._shift and not flat.all():  # padding must stay apart from texts
+        if not self._shift and not flat.all():  # a token of texts must not equal padding
             raise UserError(
                 f"data.tokenizer={shortened(self.written)} gives its padding token inside of texts, such as for "
                 f"{shortened(next(text for text, one in zip(texts, found, strict=True) if 0 in one.ids))!r}; remove "
