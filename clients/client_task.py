@@ -233,7 +233,7 @@ class PaidAtHome(Protocol):
         ...
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the worker's answer, and return the answer for the server. So the answer is computed only once."""
+        """Store the worker's answer and return the answer for the server. A repeated request gets the stored answer."""
         ...
 
 

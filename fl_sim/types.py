@@ -315,7 +315,7 @@ class Packed:
 
     @staticmethod
     def blank(size: Size) -> Packed:
-        """Return a compressed group of this size that consists of zeros."""
+        """Return a compressed group of ``size.numbers`` zeros and ``size.bits`` zero bytes."""
         return Packed(torch.zeros(size.numbers), np.zeros(size.bits, np.uint8))
 
 

@@ -27,7 +27,7 @@ from fl_sim.privacy.mechanisms import add_noise
 
 
 def coefficients(bands: int) -> NDArray[np.float64]:
-    """Return the coefficients c_0 .. c_{bands-1} of C, shape (bands,), scaled to norm 1."""
+    """Return the coefficients c_0 .. c_{bands-1} of the correlation matrix C, shape (bands,), of L2 norm 1."""
     k = np.arange(1, bands)
     raw = np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])
     unit: NDArray[np.float64] = raw / np.linalg.norm(raw)

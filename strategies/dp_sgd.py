@@ -187,7 +187,7 @@ class DPSGD(ClientPrivacy):
         return replace(by_layer, layer_norms=dict(zip(layers, self.layer_norms, strict=True)))
 
     def allows(self, stage: object) -> bool:
-        """Return True if ``stage`` releases synthetic records whose cost it states itself."""
+        """Return True if ``stage`` releases synthetic records with a privacy statement of that release."""
         return isinstance(stage, Supplying) and isinstance(stage, Promising) and stage.is_private
 
     def check(self, experiment: Choices) -> None:

@@ -41,7 +41,7 @@ class _Mixed(Robust):
         return isinstance(self.over, Robust) and self.over.has_memory
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return the memory of ``over`` before the first round."""
+        """Return the memory of the aggregator ``over`` before the first round."""
         return self.over.remembered(payloads, num_clients) if isinstance(self.over, Robust) else {}
 
     @property

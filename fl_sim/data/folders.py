@@ -107,7 +107,10 @@ def _has_domains(own: OwnName) -> bool:
 
 
 def _domains(path: Path) -> dict[str, Path]:
-    """Return {domain: its folder}, sorted by domain. Raises UserError for a single domain, and for a part of a set."""
+    """Return {domain: its folder}, sorted by domain.
+
+    Raises UserError for a single domain, and for a domain with the name "train" or "test".
+    """
     folders = _subfolders(path, "domain")
     if parts := [part for part in ("train", "test") if part in folders]:
         raise UserError(

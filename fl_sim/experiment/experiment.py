@@ -183,7 +183,8 @@ class Experiment(Settings):
         """Raise ValueError if the user's own server has no procedure of its own, or if the run promises privacy."""
         if self.is_synchronous:
             raise ValueError(
-                f"server {kind_of(self.server)} has no procedure: set procedure = 'module:Class' in the class"
+                f"server {kind_of(self.server)} has no procedure, the class that runs its rounds: set procedure = "
+                "'module:Class' in the server's class"
             )
         if self.is_private:
             raise ValueError(

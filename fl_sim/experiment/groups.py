@@ -237,7 +237,7 @@ class Local(Settings):
     ``privacy``: the protection by each client itself. "dp-sgd" makes every local step private for each record.
     "local-dp" makes each update private for the whole client.
 
-    ``precision``: "tf32" rounds the factors of products to 11 bits, and "bfloat16" rounds them to 8 bits. Sums,
+    ``precision``: "tf32" rounds the inputs of matrix products to 11 bits, "bfloat16" to 8 bits. Sums,
     weights, steps and evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer
     on processors with bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any
     CPU, but saves no time.

@@ -86,7 +86,7 @@ class Job:
     @property
     def num_validated(self) -> int:
         """The number of validation records: the data set's own, or those held out from all clients."""
-        given = self.dataset.validation  # job_of raises if they exist and are unused
+        given = self.dataset.validation  # never unused validation records: job_of refuses them
         return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
@@ -117,7 +117,7 @@ class Job:
 
     @cached_property
     def records(self) -> Dataset:
-        """The data set of the inputs of ``model``: the experiment's data set, or its features if a body is frozen."""
+        """The inputs of ``model``: the experiment's data set, or the features that a frozen body computes from it."""
         return self.body.entered(self.dataset) if isinstance(self.body, FrozenBody) else self.dataset
 
     @property
@@ -331,7 +331,10 @@ def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> 
 def device_of(experiment: Experiment) -> torch.device:
     """Return the device of this process. Raises UserError if the settings require a GPU and none is visible."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but there is no CUDA device here: take device=cpu, or engine=ray engine.gpus=1")
+        raise UserError(
+            "device=cuda, but this process sees no CUDA device: take device=cpu, or let a cluster's workers use theirs "
+            "by engine=ray engine.gpus=1"
+        )
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -369,7 +369,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # fewer digits do not show which boundary is next to U
+        if digits.bit_length() >= 64:  # with fewer digits of U the result is not yet determined
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

@@ -39,8 +39,8 @@ class PrivacyStatement(FileModel):
     ledger into which the cost was written. ``planned_events``: all noisy outputs that were planned before the run.
     Files of older versions lack ``ledger`` and ``planned_events``. ``budget``: the largest epsilon allowed. If the
     budget is smaller than the epsilon of all planned outputs, ``epsilon`` is the budget. ``epsilon_whole_run``,
-    ``delta_whole_run``: the privacy cost of all published outputs of the run about the unit, if it differs from
-    ``epsilon`` and ``delta``.
+    ``delta_whole_run``: the privacy cost of everything that the run publishes about a unit, if this cost differs
+    from ``epsilon`` and ``delta``.
     """
 
     unit: str

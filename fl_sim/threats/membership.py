@@ -58,9 +58,9 @@ def _weighted_area(small: NDArray[np.float64], large: NDArray[np.float64], weigh
 class Rate:
     """The true-positive rate of a membership test at a false-positive rate, with its interval of 95 % confidence.
 
-    ``false_positives``: the largest allowed share of other records that are called members. ``rate``: the share of
-    members that are called so. ``low``, ``high``: the interval by Clopper and Pearson. The threshold is chosen on the
-    other records, and their sampling error is not part of the interval.
+    ``false_positives``: the largest allowed share of non-members that the test calls members. ``rate``: the share of
+    members that the test calls members. ``low``, ``high``: the interval by Clopper and Pearson. The threshold is chosen
+    on non-members, and their sampling error is not part of the interval.
     """
 
     false_positives: float

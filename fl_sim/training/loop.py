@@ -250,7 +250,7 @@ class Objective:
                 linearise=mix.linearise, smoothing=self.smoothing,
             )  # fmt: skip
             loss = losses.mean()
-            if self.terms:  # loss terms are computed from the unmixed records
+            if self.terms:  # loss terms use the original records, before mixup
                 outputs = self._outputs(inputs)
         if not self.terms:
             return loss

@@ -156,9 +156,7 @@ def test_forged_updates_have_no_compressed_form(kind: str) -> None:
 def test_alone_without_knowledge_is_told() -> None:
     for kind in ("min-max", "min-sum", "fang-trim"):
         told = experiment_from({"attack": {"kind": kind, "clients": 1, "knows": "own"}, "partition": "iid"}).remarks
-        assert any(
-            f"attack {kind} has no effect: a hostile client that is alone in a round has no" in one for one in told
-        )
+        assert any(f"attack {kind} has no effect" in one and "set a larger attack.clients" in one for one in told)
         assert not experiment_from({"attack": {"kind": kind, "clients": 1}, "partition": "iid"}).remarks
     assert not experiment_from({"attack": {"kind": "ipm", "clients": 1, "knows": "own"}, "partition": "iid"}).remarks
     assert ALittleIsEnough().knows == "own"
