@@ -119,7 +119,7 @@ def train_together(
 
 
 def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
-    """Return a function that computes the answers of several clients together, for a task that is ``Grouped``."""
+    """Return a function that computes the answers of several clients together, for a task of type ``Grouped``."""
     reader = _Reader(runtime_of)
 
     def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
@@ -166,7 +166,7 @@ def client_of(context: Context) -> int:
 
 
 def owner_of(context: Context) -> Owner | None:
-    """Return the owner's settings from the node's configuration; None if it names no data set of its own."""
+    """Return the owner's settings from the node's configuration; None if this configuration names no data set."""
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
@@ -195,7 +195,7 @@ class _Reader:
         self._runtime_of = runtime_of
         self._signer = signer
         self._last: tuple[RecordDict, Broadcast] | None = None
-        self._one_at_a_time = Lock()  # an engine may call from several threads
+        self._one_at_a_time = Lock()  # an engine may call this reader from several threads
 
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
         """Return the parts for pickling. Flower's simulation pickles the app to send it to its actors.
@@ -224,13 +224,14 @@ class _Reader:
             config = owner.config(config)
             own = (owner.data, number, config.facts)
         if remote.has_ticket(message.content):
-            # Only a worker that the run's driver started accepts tickets; it has neither a policy nor an owner.
+            # Only a worker that the run's driver started accepts tickets. Such a worker has neither a policy nor an
+            # owner.
             if self._signer is None or policy is not None or owner is not None:
                 raise RunError(remote.NO_TICKET)
             ticket = self._signer.read(config.task, number, message.content)
         with self._one_at_a_time:
             runtime = self._runtime_of(config.experiment, config.data_root, *own)
-            runtime.trainer  # noqa: B018 (built here, under the lock)
+            runtime.trainer  # noqa: B018 (this access builds the trainer while the lock is held)
         return Client(number, runtime, config, message.content, policy, ticket, check, self._broadcast)
 
     def _broadcast(self, content: RecordDict) -> Broadcast:

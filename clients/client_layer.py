@@ -71,8 +71,8 @@ class PaidRound:
 class ClientLayer:
     """A round layer, such as compression, between a client's messages and the algorithm.
 
-    By default it changes nothing. ``protects``: True if an update is differentially private for each record of the
-    client. The policy of a client's owner then limits the privacy cost of updates. The owner need not allow updates
+    By default the layer changes nothing. ``protects``: True if an update is differentially private for each record of
+    the client. The policy of a client's owner then limits the privacy cost of updates. The owner need not allow updates
     without noise.
     """
 

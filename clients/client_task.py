@@ -69,7 +69,7 @@ class CustomStart(Protocol):
 
 @runtime_checkable
 class PredictingStart(Protocol):
-    """An algorithm whose ``start`` predicts on the client's training records. Time forecasts count these."""
+    """An algorithm whose method ``start`` predicts on training records. Time forecasts count these predictions."""
 
     @property
     def start_passes(self) -> int:
@@ -86,7 +86,7 @@ class Resizing(Protocol):
         ...
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
-        """Return a model of a ``size`` below 1: ``model`` with the shapes of ``params``, and any values."""
+        """Return ``model`` in the given ``size``, below 1: with the tensor shapes of ``params``, and any values."""
         ...
 
 
@@ -143,7 +143,7 @@ class Client:
     def state(self) -> Payloads:
         """Return the client state after the client's last round.
 
-        It comes from the disk, or from the message if there is no folder for client states.
+        The client state comes from the disk, or from the message if there is no folder for client states.
         """
         if self.config.state_dir:
             return load_state(self.config.state_dir, self.number, self.config.server_round)
@@ -293,7 +293,7 @@ class ClientRuntime:
         return Trainer(self.model, load_kernel()[0], self.precision)
 
     def sized(self, task: LocalTask) -> "ClientRuntime":
-        """Return the client runtime for the size of the model in ``task``. For the whole model it is ``self``."""
+        """Return the client runtime for the size of the model in ``task``. For the whole model this is ``self``."""
         algorithm = self.algorithm
         if not isinstance(algorithm, Resizing) or (size := algorithm.size_in(task)) == 1:
             return self
@@ -318,7 +318,7 @@ class ClientRuntime:
 
         The first of ``own_trainers`` that supports a job executes this job. ``trainer`` executes all other jobs
         together. ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local
-        plans have phases (``Phase``), all jobs are trained phase by phase. If the algorithm has courses
+        plans have phases (``Phase``), all jobs are trained phase by phase. If the algorithm defines its own local steps
         (``StepByStep``), all jobs are trained step by step. Models of different sizes are trained one size after
         another.
         """

@@ -248,7 +248,7 @@ class OwnRecords(Protocol):
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
     """Return counts of shape (3, classes): for each class its records, its predictions, and its correct predictions."""
-    if scores.counts is not None:  # a record has several predictions; they are counted under the record's class
+    if scores.counts is not None:  # a record has several predictions, which are counted under its class
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)
     right = scores.labels[scores.labels == scores.predicted]

@@ -19,9 +19,9 @@ _CORNER: Final = 2.0  # half periods per image; the public spectrum is flat belo
 _COLOUR: Final = 3  # half periods per image; one frequency step along the channels counts as much as this frequency
 
 _TURN: Final = math.radians(10)
-_STRETCH: Final = 0.1  # of a side's length
-_MOVE: Final = 0.05  # of a side's length
-_AT_A_TIME: Final = 1000  # images
+_STRETCH: Final = 0.1  # the largest scaling, as a share of a side's length
+_MOVE: Final = 0.05  # the largest shift, as a share of a side's length
+_AT_A_TIME: Final = 1000  # the number of images that are processed at a time
 
 
 def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.intp], Array]:

@@ -2,8 +2,8 @@
 
 A right answer is a correct prediction. The privacy unit is one test record of the client. Adjacency is zero-out: one
 record is replaced by nothing, while the number of test records stays public. A record moves the count by at most 1. So
-one count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts
-cost k of them (adaptive composition).
+one count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s. So k counts
+cost k such mechanisms (adaptive composition).
 
 The client's training records and test records are disjoint. The measured model depends only on results that the private
 training has already released. So a count has no privacy cost for a training record, and training has no cost for a test
@@ -110,7 +110,7 @@ class CountPrivately:
 
 
 def _answer(num_records: int, right: int) -> RecordDict:
-    counts = [num_records, num_records, right]  # the counts of one class, in the form of ``counts_of``
+    counts = [num_records, num_records, right]  # records, predictions and correct predictions of one class
     return RecordDict({"counts": MetricRecord({f"{OWN}/{TESTED}": counts})})
 
 

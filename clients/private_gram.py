@@ -1,8 +1,8 @@
 """Private sums of products of a client's features, by one Gaussian mechanism.
 
-The privacy unit is one record. Adjacency is zero-out: one record is replaced by nothing, while the numbers of clients
-and of their records stay public. See ``clients.private_moments`` for the features of the other records, which do not
-change.
+The module ``clients.gram`` defines the vector z of a record and the sums G and B. The privacy unit is one record.
+Adjacency is zero-out: one record is replaced by nothing, while the numbers of clients and of their records stay public.
+See ``clients.private_moments`` for the features of the other records, which do not change.
 """
 
 import math

@@ -36,8 +36,8 @@ _RELEASE: Final = "moments.safetensors"
 class Protection:
     """The privacy parameters of moments: ``epsilon`` and ``delta`` per record, and the ``clipping_norm`` of features.
 
-    ``noise``: "secret", or "seeded" for simulations only. ``sensitivity``: the largest L2 norm of a record's
-    contribution.
+    ``noise``: "secret", or "seeded" for simulations only. ``sensitivity``: the largest L2 norm of one record's
+    contribution to the sums.
     """
 
     epsilon: float

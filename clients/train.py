@@ -36,7 +36,7 @@ class Train:
         assert client.policy is not None
         own = client.runtime.trains_on_own(client.config.synthetic)
         if own and any(layer.protects for layer in client.runtime.layers):
-            return  # no check here: the policy limits the privacy cost when the layer writes the cost into the ledger
+            return  # no check here: the policy limits the cost as soon as a layer writes the cost into the ledger
         client.policy.check_training(own_records=own)
         if not own:
             client.policy.check_pool(client.config.synthetic)
@@ -84,8 +84,8 @@ class TrainingJob:
     def of(cls, client: Client, *, trains: bool = True) -> TrainingJob:
         """Return the training job for the message to ``client``, with the algorithm's local plan.
 
-        ``trains``: False for a job whose models are only measured. Its round is neither paid nor protected. Raises
-        RunError if the algorithm's code wrote to its arguments.
+        ``trains``: False for a job whose models are only measured. The round of such a job is neither paid nor
+        protected. Raises RunError if the algorithm's code wrote to its arguments.
         """
         runtime, number, server_round = client.runtime, client.number, client.config.server_round
         algorithm = runtime.algorithm

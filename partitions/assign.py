@@ -27,9 +27,9 @@ numpy overflows for much larger values.
 def check_drawn(beta: float, min_size: int | None) -> None:
     """Check the parameters of a partition that draws from Dir(``beta``).
 
-    Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6 and ``min_size`` is at least 0 or None (not set).
+    Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6 and ``min_size`` is at least 0, or None (not set).
     """
-    if not 0 < beta <= MAX_BETA:  # also refuses NaN
+    if not 0 < beta <= MAX_BETA:  # this comparison also refuses a beta of NaN
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
@@ -115,10 +115,10 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 
 
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
-    """Assign the records to clients at random. ``owner`` defines the number of records of each client.
+    """Assign the records to clients at random. The array ``owner`` gives the number of records of each client.
 
-    ``owner``: an array of client numbers with one entry per record. Client i receives as many records as ``owner`` has
-    entries i; the order of the entries is irrelevant.
+    ``owner``: an array of client numbers with one entry per record. Client i receives as many random records as the
+    number i occurs in ``owner``. The order of the entries is irrelevant.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

@@ -51,13 +51,13 @@ class FeatureNoise:
         return Iid().split(labels, num_partitions, rng)
 
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return ``inputs``, normalised training inputs, plus the noise of ``client``. See ``FeatureSkew.seen_by``."""
+        """Return the normalised training ``inputs`` plus the noise of ``client``. See ``FeatureSkew.seen_by``."""
         noise = rng.standard_normal(inputs.shape, dtype=np.float32)
         seen: Inputs = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
         return seen
 
     def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Return the test ``inputs``, with noise only in the variant "niid-bench" (``EvaluationSkew.evaluated_on``)."""
+        """Return the test ``inputs``, with noise only in the variant "niid-bench" (see ``EvaluationSkew``)."""
         if self.variant == "paper":
             return inputs
         seen = inputs.copy()

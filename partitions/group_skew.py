@@ -42,7 +42,7 @@ _IID: Final = Iid()
 
 
 class AnyPartition:
-    """The marker of a field that holds a partition: fl-sim reads it like the setting ``partition``.
+    """The marker of a field that holds a partition. fl-sim reads such a field like the setting ``partition``.
 
     Only pydantic calls the marker's method. fl-sim requires pydantic, but the package ``partitions`` requires only
     numpy.
@@ -81,7 +81,7 @@ class OverSplit:
 
     @property
     def keeps_sources(self) -> bool:
-        """True if ``over`` gives each client records of one source only (``WithinSources``)."""
+        """True if the inner partition ``over`` gives each client records of one source only (see ``WithinSources``)."""
         return isinstance(self.over, WithinSources) and self.over.keeps_sources
 
     def group_of(self, client: int) -> int:
@@ -89,7 +89,7 @@ class OverSplit:
         return client % self.k
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return the record indices of every client, exactly as ``over`` does.
+        """Return the record indices of every client, exactly as the inner partition ``over`` does.
 
         Raises ImpossibleSplit for fewer clients than groups. A single client is allowed; its records are not changed.
         """
@@ -97,9 +97,9 @@ class OverSplit:
         return self.over.split(labels, num_partitions, rng)
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return the record indices of every client, exactly as ``over`` does.
+        """Return the record indices of every client, exactly as the inner partition ``over`` does.
 
-        ``groups``: the number of each record's source, for a partition ``over`` that uses sources (``ByGroup``).
+        ``groups``: the number of each record's source. Inner partitions that use sources (``ByGroup``) read it.
         """
         self._check_groups(num_partitions)
         if isinstance(self.over, ByGroup):
@@ -138,8 +138,8 @@ class OverSplit:
 class Rotate(OverSplit):
     """The images of group g of ``k`` are turned by g / ``k`` of a full turn, counter-clockwise (IFCA's rotated MNIST).
 
-    There are 4 groups (quarter turns) or 2 (half turns). Images that are not square need 2, because a quarter turn
-    changes their shape.
+    There are 4 groups (quarter turns) or 2 (half turns). Images that are not square need 2 groups, because a quarter
+    turn changes their shape.
     """
 
     kind: Literal["rotate"] = field(default="rotate", kw_only=True)
@@ -185,7 +185,7 @@ class Invert(OverSplit):
 
     def seen_in(self, number: int, inputs: Stored) -> Stored:
         """Return the negatives of the images for the last group, and the images themselves for all others."""
-        return np.bitwise_not(inputs) if number == self.k - 1 else inputs  # in a byte, not p is 255 - p
+        return np.bitwise_not(inputs) if number == self.k - 1 else inputs  # bitwise: a byte p becomes 255 - p
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class PermuteLabels(OverSplit):
 
     def permutations(self, num_classes: int, rng: Generator) -> Indices:
         """Return the label of each class in each group, shape (``k``, ``num_classes``). All rows differ."""
-        rows = {tuple(range(num_classes)): None}  # a dict keeps the order of the draws
+        rows = {tuple(range(num_classes)): None}  # a dict has each row once, in the order of the draws
         while len(rows) < self.k:
             rows[tuple(rng.permutation(num_classes).tolist())] = None
         return np.array(list(rows), dtype=np.int64)
@@ -333,7 +333,7 @@ class Domain:
 
 
 def _check_inner(name: str, over: object) -> None:
-    """Raise ImpossibleSplit unless ``over``, inside the partition ``name``, is a partition that changes no records."""
+    """Raise ImpossibleSplit unless ``over`` is a partition that changes no records. ``name``: the outer partition."""
     if isinstance(over, str) or not hasattr(over, "split"):
         raise ImpossibleSplit(f"{name}: over={over!r} is no partition: give an object, such as Dirichlet(0.3)")
     if isinstance(over, FeatureSkew | RecordSkew):

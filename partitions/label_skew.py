@@ -48,7 +48,7 @@ class LabelK:
             )
         clients = np.arange(num_partitions)
         scores = rng.random((num_partitions, num_classes))
-        scores[clients, clients % num_classes] = -1.0  # the lowest score, so class i mod L is always chosen
+        scores[clients, clients % num_classes] = -1.0  # client i always gets class i mod L
         chosen = np.argpartition(scores, self.k - 1, axis=1)[:, : self.k]
         holds = np.zeros((num_partitions, num_classes), dtype=np.bool_)
         np.put_along_axis(holds, chosen, values=True, axis=1)
@@ -119,7 +119,8 @@ class Dirichlet:
         for c in np.flatnonzero(class_sizes):
             has_room = sizes < fair
             share = rng.dirichlet(np.full(num_partitions, self.beta)) * has_room
-            if share.sum() == 0:  # all shares went to full clients: a tiny beta gives one client nearly the whole class
+            # With a tiny beta, one client may get the whole class. If this client is full, no other client has a share.
+            if share.sum() == 0:
                 share[rng.choice(np.flatnonzero(has_room))] = 1.0
             counts[:, c] = assign.cut(share / share.sum(), int(class_sizes[c]))
             sizes += counts[:, c]

@@ -94,7 +94,7 @@ class RecordSkew(Protocol):
     """
 
     def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
-        """Raise ImpossibleSplit for records that the partition cannot change. ``shape``: of one record's inputs."""
+        """Raise ImpossibleSplit for records that the partition cannot change. ``shape``: the shape of one input."""
         ...
 
     def held_by(
@@ -141,7 +141,7 @@ class Parts(Sequence[Indices]):
     def __getitem__(self, client: int | slice) -> Indices | list[Indices]:
         if isinstance(client, slice):
             return [self[one] for one in range(len(self))[client]]
-        one = range(len(self))[client]  # allows negative numbers, raises IndexError beyond the end
+        one = range(len(self))[client]  # a range allows negative indices, and raises IndexError beyond its end
         return self.records[self.bounds[one] : self.bounds[one + 1]]
 
     @property

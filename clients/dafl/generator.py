@@ -14,7 +14,7 @@ from fl_sim.privacy.mechanisms import Noise
 from fl_sim.types import Column
 
 if TYPE_CHECKING:
-    from dp_accounting import dp_event  # loads slowly, and most runs need no generator
+    from dp_accounting import dp_event  # dp_accounting loads slowly, and most runs need no generator
 
 
 @dataclass(frozen=True)

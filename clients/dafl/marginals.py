@@ -40,8 +40,8 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-_UP: Final = 1 + 2.0**-50  # a factor that keeps rounding from making the noise smaller than in the bill
-_STEPS: Final = 1000  # of mirror descent
+_UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
+_STEPS: Final = 1000  # steps of mirror descent
 _GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lowers the loss, and after one that does not
 
 
@@ -351,7 +351,7 @@ def _parents_first(edges: Sequence[Edge]) -> list[Edge]:
             continue
         seen.add(root)
         waiting = [root]
-        for parent in waiting:  # the loop appends to this list
+        for parent in waiting:  # the loop below appends to this list
             children = [one for one in neighbours[parent] if one not in seen]
             ordered += [(parent, child) for child in children]
             seen.update(children)

@@ -30,7 +30,7 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-_UP: Final = 1 + 2.0**-50  # a factor that keeps rounding from making the noise smaller than in the bill
+_UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
 _COUNT: Final = (
     0.25  # the weight of a record's count in the first release of images, in units of the largest norm of a record
 )
@@ -309,7 +309,8 @@ def without_noise(values: Array, std: float) -> Array:
     ``values``: the eigenvalues of the noisy matrix, (d,). ``std``: the standard deviation of the eigenvalues of the
     noise matrix.
     """
-    width = 2 * std / math.sqrt(len(values))  # so wide that it smooths over a suitable number of noise eigenvalues
+    # With this width, the kernel below smooths over a suitable number of noise eigenvalues.
+    width = 2 * std / math.sqrt(len(values))
     apart = values[:, None] - values
     cleaned: Array = values - 2 * std**2 * (apart / (apart**2 + width**2)).mean(axis=1)
     return cleaned

@@ -207,11 +207,12 @@ class _ConvolutionGradients:
         assert not isinstance(layer.padding, str)
         self.num_pairs = len(entered) // 2
         self.a = functional.unfold(entered, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-        self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
+        self.e = error.flatten(2)  # shape (2 pairs, outputs, positions); self.a has shape (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # If scalar products of all rows cost more, each pair's gradient is computed in float32. The norm is then the
-        # norm of this rounded gradient, and the sum uses the same rounded gradient.
+        # The norms follow from scalar products of all rows. If these products cost more than the gradients, each pair's
+        # gradient is computed in float32. The norm is then the norm of this rounded gradient, and the sum uses the same
+        # rounded gradient.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
@@ -230,7 +231,7 @@ class _ConvolutionGradients:
         return weight if self.bias is None else weight + _squared_norms(self.bias)
 
     def forget(self, pairs: torch.Tensor) -> None:
-        self.e = self.e.clone()  # a copy, because other layers may share the memory
+        self.e = self.e.clone()  # a copy, because other layers may share the memory of this tensor
         for rows in (self.a, self.e):
             rows[pairs.repeat_interleave(2)] = 0.0
         for gradients in (self.each, self.bias):

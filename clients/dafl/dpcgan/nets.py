@@ -159,11 +159,11 @@ def with_planes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widths: tuple[int, int]) -> Networks:
     """Return perceptrons for images that are averaged down to at most ``resolution`` pixels a side.
 
-    ``widths``: the width of the two hidden layers of the discriminator D, and the width of those of the generator G.
-    The norm of the noise on D's gradient grows with the square root of the number of parameters. So the networks have
-    few parameters. The networks use coarse images, because noise hides fine detail first. To make an image of full
-    size, the code interpolates the logits and then applies the sigmoid. This order keeps edges sharp. Records that are
-    not images are used without averaging.
+    ``widths``: two numbers, the width of D's two hidden layers and the width of G's two hidden layers. D is the
+    discriminator, and G the generator. The norm of the noise on D's gradient grows with the square root of the number
+    of parameters. So the networks have few parameters. The networks use coarse images, because noise hides fine detail
+    first. To make an image of full size, the code interpolates the logits and then applies the sigmoid. This order
+    keeps edges sharp. Records that are not images are used without averaging.
     """
     image = len(shape) == 3
     coarse = (shape[0], *(min(side, resolution) for side in shape[1:])) if image else shape
@@ -230,9 +230,9 @@ def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:
 
     The paper states neither widths nor kernels. Here the layers have 32, 64 and 128 channels, 4x4 kernels and stride 2.
     InstanceNorm has a scale and a shift, and keeps no running statistics. As in DCGAN, the first layer of the
-    discriminator D has no InstanceNorm. Feature maps of one pixel have none either, because it would set them to zero.
-    Images of 17 to 32 pixels a side are padded with the lowest value. Images of other sizes are resized. Raises
-    UserError for records that are not images.
+    discriminator D has no InstanceNorm. Layers whose feature maps have one pixel have no InstanceNorm either, because
+    it would set these maps to zero. Images of 17 to 32 pixels a side are padded with the lowest value. Images of other
+    sizes are resized. Raises UserError for records that are not images.
     """
     if len(shape) != 3:
         raise UserError(f'networks "paper" need images, these records have shape {shape}: choose networks "small"')

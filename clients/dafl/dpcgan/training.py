@@ -39,7 +39,7 @@ Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
 """The inputs of G for some fakes: their latent vectors, and their classes, as indices into the released classes."""
 
 BETAS: Final = (0.5, 0.999)
-_ALIGNMENT: Final = 64  # numbers
+_ALIGNMENT: Final = 64  # the number of floats in an aligned block
 _WARM_UP: Final = 0.2  # the share of the training before the first sample is drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
@@ -80,7 +80,7 @@ class GanClient:
         norm, held = settings.clipping_norm, len(records.labels)
         self.batch = self.bill.sampling_rate * held
         self.bound = clipping_norm_on_grid(norm, self.std, self.dimension, summands=held) if self.std else math.inf
-        # In random order, so that every class has early and late samples.
+        # Samples are drawn in random order, so that every class has early and late samples.
         self.classes = np.repeat(np.arange(len(present)), self.counts)
         order = torch.randperm(len(self.classes), generator=self.random)
         self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
@@ -119,7 +119,7 @@ class GanClient:
     def for_fakes_of_records(self, count: int, step: int) -> Drawn:
         """Return the inputs of G for ``count`` fakes of a step of D.
 
-        They are drawn only from secret noise and from the private numbers of synthetic records of each class.
+        The inputs are drawn only from secret noise and from the private numbers of synthetic records of each class.
         """
         latent_dim = self.settings.latent_dim
         latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
