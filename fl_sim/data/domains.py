@@ -1,7 +1,8 @@
 """Joins several data sets of images as the domains of one task, such as digits, MNIST and Fashion-MNIST.
 
-All parts have the same number of classes, and class c of one part is class c of the others. Each part is a source of
-records. All domains have the same number of records, so that the largest part does not dominate the task.
+The joined data sets are called parts. All parts have the same number of classes, and class c of one part is class c of
+the others. Each part is a source of records. All domains have the same number of records, so that the largest part does
+not dominate the task.
 """
 
 import re
@@ -28,11 +29,12 @@ _HALF: Final = 0.5
 def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
     """Return the data set ``name``, whose domains are ``parts``, in order.
 
-    Images are scaled to ``data.size``, else to the size of the part with the largest images. Grey images get three
-    equal channels if any part has colour. Each domain has ``data.records`` training records, else as many as the
-    smallest part. Each domain has as many test records as the smallest part. Records are drawn with the class
-    distribution of the part. Images are normalised by mean 0.5 and standard deviation 0.5. Raises UserError for parts
-    that are no images, or that differ in their classes, and for more ``data.records`` than a part has.
+    Images are scaled to the setting ``data.size``, or to the size of the part with the largest images if the setting is
+    missing. Grey images get three equal channels if any part has colour. Each domain has ``data.records`` training
+    records. Without this setting it has as many training records as the smallest part. Each domain has as many test
+    records as the smallest part. The records of a domain are drawn with the class distribution of its part. Images are
+    normalised by mean 0.5 and standard deviation 0.5. Raises UserError for parts that are no images, or that differ in
+    their classes, and for more ``data.records`` than a part has.
     """
     names = dict(zip(parts_of(name), parts, strict=True))
     _check(name, names)
@@ -94,13 +96,13 @@ def _check(name: str, names: Mapping[str, Dataset]) -> None:
 
 
 def _size(own: OwnName, parts: Sequence[Dataset]) -> tuple[int, int]:
-    """Return the (width, height) of all images: that of ``data.size``, else that of the part with the most pixels."""
+    """Return the (width, height) of all images: ``data.size`` if set, else the size of the largest images of a part."""
     _, height, width = max((part.input_shape for part in parts), key=lambda shape: shape[1] * shape[2])
     return image_settings(own).size or (width, height)
 
 
 def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
-    """Return the number of training records of each domain. Raises UserError for a wrong ``data.records``."""
+    """Return the number of training records of each domain. Raises UserError for an invalid ``data.records``."""
     smallest = min(names, key=lambda called: len(names[called].train))
     most, given = len(names[smallest].train), own.option("records")
     if not given:
@@ -114,7 +116,7 @@ def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
 
 
 def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Examples:
-    """Draw ``count`` records of ``part`` with its class distribution, in the order of the part.
+    """Draw ``count`` records of the data set ``part``, with its class distribution and in its order.
 
     The numbers of records of the classes are rounded; the largest remainders are rounded up.
     """

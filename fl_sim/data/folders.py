@@ -1,7 +1,7 @@
 """Reads folders of images, with a folder for each class, and possibly a folder for each domain.
 
 A data set is a folder with PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). If ``data.test`` is
-set, there is no folder test: a random share of every class in PATH/train/CLASS or PATH/CLASS is for testing. If
+set, there is no test folder: a random share of every class in PATH/train/CLASS or PATH/CLASS is for testing. If
 ``data.domains`` is true, PATH contains such a folder for each domain, such as a style of images (PACS, DomainNet).
 """
 
@@ -84,7 +84,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _drawn(test_part: TestPart, *, has_domains: bool) -> str:
-    """Describe the draw of test records; empty if none are drawn."""
+    """Describe how test records are drawn at random; empty if no test records are drawn."""
     of_domains = " of every domain" if has_domains else ""
     drawn = f"{test_part.share:g} of every class{of_domains} is for testing, drawn by test_seed {test_part.seed}"
     return drawn if test_part.share else ""
@@ -223,7 +223,7 @@ def _domain_hint(path: Path) -> str:
 
 
 def _subfolders(split: Path, what: str = "class") -> dict[str, Path]:
-    """Return {class: its folder}, sorted by class. Names are in Unicode's NFC form, so that they can be compared.
+    """Return {class: its folder}, sorted by class. Class names are in Unicode's NFC form, so that they can be compared.
 
     ``what``: the noun for error messages, class or domain.
     """

@@ -33,10 +33,11 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-_OWN: Final = 0.35  # deviation of each channel's own values; the values common to all channels have deviation 1
+# Standard deviation of each channel's own values; the values common to all channels have deviation 1.
+_OWN: Final = 0.35
 
 _MADE: Final = 300  # artificial images of each of three kinds
-_SEED: Final = 1  # differs from the seed of the whitening: the regression needs other images
+_SEED: Final = 1  # seed of these images; the whitening has another seed, because the regression needs other images
 _RIDGE: Final = 0.1  # ridge penalty, relative to the mean squared length of the artificial images' features
 _BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the first image
 _DARKEST: Final = 0.02  # the first image is limited to 0.02 .. 0.98, because the logit of 0 and 1 is infinite
@@ -147,7 +148,7 @@ def _descended(
         found = described(images)
         found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
         distances = ((found if whitening is None else whitening.applied(found)) - targets).square().sum()
-        neighbours = (images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3))  # down and across
+        neighbours = (images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3))  # dim 2: down; dim 3: across
         variations = sum(neighbours, torch.zeros(len(images)))
         (noise.grad,) = torch.autograd.grad(distances + _VARIATION * variations.sum(), noise)
         adam.step()

@@ -57,7 +57,7 @@ _LARGE: Final = 2**26
 
 In a larger file, the lengths and compression of all arrays are checked before any array is read.
 """
-_MOST_PACKED: Final = 500  # the largest compression factor of such an array; a higher factor suggests a zip bomb
+_MOST_PACKED: Final = 500  # the largest compression factor of an array; a higher factor suggests a zip bomb
 
 MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
 _USES: Final = ("leave", "train", "validate")
@@ -161,7 +161,7 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
             )
         return array.astype(np.uint8, copy=False).transpose(0, 3, 1, 2)
     if array.dtype.kind == "f" and array.ndim == 2:
-        with np.errstate(over="ignore"):  # too large numbers become infinite, and are refused below
+        with np.errstate(over="ignore"):  # numbers that are too large become infinite, and are refused below
             features = array.astype(np.float32, copy=False)
         finite = np.isfinite(features).all(axis=1)
         if not finite.all():
@@ -226,9 +226,9 @@ def with_clients(
 def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
     """Read one of MedMNIST's npz files: images with one label each.
 
-    They are normalised by mean 0.5 and standard deviation 0.5, as in MedMNIST's code. The setting ``data.val`` decides
-    the use of the validation images. "leave" (the default): the validation images are not used, and the note says so.
-    "train": the images are added to the training records. "validate": the images are validation records for
+    The images are normalised by mean 0.5 and standard deviation 0.5, as in MedMNIST's code. The setting ``data.val``
+    decides the use of the validation images. "leave" (the default): the validation images are not used, and the note
+    says so. "train": the images are added to the training records. "validate": the images are validation records for
     ``evaluate.validation=given``. Raises UserError for several labels per image, for 3D volumes, and for files that are
     not MedMNIST's.
     """

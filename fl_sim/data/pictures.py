@@ -84,7 +84,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             if (pages := getattr(image, "n_frames", 1)) > 1:
                 raise UserError(f"{where} holds {pages} pages or frames; save each of them as a separate file")
             is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-            image.load()  # this call rotates TIFF files
+            image.load()  # Pillow rotates a TIFF file in this call
             image = ImageOps.exif_transpose(image)
             if _has_transparency(image):
                 raise UserError(
@@ -99,14 +99,14 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             else:
                 raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
             if settings.size is not None and image.size != settings.size:
-                image = image.resize(settings.size, resample=2)  # bilinear, with antialiasing
+                image = image.resize(settings.size, resample=2)  # 2: bilinear, with antialiasing
             return np.asarray(image), is_turned
 
 
 def scaled(images: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """Scale ``images`` (n, channels, height, width) to ``size`` (width, height), bilinearly with antialiasing.
 
-    Each channel is scaled by itself. The result is the same as that of ``data.size`` for image files.
+    Each channel is scaled by itself. The setting ``data.size`` gives the same result for image files.
     """
     from PIL import Image  # noqa: PLC0415 (only images need it)
 

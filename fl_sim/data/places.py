@@ -99,16 +99,19 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
 
 def _found_own(own: OwnName) -> DataSource | None:
     path = _absolute(own.place)
-    is_there = os.path.isdir if own.kind in PLACES else os.path.isfile  # (Path.is_dir raises for a long name)
+    # Path.is_dir would raise an error for a long name.
+    is_there = os.path.isdir if own.kind in PLACES else os.path.isfile
     found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None  # hf: a name on the hub
     return DataSource(own.kind, found) if found else None
 
 
 def _found_parts(name: str, data_root: Path | None) -> DataSource:
-    """Return the location of the data set ``name``, whose parts may be anywhere.
+    """Return the location of the data set ``name``, which joins several data sets (parts).
 
-    Raises UserError for fewer than two parts, for a part that occurs twice, for parts inside of a part, and for an
-    invalid or missing part of the user's own.
+    Each part may be in another search directory.
+
+    Raises UserError for fewer than two parts, for a part that occurs twice, for a part that joins data sets itself, and
+    for an invalid or missing part with the user's own data.
     """
     parts = parts_of(name)
     if len(parts) < 2 or "" in parts:

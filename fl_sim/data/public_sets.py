@@ -171,7 +171,7 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` records among classes in proportion to ``held``. The largest remainders are rounded up.
+    """Divide ``total`` records among classes in proportion to the counts ``held``; round up the largest remainders.
 
     Among equal remainders the choice is random, as in scikit-learn.
     """
@@ -269,7 +269,7 @@ def _adult_columns() -> tuple[Column, ...]:
 
     Generators may round years and hours to steps of 5, and amounts of money to powers of about 1.6.
     """
-    money = (0.0, *(step / 25 for step in range(10, 26)))  # 100 to 100,000 dollars
+    money = (0.0, *(step / 25 for step in range(10, 26)))  # steps from 100 to 100,000 dollars
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
     amounts = Column("capital-gain", money), Column("capital-loss", money)
     return (*_numbers(values, _ADULT_NUMBERS), *amounts, *_categories(_ADULT))

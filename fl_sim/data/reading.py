@@ -139,14 +139,14 @@ def content_of(name: str, data_root: Path | None) -> str:
     files = _files_of(name, own, data_root)
     if files:
         return _of_files(tuple((file, *_signature(file)) for file in files))
-    if own is not None and own.kind == "hf":  # a name on the hub
+    if own is not None and own.kind == "hf":  # kind hf: the data set has a name on Hugging Face's hub
         return hashlib.sha256(f"hf:{own.place}".encode()).hexdigest()
     source = look_for(name, data_root)
     place = source.path if source and source.layout != "own" else None
     signature = _signature(place) if place else ()
     try:
         return _of_records(without_settings(name), data_root, signature)
-    except UserError:  # a file that cannot be read without its settings
+    except UserError:  # the file cannot be read without settings such as the label column
         return _of_records(name, data_root, signature)
 
 
@@ -219,7 +219,7 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # only a part of the cache key, so that changed files are read again
+    del stamps  # ``stamps`` is only a part of the cache key, so that changed files are read again
     return read(name, source)
 
 
@@ -340,7 +340,7 @@ def _checksums(name: str, source: DataSource) -> list[str]:
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
         except (zipfile.BadZipFile, OSError):
-            return []  # reading it fails too, with a better message
+            return []  # reading the file fails, too, with a better error message
         return [f"{path}: {bad} does not match its checksum; fetch or write the file again"] if bad else []
     problems = []
     for file, published in (_published(known) if known else {}).items():
@@ -394,7 +394,8 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
     for path in (Path(str(path)) for path, *_ in files):
         try:
             with path.open("rb") as file:
-                if path.suffix.lower() == ".csv":  # neither the order of lines nor the line endings count
+                # The digest depends on neither the order of lines nor the line endings.
+                if path.suffix.lower() == ".csv":
                     lines = (line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n") for line in file)
                     digests.append(_combined(hashlib.sha256(line).digest() for line in lines if line))
                 else:

@@ -11,7 +11,7 @@ variance. Whitening needs a covariance matrix. The covariance of the records wou
 artificial images is used, which is public and similar enough. The artificial images have the common statistics of
 photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead leaves": random
 discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from such images
-(Baradad et al. 2021). The seed of the artificial images is public, so all processes generate the same images.
+(Baradad et al. 2021). The seed of the artificial images is public. So all processes generate the same images.
 """
 
 import math
@@ -46,17 +46,18 @@ _EPSILON: Final = 1e-5  # added to the variance of a group, against division by 
 
 _NUM_MADE: Final = 2500  # artificial images of each of three kinds
 _MADE_SEED: Final = 0
-_RIDGE: Final = 0.1  # added to every variance, relative to their mean
+_RIDGE: Final = 0.1  # added to every variance, as a share of the mean variance
 WITHIN: Final = 0.9  # share of the artificial images whose whitened features have norm at most 1
 _ROWS: Final = 5000  # records per batch of whitening
 
-_EXPONENTS: Final = (1.0, 1.5)  # of pink noise; photographs have about 1
-_OWN: Final = 0.35  # deviation of each channel's own noise; the noise common to all channels has deviation 1
-_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of deviation and mean of an image, in units of 255
+_EXPONENTS: Final = (1.0, 1.5)  # exponents of pink noise; photographs have an exponent of about 1
+_OWN: Final = 0.35  # standard deviation of a channel's own noise; the noise common to all channels has 1
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of standard deviation and mean of an image, in units of 255
 
 _LEAVES: Final = 200  # leaves per image
-_LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7  # of a leaf: in pixels, and relative to the longer side
-_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # grey levels; grey levels per pixel; grey levels
+# Radius of a leaf: the least in pixels, the largest as a share of the longer side.
+_LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
+_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # in grey levels, in grey levels per pixel, in grey levels
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
 
@@ -86,9 +87,9 @@ def num_coefficients(shape: tuple[int, ...]) -> int:
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the scattering features of ``images`` (n, channels, height, width): (n, features), of L2 norm at most 1.
 
-    The features of a record depend only on that record. The function ``described`` transforms the record's bytes / 255.
-    A vector longer than 1 is then scaled to length 1. Raises UserError for images of an unsuitable shape, as
-    ``dimension_of`` does.
+    The features of a record depend only on that record. The function ``described`` computes the features from the
+    record's bytes, divided by 255. A vector longer than 1 is then scaled to length 1. Raises UserError for images of an
+    unsuitable shape, as ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
@@ -144,7 +145,7 @@ def scattered(images: torch.Tensor) -> torch.Tensor:
 def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the real Fourier transforms of 8 fine and 8 coarse Morlet wavelets, each (8, height, width).
 
-    ``height`` and ``width``: of the padded image.
+    ``height`` and ``width``: the size of the padded image.
     """
     angles = [(ORIENTATIONS // 2 - 1 - number) * math.pi / ORIENTATIONS for number in range(ORIENTATIONS)]
     fine, coarse = (
@@ -194,7 +195,8 @@ def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     again.
     """
     features = features_of(public_images(shape))
-    with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_whitening`` sets torch's number of threads
+    # In a separate thread, because the function ``_whitening`` sets torch's number of threads.
+    with ThreadPoolExecutor(1) as alone:
         return alone.submit(_whitening, features).result()
 
 
@@ -298,11 +300,12 @@ def _gabor(
 def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     """Filter images and subsample them by 2 in both directions, in the Fourier domain.
 
-    ``spectrum``: of the images, (..., 1, height, width). ``filters``: real, (8, height, width). In the Fourier domain
-    subsampling is the mean of four aliases.
+    ``spectrum``: the Fourier transform of the images, (..., 1, height, width). ``filters``: the Fourier transforms of
+    the filters, which are real, (8, height, width). In the Fourier domain subsampling is the mean of four aliases.
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
-    parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)  # pairs of reals: complex products are slow
+    # As pairs of real numbers, because complex products are slow.
+    parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)
     weights = _aliases(filters).flatten(-2).repeat_interleave(2, -1)
     total = parts[..., 0, :] * weights[:, 0]
     for alias in (1, 2, 3):
@@ -430,7 +433,7 @@ def _directions(coefficients: int, size: int) -> tuple[NDArray[np.float32], NDAr
 
 
 def _whitening(features: NDArray[np.float32]) -> Whitening:
-    torch.set_num_threads(1)  # for bit-identical results
+    torch.set_num_threads(1)  # one thread, for bit-identical results
     made = torch.from_numpy(features).double()
     centre, matrix = inverse_root(made)
     lengths = ((made - centre) @ matrix).norm(dim=1)

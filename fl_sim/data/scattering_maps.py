@@ -3,8 +3,8 @@
 Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
 costs accuracy there. But neighbouring maps are alike, so the coefficients have very different variances. This module
 whitens the maps of each position of an image, with one matrix for all positions. The matrix comes from the covariance
-of artificial images (``fl_sim.data.scattering``). It is small, because the covariance of all coefficients together is
-not needed. Neither looks at any data set, so both are public.
+of artificial images (``fl_sim.data.scattering``). The matrix is small, because the covariance of all coefficients
+together is not needed. The matrix and the artificial images depend on no data set, so both are public.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,8 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
         maps = torch.from_numpy(found[rows]).double().reshape(-1, len(centre), num_positions)
         mixed = torch.einsum("nmp,mk->nkp", maps - centre[:, None], matrix).flatten(1)
         longer = mixed.norm(dim=1, keepdim=True).clamp(min=1)
-        found[rows] = (mixed / longer * (1 - 2.0**-20)).float().numpy()  # float32 rounds to a norm of at most 1
+        # The factor keeps the norm at most 1 after rounding to float32.
+        found[rows] = (mixed / longer * (1 - 2.0**-20)).float().numpy()
 
     in_threads(fill, len(found), _IMAGES)
     return found
@@ -60,12 +61,13 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
 def mixing_of(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
     found = _coefficients(public_images(shape))
-    with ThreadPoolExecutor(1) as alone:  # in its own thread, because ``_mixing`` sets torch's number of threads
+    # In a separate thread, because the function ``_mixing`` sets torch's number of threads.
+    with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
 
 
 def _mixing(found: NDArray[np.float32], num_maps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.set_num_threads(1)  # for bit-identical results
+    torch.set_num_threads(1)  # one thread, for bit-identical results
     rows = torch.from_numpy(found).double().reshape(len(found), num_maps, -1).transpose(1, 2)
     centre, matrix = inverse_root(rows.flatten(0, 1))
     lengths = ((rows - centre) @ matrix).flatten(1).norm(dim=1)

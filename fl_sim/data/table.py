@@ -43,7 +43,7 @@ from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
 _ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # column names of IDs: id, patient_id, patientID
-_FEW: Final = 6  # maximum number of names in a list of a note
+_FEW: Final = 6  # maximum number of names in a list in ``Dataset.note``
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class TestPart:
         order = np.argsort(clients, kind="stable")
         numbers, starts = np.unique(clients[order], return_index=True)
         bounds = np.append(starts, count)
-        for place in np.flatnonzero(np.diff(bounds) > 1).tolist():  # most of a million clients may have only one record
+        # Skips clients with one record, because most of a million clients may have only one.
+        for place in np.flatnonzero(np.diff(bounds) > 1).tolist():
             of_client = order[bounds[place] : bounds[place + 1]]
             coins = rng(self.seed, "test part", int(numbers[place]))
             chosen[of_client[coins.permutation(len(of_client))[: size(len(of_client))]]] = True
@@ -280,7 +281,7 @@ def rows_of(plan: TablePlan) -> Rows:
     raised if there are no training or test records, or if a class has no training records.
     """
     count, width = sum(plan.survey.rows), sum(feature.width for feature in plan.features)
-    if 2 * 4 * count * width > most_bytes():  # all records, and a second copy when they are split
+    if 2 * 4 * count * width > most_bytes():  # the factor 2: all records, and a second copy when the records are split
         raise UserError(
             f"{plan.where}: {count:,} records of {width:,} numbers take 2 x {4 * count * width:,} bytes, "
             "more than half of this machine's memory; use fewer records, or leave columns out by data.drop"
@@ -440,7 +441,7 @@ def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # for labels and clients: there may be a million clients, and each batch needs them
+@lru_cache(maxsize=2)  # cached for labels and clients: each batch needs all names, and there may be a million clients
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 

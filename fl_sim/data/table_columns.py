@@ -422,7 +422,7 @@ class Feature:
         if self.bounds is not None:
             low, high = self.bounds
             numbers = (np.clip(numbers, low, high) - low) / (high - low)
-        with np.errstate(over="ignore"):  # too large numbers become infinite, and are refused later
+        with np.errstate(over="ignore"):  # numbers that are too large become infinite, and are refused later
             rows[:, self.first] = numbers
 
 

@@ -94,7 +94,8 @@ class TableReader:
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                places = {name: place for place, name in enumerate(batch.schema.names)}  # (pyarrow's search is linear)
+                # A dictionary, because pyarrow searches names one by one.
+                places = {name: place for place, name in enumerate(batch.schema.names)}
                 yield {
                     name: _cleaned(batch.column(places[written[name]]), is_text=name in self.texts) for name in columns
                 }

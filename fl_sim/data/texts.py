@@ -87,9 +87,9 @@ def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
     """Return the column of texts that become tokens; empty if the records are vectors.
 
     ``data.text`` names such a column in two cases. First: ``data.tokenizer``, ``data.max_length`` or ``data.alphabet``
-    is set. Second: it names one column, and the column contains words. A column of numbers that are names, such as
-    postal codes, contains none. Words beside numbers are names, too, unless there are over 200. Raises UserError if a
-    setting of texts is set, and ``data.text`` names no column of texts.
+    is set. Second: ``data.text`` names one column, and the column contains words. A column of numbers that are names,
+    such as postal codes, contains no words. A column with both words and numbers contains names, too, unless it has
+    over 200 different texts. Raises UserError if a setting of texts is set, and ``data.text`` names no column of texts.
     """
     listed, first = listed_columns(own, "text", tables[0]), tables[0]
     settings = [key for key in _OF_TEXTS if own.option(key)]

@@ -187,7 +187,7 @@ class Vocabulary:
             ) from error
         lengths = [len(one.ids) for one in found]
         flat = np.fromiter((token for one in found for token in one.ids), np.int64, sum(lengths))
-        if not self._shift and not flat.all():  # a token of texts must not equal padding
+        if not self._shift and not flat.all():  # a token of a text must not equal the padding token
             raise UserError(
                 f"data.tokenizer={shortened(self.written)} gives its padding token inside of texts, such as for "
                 f"{shortened(next(text for text, one in zip(texts, found, strict=True) if 0 in one.ids))!r}; remove "
@@ -205,7 +205,7 @@ def tokenizer_by(written: str, alphabet: str) -> Tokenizer:
     """Return the tokenizer that ``data.tokenizer`` names: characters, bytes, or the place of a tokenizer.json.
 
     ``alphabet``: the value of ``data.alphabet``; empty if it is not set. A place is a file, a folder with
-    tokenizer.json, or an installed package with such a folder. Raises UserError if there is no such tokenizer.
+    tokenizer.json, or an installed package with such a folder. Raises UserError if the tokenizer does not exist.
     """
     if alphabet and written != "characters":
         raise UserError("data.alphabet is for data.tokenizer=characters; leave data.alphabet out")
@@ -294,7 +294,10 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
 
 
 def places_in(text: str, alphabet: str) -> NDArray[np.int64]:
-    """Return the place of each character of ``text`` in ``alphabet``, from 0; a foreign one has the place after all."""
+    """Return the place of each character of ``text`` in ``alphabet``, counted from 0.
+
+    A character outside the alphabet has the place after the last character of the alphabet.
+    """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     known, places = _sorted(alphabet)
     found = np.minimum(np.searchsorted(known, codes), len(known) - 1)
@@ -335,7 +338,7 @@ def _place(written: str) -> Path:
 
 @lru_cache(maxsize=2)
 def _tokenizer_in(path: Path, digest: str) -> Any:
-    del digest  # only a part of the cache key, so that a changed file is read again
+    del digest  # ``digest`` is only a part of the cache key, so that a changed file is read again
     try:
         import tokenizers  # noqa: PLC0415 (an extra)
     except ImportError as error:

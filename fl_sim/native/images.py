@@ -11,7 +11,7 @@ from torch import nn
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.perceptrons import Shown, address, call
 
-_SIDE, _MOST_CHANNELS = 32, 4  # as in images.h
+_SIDE, _MOST_CHANNELS = 32, 4  # the same constants as in images.h
 
 
 class _Painters(ctypes.Structure):
@@ -24,7 +24,10 @@ class _Painters(ctypes.Structure):
 
 
 def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
-    """Return True if the compiled code supports two networks: the shapes of all weights and the slopes must be its."""
+    """Return True if the compiled code supports these two networks.
+
+    The shapes of all weights and the slopes of LeakyReLU must be those of the compiled networks.
+    """
     if not (isinstance(discriminator, nn.Sequential) and isinstance(generator, nn.Sequential)):
         return False
     weights = [*discriminator.parameters(), *generator.parameters()]
@@ -43,7 +46,7 @@ def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
 class _Images:
     """One of the two networks. Its weights must be consecutive parts of one vector, and keep their addresses.
 
-    Raises ValueError for weights that are not.
+    Raises ValueError for other weights.
     """
 
     prefix: ClassVar[str] = "image_"

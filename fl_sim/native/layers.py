@@ -283,7 +283,8 @@ def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
 
 def _plain_parameters(model: nn.Module) -> bool:
     parameters = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
-    if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):  # shared, or buffers
+    # Shared parameters, or buffers.
+    if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):
         return False
     return all(
         type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu"

@@ -257,7 +257,7 @@ class GradientNoise:
 
 
 class DiscriminatorRows(Protocol):
-    """What ``Adversaries`` need of a discriminator: see ``Perceptron``."""
+    """The interface of a discriminator for ``Adversaries``: see ``Perceptron``."""
 
     weights: list[torch.nn.Parameter]
     num_parameters: int
@@ -273,7 +273,10 @@ _Of_contra = TypeVar("_Of_contra", bound=DiscriminatorRows, contravariant=True)
 
 
 class GeneratorOf(Protocol[_Of_contra]):
-    """What ``Adversaries`` need of a generator: see ``TwoWays``. ``prefix``: of the names of its C functions."""
+    """The interface of a generator for ``Adversaries``: see ``TwoWays``.
+
+    ``prefix``: the prefix of the names of the C functions.
+    """
 
     prefix: ClassVar[str]
     kernel: Kernel

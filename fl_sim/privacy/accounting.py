@@ -1,8 +1,9 @@
 """Epsilon of a list of releases (published noisy results), and the noise or number of steps for a target epsilon.
 
-The RDP accountant follows Mironov et al. 2019. The PLD accountant is from the library dp_accounting (Doroshenko et al.
-2022). ``fl_sim.privacy.events`` states the conventions of events. An epsilon of ``inf`` means that there is no
-guarantee. An epsilon is never NaN, and a failed computation never gives 0.
+The RDP accountant (Renyi differential privacy) follows Mironov et al. 2019. The PLD accountant (privacy loss
+distributions) is from the library dp_accounting (Doroshenko et al. 2022). ``fl_sim.privacy.events`` states the
+conventions of events. An epsilon of ``inf`` means that there is no guarantee. An epsilon is never NaN, and a failed
+computation never gives 0.
 
 The choice of a release may depend on the results of earlier releases. The best Renyi order at the end of such a
 sequence depends on the releases, so the epsilon at that order is no proof. A Renyi filter gives a proof (Feldman and
@@ -153,7 +154,8 @@ def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: fl
 
     ``first``: the releases that were planned before any release was made. At the returned order, the budget ``epsilon``
     at ``delta`` allows the largest number of repetitions of ``first``. So the order depends on no output. Returns
-    infinity where ``first`` fits into the budget only as a sum of pure epsilons.
+    infinity where the releases ``first`` fit into the budget only if their pure epsilons (epsilons at delta 0) are
+    added up.
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -184,8 +186,9 @@ def noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier with which ``steps`` releases cost at most ``target_epsilon`` at ``delta``.
 
-    ``amplify`` turns the Gaussian event into the sampled event, such as ``partial(amplify_poisson,
-    sampling_rate=0.1)``. The result exceeds the exact minimum by at most 0.01 %. It is never below 0.01.
+    ``amplify``: a function that turns the privacy event of the Gaussian mechanism into the event of this mechanism on a
+    sampled cohort, such as ``partial(amplify_poisson, sampling_rate=0.1)``. The result exceeds the exact minimum by at
+    most 0.01 %. It is never below 0.01.
     """
     if steps < 1:
         raise UserError(f"{steps} steps: give at least 1")
@@ -204,7 +207,10 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return ``noise_multiplier`` for Poisson sampling. The result is cached, so equal arguments give equal noise."""
+    """Return the smallest noise multiplier, as ``noise_multiplier`` does, for Poisson sampling.
+
+    The result is cached, so equal arguments give equal noise.
+    """
     amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
     return noise_multiplier(amplify, steps, target_epsilon, delta)
 
@@ -283,7 +289,7 @@ def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
     """Return the smallest x with ``spent(x) <= target``, up to a relative error of 1e-4 upwards and never downwards.
 
-    ``spent`` must fall roughly as a power of x.
+    The function ``spent`` must fall roughly as a power of x.
     """
     high = start
     while spent(high) > target:
@@ -302,7 +308,8 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    if gap(math.log(high)) >= 0:  # ``high`` meets the target exactly; exp(log(high)) may be slightly smaller
+    # ``high`` meets the target. Rounding may make exp(log(high)) slightly smaller, and then it misses the target.
+    if gap(math.log(high)) >= 0:
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)
     while spent(found) > target:

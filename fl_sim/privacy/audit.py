@@ -69,7 +69,10 @@ class ProfileAudit:
 
 
 def run_mechanism(mechanism: Mechanism, num_runs: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the outputs of ``num_runs`` runs in world 0 and in world 1, each of shape (num_runs, coordinates)."""
+    """Return the outputs of a mechanism in world 0 (without the audited unit) and in world 1 (with it).
+
+    In each world there are ``num_runs`` runs. Both arrays have the shape (num_runs, coordinates).
+    """
     without = np.stack([mechanism(0, run) for run in range(num_runs)])
     return without, np.stack([mechanism(1, run) for run in range(num_runs, 2 * num_runs)])
 
@@ -83,7 +86,10 @@ def audit_profile(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Compare the outputs in both worlds, (runs, coordinates) each, with ``claimed``: a delta for each of ``epsilons``.
+    """Compare the outputs of a mechanism, without and with the audited unit, with a claim about the mechanism.
+
+    ``without``, ``with_unit``: the outputs in world 0 and in world 1, shape (runs, coordinates). ``claimed``: the
+    claimed delta for each of ``epsilons``.
 
     The score of an output is its likelihood ratio under two Gaussians, which are fitted to the first half of the
     runs. Such a score detects a shift, a wrong scale, and coordinates without noise. ``delta``: the delta of the
@@ -115,7 +121,9 @@ def audit_ratios(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Compare log likelihood ratios in both worlds, (runs,) each, with ``claimed``, as ``audit_profile`` does.
+    """Compare log likelihood ratios with a claim, as ``audit_profile`` compares outputs with a claim.
+
+    ``without``, ``with_unit``: the ratios in world 0 and in world 1, shape (runs,).
 
     The auditor computes the ratios from the mechanism alone. So the sets of outputs are fixed before the runs: for each
     epsilon, the ratios above epsilon, and those below minus epsilon. No run is needed to find them. Ratios of another
@@ -226,15 +234,17 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
     if gap(0.0) >= 0:
         return 0.0
-    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # below the root, where refutation is certain
+    # Slightly below the root, where the guesses certainly refute epsilon.
+    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4
 
 
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """Return the largest probability of ``correct`` or more correct guesses under (epsilon, delta), by theorem 5.2.
 
-    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), for any other
-    guesses. ``delta`` adds 2 m delta max_i P(correct > W >= correct - i) / i, where W is binomial with this
-    probability.
+    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses are.
+    A positive delta adds to the result 2 m delta times the largest P(correct > W >= correct - i) / i over i = 1, 2,
+    .... Here m is the number of canaries, and W is a binomial number of ``guesses`` trials with the probability of a
+    right guess above.
     """
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
@@ -260,7 +270,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # also if the spread is 0
+    if spread * 500 <= shift:  # this test holds also where the spread is 0
         return math.inf
     distance = shift / spread
 

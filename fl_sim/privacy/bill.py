@@ -275,7 +275,7 @@ def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
 def _under_replacement(counts: Counts) -> Counts:
     replaced: Counts = Counter()
     for event, times in counts.items():
-        replaced[under_replacement(event)] += times  # two different events may be equal under replacement
+        replaced[under_replacement(event)] += times  # two different events may become equal under replace-one
     return replaced
 
 

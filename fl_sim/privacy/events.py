@@ -1,7 +1,8 @@
 """Privacy events of dp_accounting, which describe mechanisms: sampling, adjacency, pure epsilon, JSON form, words.
 
 One convention holds everywhere: ``noise_multiplier`` is the standard deviation of the noise on the SUM divided by the
-clipping norm S of ONE unit. The type of an event determines its adjacency:
+clipping norm S of ONE unit. The type of an event determines its adjacency (z: the noise multiplier, q: the sampling
+rate):
 
 * ``GaussianDpEvent(z)`` and ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``: to add or remove one unit moves the sum
   by S.
@@ -34,9 +35,10 @@ _PLACES: Final = 2**20  # sampling rates in ``under_replacement`` are multiples 
 class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
     """The event of an ``epsilon``-bounded-range mechanism, which is ``epsilon``-DP when one unit is added or removed.
 
-    The exponential mechanism with weights exp(epsilon u / (2 sensitivity of u)) is such a mechanism. A privacy loss
-    within a range of width epsilon costs at most epsilon^2 / 8 in zCDP (Cesar, Rogers 2021), a quarter of the pure
-    bound.
+    The exponential mechanism is such a mechanism. It chooses a result of utility u with a probability in proportion to
+    exp(epsilon u / (2 sensitivity of u)). A privacy loss within a range of width epsilon costs at most epsilon^2 / 8 in
+    zCDP, zero-concentrated differential privacy (Cesar, Rogers 2021). This is a quarter of the bound for an arbitrary
+    mechanism with the same pure epsilon.
     """
 
     epsilon: float
@@ -130,8 +132,8 @@ def _check_gaussian(event: dp_event.DpEvent, sampling: str) -> None:
 def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
     """Return ``event`` under replace-one adjacency: one unit is replaced, or its data change.
 
-    The unit's part of the sum moves by up to 2S. The unit takes part in a step with the same probability as before,
-    rounded up to a multiple of 2^-20.
+    The sum moves by up to 2S, where S is the clipping norm of one unit. The unit takes part in a step with the same
+    probability as before, rounded up to a multiple of 2^-20.
     """
     step, times = unrolled(event)
     match step:

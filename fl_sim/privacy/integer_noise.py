@@ -29,8 +29,8 @@ LEAST_DELTA: Final = 1e-12
 VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
-_DIGITS: Final = 127  # of a threshold in the table
-_WORKING: Final = 320  # binary digits while the table is computed
+_DIGITS: Final = 127  # number of binary digits of a threshold in the table
+_WORKING: Final = 320  # number of binary digits of all numbers while the table is computed
 _MASK: Final = 2**64 - 1
 _TAIL: Final = 100.0  # the tail behind the table is below 2 exp(-100) < 2^-130
 
@@ -38,7 +38,7 @@ _TAIL: Final = 100.0  # the tail behind the table is below 2 exp(-100) < 2^-130
 def drawn(
     mechanism: Mechanism, variance: float, noise: Noise, count: int, *, purpose: str, server_round: int
 ) -> NDArray[np.int64]:
-    """Return ``count`` independent integers from the stream (purpose, round) of ``noise``.
+    """Return ``count`` independent integers from the stream (purpose, round) of the source ``noise``.
 
     ``variance``: a multiple of 1 / ``VARIANCE_STEPS``: the variance of a Skellam number, and the parameter s^2 of a
     discrete Gaussian number. A variance of 0 gives zeros.
@@ -50,7 +50,7 @@ def drawn(
     digits = words >> np.uint64(1)
     found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
-        # The first 63 digits equal those of a threshold, so the following 64 digits decide.
+        # The first 63 digits of this number equal those of a threshold, so the following 64 digits decide.
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
         first = int(np.searchsorted(table.high, digits[place], side="left"))
         found[place] = first + int(np.searchsorted(table.low[first : found[place]], second, side="right"))
@@ -69,9 +69,10 @@ class NoiseTable:
     low: NDArray[np.uint64]
 
     def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return for each of ``digits``, numbers of 63 bits, the number of entries of ``high`` up to it.
+        """Return, for each number in ``digits`` (63 bits), the number of entries of ``high`` that are at most as large.
 
-        For most numbers the first 16 bits suffice: an array of 2^16 entries has the results.
+        For most numbers the first 16 bits suffice: an array with 2^16 entries holds the results for all values of these
+        16 bits.
         """
         found: NDArray[np.int64] = self._by_first_bits[digits >> np.uint64(47)]
         rest = np.flatnonzero(self.high[found] <= digits)
@@ -89,7 +90,7 @@ def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
     assert numerator == variance * VARIANCE_STEPS
-    last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1  # Bernstein's inequality
+    last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1  # by Bernstein's inequality
     weights = (_skellam_weights if mechanism == "skellam" else _gaussian_weights)(numerator, last)
     total, cumulative = weights[0] + 2 * sum(weights[1:]), -weights[0]
     high, low = np.empty(last + 1, np.uint64), np.empty(last + 1, np.uint64)
@@ -103,7 +104,7 @@ def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
 def _skellam_weights(numerator: int, last: int) -> list[int]:
     """Return numbers in proportion to the probabilities of 0, ..., ``last``: the Bessel functions I_k(variance).
 
-    The recurrence I_(k-1) = I_(k+1) + (2 k / variance) I_k is stable downwards (Miller's algorithm).
+    The recurrence I_(k-1) = I_(k+1) + (2 k / variance) I_k is numerically stable if k falls (Miller's algorithm).
     """
     weights = [0, 1 << (_WORKING // 2)]
     for k in range(last, 0, -1):

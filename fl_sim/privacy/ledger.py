@@ -120,7 +120,7 @@ class Ledger:
     def receipt(self) -> Receipt:
         """Return the receipt of all charges so far, to be stored with the published results.
 
-        Not for a ledger in memory.
+        A ledger in memory has no receipt.
         """
         assert self._log is not None
         return self._log.receipt

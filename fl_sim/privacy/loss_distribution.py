@@ -22,7 +22,7 @@ from fl_sim.privacy.events import BoundedRangeDpEvent
 Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
 """Pairs (event, number of its releases). No event is a ``SelfComposedDpEvent``."""
 
-_INTERVAL: Final = 1e-4  # dp_accounting's default
+_INTERVAL: Final = 1e-4  # the default grid spacing of dp_accounting
 _INTERVALS_PER_EPSILON: Final = 200_000
 _MOST_INTERVALS: Final = 300_000  # grid intervals across the privacy loss of one release
 _MOST_STEPS: Final = 10**6
@@ -62,15 +62,15 @@ def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
 def rounding_error(steps: Steps) -> float:
     """Return an upper bound on the rounding error that makes a computed delta of ``steps`` too small.
 
-    The numbers of a Fourier transform have errors of about 2^-53. The transform of ``count`` releases is a power of
-    such numbers, with errors ``count`` times as large. ``benchmarks/accounting_reference.py --sweep`` compares the
-    bound with numerical integrals.
+    The numbers of a Fourier transform have errors of about 2^-53. The transform of n releases of one event is the n-th
+    power of such numbers, so the errors are n times as large. ``benchmarks/accounting_reference.py --sweep`` compares
+    the bound with numerical integrals.
     """
     return math.fsum(_ERROR_OF_EVENT + count * _ERROR_OF_RELEASE for _, count in merged(steps))
 
 
 def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
-    """Return the reason why no PLD of ``steps`` is computed, or "" where a PLD is computed.
+    """Return the reason why no PLD of the releases ``steps`` is computed, or "" where a PLD is computed.
 
     ``by_rdp``: the epsilon of ``steps`` by the RDP accountant.
     """

@@ -11,18 +11,20 @@ release is as private as the exact mechanism on real numbers, with nothing added
 to show:
 
 1. The rounded sum moves by no more than the clipping norm: ``clipping_norm_on_grid``.
-2. round(N / g) is exact. N = Q(U), where U is uniform on (0, 1) and known by its first 63 binary digits. float64 gives
-   an approximation of N / g. If its distance from the next boundary k + 1/2 exceeds ``TOLERANCE``, its rounding is
-   right. The digits behind those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. There,
-   and next to a boundary (about one number in 44,000), the probability of the boundary is compared with the first 127
-   digits of U, in as many digits as needed. Where 127 digits do not decide, further ones are drawn. Next to a boundary
-   the compiled code first compares the 63 digits with this probability in float64. The result counts where the two
-   differ by more than their part ``CLOSE``.
+2. round(N / g) is exact. N = Q(U), where Q is the quantile function of the noise, and U is uniform on (0, 1) and known
+   by its first 63 binary digits. float64 gives an approximation of N / g. If the distance of this approximation from
+   the nearest boundary k + 1/2 (k: a whole number) exceeds ``TOLERANCE``, its rounding is right. The digits behind
+   those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. For such a small U, and next to a
+   boundary (about one number in 44,000), the probability of the boundary is compared with the first 127 digits of U, in
+   as many digits as needed. Where 127 digits do not decide, further ones are drawn. Next to a boundary the compiled
+   code first compares the 63 digits with this probability in float64. The result of this comparison counts where the
+   relative difference of the two is more than ``CLOSE``.
 
 Assumptions: ChaCha20 under a random key gives random bits. ``scipy.special.ndtri``, ``numpy.log`` and the compiled
 quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. This is some 400 times their
-documented error, and a test compares them with mpmath, tails included. The C library's ``erfc`` is right to ``CLOSE``
-/ 100, and its argument's rounding moves it by less than CLOSE / 20. mpmath is right to the requested number of digits.
+documented error, and a test compares them with mpmath, tails included. The C library's ``erfc`` is right to ``CLOSE`` /
+100, and the rounding of its argument changes the result by less than CLOSE / 20. mpmath is right to the requested
+number of digits.
 
 Adaptive clipping: Andrew et al. 2021, algorithm 1.
 """
@@ -57,7 +59,7 @@ U is above ``DECIDED``, so its digits behind the 63rd are less than 2^-46 of it.
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # extra binary digits of a boundary's probability, compared with the digits of U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
-_LEAST_NOISE: Final = 1e-6  # in clipping norms; epsilon is above 10^11 there
+_LEAST_NOISE: Final = 1e-6  # least standard deviation, in clipping norms; epsilon is above 10^11 for it
 _ZEROS: Final = memoryview(bytes(2**19))  # plain text of zeros, which ChaCha20 encrypts to its key stream
 _BLOCK_WORDS: Final = 8  # 64-bit words in a block of ChaCha20, whose counter numbers the blocks
 _STREAM_LIMIT: Final = 2**37  # bytes; half of the range of a ChaCha20 counter
@@ -135,7 +137,10 @@ class Noise:
         return self._steps(GAUSSIAN, count, std, purpose, server_round)
 
     def laplace(self, count: int, scale: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return Laplace numbers in the form of ``gaussian``, with a density proportional to exp(-|x| / scale)."""
+        """Return ``count`` independent Laplace numbers in grid steps, in the same form as ``gaussian``.
+
+        Their density is proportional to exp(-|x| / scale).
+        """
         return self._steps(LAPLACE, count, scale, purpose, server_round)
 
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
@@ -146,8 +151,8 @@ class Noise:
         first, second = self._words(2 * count, purpose, server_round).reshape(2, count)
         if self.normals:
             return self.normals.draw(first, second)
-        # A small U begins with zeros, so its 63 digits contain fewer than 53 significant digits. The second word adds
-        # digits. So the tail has the same resolution as the middle, and does not end at 9 sigma.
+        # A small uniform number U begins with zeros, so its 63 digits contain fewer than 53 significant digits. The
+        # second word adds digits. So the tail has the same resolution as the middle, and does not end at 9 sigma.
         normal = (first >> np.uint64(1)).astype(np.float64)
         small = np.flatnonzero(normal < 2.0**53)
         normal[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
@@ -234,7 +239,8 @@ def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.b
     """Return the mask of the units that Poisson sampling draws; ``coins`` has one ``uniform`` number for each unit.
 
     The numbers in ``coins`` are multiples of 2^-53, so the rate is rounded down to such a multiple. Otherwise a rate
-    between two multiples would act as the upper one, and a unit would take part more often than its accountant assumes.
+    between two multiples would act as the larger multiple, and a unit would take part more often than its accountant
+    assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
 
@@ -330,8 +336,8 @@ def next_clipping_norm(
 ) -> float:
     """Return the clipping norm of the next round, S exp(-eta (b~ - gamma)).
 
-    ``noisy_share`` is b~, the noisy share of updates with a norm of at most S. ``target_quantile`` is gamma. S
-    falls where b~ is above gamma.
+    S is the ``clipping_norm`` of this round, and eta is the ``learning_rate``. ``noisy_share`` is b~, the noisy share
+    of updates with a norm of at most S. ``target_quantile`` is gamma. S falls where b~ is above gamma.
     """
     return clipping_norm * math.exp(-learning_rate * (noisy_share - target_quantile))
 
@@ -369,7 +375,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # with fewer digits of U the result is not yet determined
+        if digits.bit_length() >= 64:  # fewer digits of U do not determine the result
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

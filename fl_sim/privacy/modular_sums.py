@@ -5,11 +5,11 @@ integer noise, and sends the result modulo 2^bits. Secure aggregation gives the 
 nothing else. The server takes the sum as a number around 0, and undoes scale and rotation. These are algorithms 1 and 2
 of Kairouz, Liu, Steinke 2021.
 
-* The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. It spreads a vector evenly
-  over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
+* The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. The rotation spreads a vector
+  evenly over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
 * Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound. At least 39 % of the
-  tries reach this bound (conditional rounding with beta = e^(-1/2), there). The bound is the sensitivity: a client
-  without data sends a rounded vector of zeros.
+  tries reach this bound (in the paper: conditional rounding with beta = e^(-1/2)). The bound is the sensitivity: a
+  client without data sends a rounded vector of zeros.
 * With the scale, ``headroom`` standard deviations of the sum fit into half of the modulus. This holds also if all
   clients send the same vector.
 """
@@ -76,9 +76,10 @@ class SumGrid:
     def scale(self) -> float:
         """Return the number of grid steps in one unit of a vector.
 
-        The standard deviation of a number of the sum has three parts: m vectors of the largest norm in one direction,
-        m c / sqrt(d) after the rotation; the noise; and the rounding of m numbers, at most sqrt(m) / 2 grid steps.
-        Raises UserError if the bits are too few for the rounding of that many clients.
+        Let m be the number of clients, c the clipping norm, and d the padded dimension. The standard deviation of a
+        number of the sum has three parts. The first part is m c / sqrt(d): that of m vectors of the largest norm in one
+        direction, after the rotation. The second part is the noise. The third part is the rounding of m numbers, at
+        most sqrt(m) / 2 grid steps. Raises UserError if the bits are too few for the rounding of that many clients.
         """
         room = (self.modulus / 2 / self.headroom) ** 2 - self.shares / 4
         if room <= 0:
@@ -93,7 +94,8 @@ class SumGrid:
         """Return the largest squared L2 norm of a rounded vector, in grid steps."""
         length, d = self.scale * self.clipping_norm, self.padded
         certain = (length + math.sqrt(d)) ** 2
-        probable = length**2 + d / 4 + length + math.sqrt(d) / 2  # sqrt(2 log(1 / beta)) is 1
+        # The last two terms have the factor sqrt(2 log(1 / beta)), which is 1.
+        probable = length**2 + d / 4 + length + math.sqrt(d) / 2
         return math.floor(min(certain, probable))
 
     @property
@@ -137,7 +139,7 @@ class SumGrid:
 def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the least noise multiplier with which ``rounds`` sums of all shares cost at most ``epsilon`` at ``delta``.
 
-    The noise multiplier of ``grid`` is not read. Raises UserError if no noise reaches ``epsilon``.
+    The noise multiplier in the argument ``grid`` is not read. Raises UserError if no noise reaches ``epsilon``.
     """
 
     def spent(noise_multiplier: float, accountant: object) -> float:
@@ -198,7 +200,7 @@ def mean_of_sum(
 ) -> NDArray[np.float64]:
     """Return the mean of the vectors of ``present`` clients, shape (dimension,).
 
-    ``total``: the sum of their shares modulo 2^bits, shape (padded,).
+    ``total``: the sum modulo 2^bits of the numbers that these clients sent (``share_of``), shape (padded,).
     """
     unscaled = centred(total, grid).astype(np.float64) / (grid.scale * present)
     found: NDArray[np.float64] = hadamard(unscaled) * signs(seed, server_round, grid.padded)
@@ -250,7 +252,7 @@ def hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
     The matrix is symmetric, so it is its own inverse.
     """
     half, found, other = len(vector) // 2, vector.astype(np.float64), np.empty(len(vector))
-    for _ in range(len(vector).bit_length() - 1):  # each step adds and subtracts neighbours, and sorts them apart
+    for _ in range(len(vector).bit_length() - 1):  # each step writes the sums of neighbours, then their differences
         np.add(found[0::2], found[1::2], out=other[:half])
         np.subtract(found[0::2], found[1::2], out=other[half:])
         found, other = other, found

@@ -191,7 +191,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
 
 
 def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bound of Kairouz, Liu and Steinke 2021 for sums of discrete Gaussians, the least of three."""
+    """Return the bound of Kairouz, Liu and Steinke 2021 for sums of discrete Gaussians, the least of three bounds."""
     l1, l2, d = event.vectors * event.l1, event.vectors * event.l2, event.dimension
     each = event.variance / event.shares
     if not each >= _LEAST_STD**2:
@@ -210,7 +210,7 @@ def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[n
 def _gaussian_curve(noise: float) -> Curve:
     """Return the Renyi divergences of the Gaussian mechanism, order / (2 z^2), for add-or-remove-one.
 
-    Adding or removing one unit moves the mean by one clipping norm.
+    z is the noise multiplier. Adding or removing one unit moves the mean by one clipping norm.
     """
     return np.asarray(_ORDERS / 2 / np.float64(noise) / np.float64(noise))
 
@@ -218,9 +218,9 @@ def _gaussian_curve(noise: float) -> Curve:
 def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: NDArray[np.float64]) -> Curve:
     """Return an upper bound on the Renyi divergences of the sampled Gaussian mechanism.
 
-    It follows section 3.3 of Mironov et al. 2019. Let A(a) = exp((a - 1) D_a). At a whole order A - 1 is a sum of
-    positive terms, so a tiny divergence keeps its digits. log A is a convex function of a, so a straight line between
-    its values at two whole orders is an upper bound between these orders.
+    It follows section 3.3 of Mironov et al. 2019. Let D_a be the divergence at order a, and A(a) = exp((a - 1) D_a). At
+    a whole order A - 1 is a sum of positive terms, so a tiny divergence keeps its digits. log A is a convex function of
+    a, so a straight line between its values at two whole orders is an upper bound between these orders.
     """
     # dp_accounting alone is not an upper bound. It computes A instead of A - 1, so where A is near 1 its divergence is
     # rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6, and 1 between orders 1 and 2.
@@ -240,7 +240,8 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
 def _log_moments(rate: float, noise: float) -> dict[int, float]:
     """Return {n: log A(n)} for all whole orders that ``_poisson_curve`` needs.
 
-    A(n) = sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)).
+    A(n) = sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)), where C(n, k) is a binomial coefficient, q the
+    sampling rate and z the noise multiplier.
     """
     whole = sorted({int(order) for order in ORDERS} | {int(order) + 1 for order in ORDERS if order != int(order)})
     k = np.arange(2, whole[-1] + 1, dtype=np.float64)
@@ -261,10 +262,11 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
 def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Curve:
     """Return an upper bound on the Renyi divergences of a Gaussian release on a cohort of fixed size, for replace-one.
 
-    A unit in the cohort takes the place of another one, so the sum moves by at most 2S. The pair that dominates
-    sampling without replacement is (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its
-    divergence is the same in both directions. Without amplification, replacing one unit moves the sum by 2S:
-    divergence 2 a / z^2 at order a. Both bounds hold, so the smaller one holds.
+    Let q be the sampling rate, z the noise multiplier and S the clipping norm. A unit in the cohort takes the place of
+    another unit, so the sum moves by at most 2S. The pair that dominates sampling without replacement is (1-q) N(0,
+    z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in both directions. Without
+    amplification, replacing one unit moves the sum by 2S: divergence 2 a / z^2 at order a. Both bounds hold, so the
+    smaller one holds.
     """
     if event.sampling_probability != 1:
         raise UserError(
@@ -284,7 +286,7 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2 pi
     (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
     """
-    reach = shift * (2 * order - 1)  # the position of the farthest bump of p^a q^(1-a)
+    reach = shift * (2 * order - 1)  # the position of the farthest peak of the integrand
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
     if num_points > _MOST_POINTS:
         return math.inf

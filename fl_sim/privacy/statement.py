@@ -143,8 +143,8 @@ class _Account:
     """A ledger's charges so far with their epsilon, and the releases that were fixed beforehand with their epsilon.
 
     ``spent``: all charges so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases that were fixed
-    beforehand. ``bounds``: the epsilon of ``promised``. Both of the last two are None where only a budget was fixed.
-    ``again``: the number of repeated charges: the same release was booked a second time.
+    beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only a budget was
+    fixed. ``again``: the number of repeated charges: the same release was booked a second time.
     """
 
     spent: _Counts

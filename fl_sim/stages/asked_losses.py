@@ -14,9 +14,9 @@ class AskedLosses(Stage):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the sampler asks clients."""
+        """Return True if the sampler asks clients for their loss."""
         return bool(experiment.sampler.num_asked(experiment.num_clients))
 
     def tasks(self) -> Mapping[str, ClientTask]:
-        """Return the client task."""
+        """Return the client task ``tell-loss``."""
         return {TELL_LOSS: TellLoss()}

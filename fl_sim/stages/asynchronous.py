@@ -64,7 +64,8 @@ class AsynchronousRounds(Rounds):
         """
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
-        fleet_of_clients(devices, experiment.num_clients, experiment.seed)  # raises errors before the run
+        # Raises UserError for invalid devices before the run.
+        fleet_of_clients(devices, experiment.num_clients, experiment.seed)
         try:
             self.server.check_broadcast(self.algorithm, begun)
         except ValueError as error:
@@ -151,7 +152,8 @@ class _Server:
         self._train(made)
         arrivals = [
             Arrival(self.trained.pop(turn), self.sent[turn.server_round].params, made.staleness(turn))
-            for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))  # sums as in rounds
+            # The same order of sums as in rounds.
+            for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
         clients = self.strategy.num_holders([arrival.reply for arrival in arrivals]) or experiment.num_clients

@@ -44,7 +44,7 @@ class EnsembleDistillation(Stage):
         self._ensemble: float | None = None
 
     def before(self, run: Run) -> None:
-        """Give the round layer its step, if there are public records."""
+        """Give the distillation step to the round layer, if there are public records."""
         if not self.job.predicts_classes:
             raise UserError("algorithm feddf distils class predictions, and this model has none: take fedavg")
         self._layer = found_in(run.strategy.layer, StepOnModels)

@@ -54,7 +54,7 @@ class DistributedSumsBill(Stage):
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return {event: number} of all rounds. No client is assumed to drop out in later rounds."""
+        """Return the events of all rounds, {event: number}, as if no client dropped out in later rounds."""
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
             return Counter({full: charges})
@@ -62,7 +62,7 @@ class DistributedSumsBill(Stage):
         return Counter({full: max(0, charges - len(apart))})
 
     def before(self, run: Run) -> None:
-        """Tell the round layer the grid of the sums."""
+        """Pass the grid of the sums to the round layer."""
         self._layer = found_in(run.strategy.layer, DistributedSums)
         self._layer.grid = self.grid
 

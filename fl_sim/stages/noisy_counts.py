@@ -1,4 +1,4 @@
-"""The noisy counts with which clients answer for their own models in a run with DP-SGD, and their privacy bill.
+"""Noisy counts of the correct predictions of clients' own models in a run with DP-SGD, and their privacy bill.
 
 The module ``clients.noisy_counts`` draws the noise, and writes the costs into the clients' privacy ledgers.
 """
@@ -63,7 +63,7 @@ class NoisyCounts:
         return counting_cost(self.protection, self.times).charge
 
     def task(self, measuring: EvaluateOwn) -> CountPrivately:
-        """Return the client task. ``measuring``: the task whose models and test records it uses."""
+        """Return the client task of noisy counts, on the models and test records of the client task ``measuring``."""
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:

@@ -1,4 +1,4 @@
-"""Measures over clients, computed from the counts with which clients answer for their own models.
+"""Measures over clients, computed from each client's counts of records and of correct predictions of its models.
 
 ``OwnMeasures`` holds the answers of all clients after one round. The names of models are those of ``clients.evaluate``:
 received, own, trained and fine_tuned.
@@ -85,7 +85,7 @@ class OwnMeasures:
         """Return the accuracies of the models of each source's clients, {name of the source: {"own_accuracy": ...}}.
 
         An accuracy is the mean over the clients of the source. ``names``: the name of each client's source, "" for a
-        client without one. Clients without test records, and sources with such clients only, are left out.
+        client without a source. Clients without test records, and sources with such clients only, are left out.
         """
         accuracies, sources = {model: self.accuracies(model) for model in self.models}, np.array(names)
         tested = {

@@ -197,7 +197,7 @@ class OwnModels(Stage):
             yield from self._noisy.payments()
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, and that of the noisy counts."""
+        """Return the privacy statements ``others``, and the statement of the noisy counts."""
         return [*others, *([self._noisy.statement(self._run, self._times_done)] if self._noisy else [])]
 
     def work(self) -> Sequence[Work]:

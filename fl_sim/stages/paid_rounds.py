@@ -131,7 +131,8 @@ class PaidRoundsBill(Stage):
         charges = [(f"round {number}", event) for number in range(1, trained + 1) for event in each]
         coverage = Coverage(self.covers, self.does_not_cover, self.settings.noise == "seeded")
         said, together = statement(self.terms, charges, self.planned(worst), coverage), self._together
-        if together is None or together.shares > trained:  # other releases about the same records
+        # The privacy ledgers contain other releases about the same records, too.
+        if together is None or together.shares > trained:
             said["guarantee"] = f"{said['guarantee']}{joint_cost_in_words(together, self.settings.delta)}"
         joint = together and none_if_infinite(together.epsilon)
         return [*others, {"ledger": self._run, **said, "epsilon_together": joint}]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MEASURE: Final = "measure"
 """The name of the client task that returns sums over the client's records, for a question in the message."""
 
-_MOST_BYTES: Final = 64 * 1024  # bytes of start.json
+_MOST_BYTES: Final = 64 * 1024  # maximum size of start.json in bytes
 
 
 def settings_of(job: Job) -> PrivateStart:
@@ -93,7 +93,7 @@ class Start(Stage):
 
     def before(self, run: Run) -> None:
         """Train the first model on synthetic images. The server draws these images from the clients' noisy answers."""
-        run.log.before["private_start"] = None  # the bytes would reveal the sizes of secret cohorts
+        run.log.before["private_start"] = None  # the number of sent bytes would reveal the sizes of secret cohorts
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
@@ -171,11 +171,12 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
 
     The privacy cost is first written into the privacy ledger. ``number``: the number of the question, from 1.
     ``question``: the tensors of the message to each client. ``template``: names and shapes of an answer's tensors. A
-    client that fails counts as zeros, as in a round. So does an answer that does not fit the template. Raises
-    BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
+    client that fails counts as zeros, as in a round. An answer that does not fit the template also counts as zeros.
+    Raises BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
-    server_round = number - len(privacy.beforehand)  # 0 or less, so that its random numbers differ from all rounds'
+    # ``server_round`` is at most 0, so that the random numbers of the question differ from those of all rounds.
+    server_round = number - len(privacy.beforehand)
     if not strategy.population.nodes:
         strategy.population = find_population(run.grid, strategy.num_clients, timeout)
     privacy.pay_beforehand(number)

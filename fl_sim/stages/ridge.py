@@ -72,7 +72,7 @@ class RidgeHead(Stage):
         return {MULTIPLY: self._task}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the line that is shown while clients compute; empty for a resumed run."""
+        """Return the line that is shown while clients compute their sums; empty for a resumed run."""
         return "" if log.rounds else "clients send sums of products of their features, and the server computes a head"
 
     def before(self, run: Run) -> None:
@@ -135,7 +135,7 @@ class RidgeHead(Stage):
         return int(np.count_nonzero(self.job.shards.sizes))  # a client without records adds no noise
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, and that of the noisy sums."""
+        """Return the privacy statements ``others``, and the statement of the noisy sums."""
         if not self.settings.is_private:
             return list(others)
         limits = _NO_TRAINING if self._setting == "algorithm" else _NOT_TRAINING

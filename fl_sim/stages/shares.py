@@ -98,7 +98,7 @@ class Shares(Stage):
         """Return a forecast of the bytes that the server exchanges with all clients.
 
         The forecast assumes that all summaries have the same size. This is the size for a client with the mean number
-        of records. It is computed on public test records.
+        of records. The size is computed on public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

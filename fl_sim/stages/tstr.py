@@ -52,7 +52,7 @@ class Classifier:
     """A classifier that is trained on synthetic records.
 
     ``held_out``: the classifier's scores on synthetic records that were not used for training. ``tested``: its scores
-    on real test records. They are None if the experiment makes no test.
+    on real test records. ``tested`` is None if the experiment makes no test.
     """
 
     name: str
@@ -120,7 +120,8 @@ class TstrProcedure(Procedure):
         """
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
-        if name in {DISCRIMINANT, QUADRATIC}:  # closed form; first, because it refuses models that are too large
+        # The closed form comes first, because it refuses models that are too large.
+        if name in {DISCRIMINANT, QUADRATIC}:
             analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
             found = analyse(*to_tensors(own, dataset), dataset.num_classes)
         model = self._model(name).to(self.job.device)
@@ -174,8 +175,8 @@ class TstrProcedure(Procedure):
     def work(self) -> tuple[Work, ...]:
         """Return the amounts of computation for the time forecast.
 
-        They are the making of the clients' synthetic records, the training of the classifiers, and their evaluation.
-        The time of the classifiers' training is not measured.
+        These amounts are for the making of the clients' synthetic records, the training of the classifiers, and their
+        evaluation. The time of the classifiers' training is not measured.
         """
         measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())

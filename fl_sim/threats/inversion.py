@@ -66,7 +66,7 @@ def protected(gradient: Params, clipping_norm: float, noise_multiplier: float, c
 
 
 def invert(gradient: Params, layers: Sequence[str], record: torch.Tensor, label: int) -> Inverted:
-    """Reconstruct ``record``, (1, *input shape), and ``label`` from ``gradient``; return how well it went.
+    """Reconstruct ``record``, (1, *input shape), and ``label`` from ``gradient``; return the errors.
 
     ``layers``: the names of the first and of the last layer, as from ``linear_layers``.
     """

@@ -25,11 +25,13 @@ class Area:
 
 
 def area_by_loss(members: Judged, others: Judged) -> Area | None:
-    """Return how well the loss separates ``members`` from ``others``; None if there is nothing to compare.
+    """Return the area for the test of membership by the loss; None if there is nothing to compare.
+
+    ``members``, ``others``: the predictions on members and on non-members.
 
     Members of one client may have few classes. So each record of ``others`` is weighted by the share of its class among
-    the members, and members of classes that no other record has are left out. In the interval, the number of other
-    records is the effective sample size of these weights, (sum w)^2 / sum w^2.
+    the members, and members of classes without non-members are left out. In the interval, the number of non-members is
+    the effective sample size of these weights, (sum w)^2 / sum w^2.
     """
     size = 1 + int(max(members.labels.max(initial=0), others.labels.max(initial=0)))
     wanted, there = (np.bincount(one.labels, minlength=size) for one in (members, others))
@@ -47,7 +49,7 @@ def area_by_loss(members: Judged, others: Judged) -> Area | None:
 
 
 def _weighted_area(small: NDArray[np.float64], large: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """Return the weighted probability that a value of ``small`` is below one of ``large``; ties count one half."""
+    """Return the weighted probability that a number in ``small`` is below one in ``large``; ties count one half."""
     order = np.argsort(large)
     total = np.concatenate([[0.0], np.cumsum(weights[order])])
     below, upto = (np.searchsorted(large[order], small, side) for side in ("left", "right"))
@@ -72,8 +74,9 @@ class Rate:
 def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | None:
     """Return the true-positive rate of the test "the loss is below a threshold"; None if too few records are there.
 
-    ``false_positives``: in (0, 1); at least 1 / ``false_positives`` other records are needed. The threshold is the
-    smallest loss of the other records with at most this share of them below it.
+    ``false_positives``: the largest allowed share of non-members (``others``) that the test calls members, in (0, 1).
+    At least 1 / ``false_positives`` non-members are needed. The threshold is the smallest loss of the other records
+    with at most this share of them below it.
     """
     allowed = int(false_positives * len(others.losses))
     if not allowed or not len(members.losses):
@@ -89,8 +92,8 @@ def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | N
 def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:
     """Return the largest true-positive rate of any test about an (``epsilon``, ``delta``)-private record.
 
-    It is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1; 1 if
-    ``epsilon`` is None (no guarantee).
+    It is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1, where FPR
+    is the false-positive rate. It is 1 if ``epsilon`` is None (no guarantee).
     """
     if epsilon is None or epsilon > _LARGEST_EPSILON:
         return 1.0

@@ -110,7 +110,7 @@ class TensorBoard:
         self._path.parent.mkdir(exist_ok=True)
         for other in self._path.parent.glob("events.out.tfevents.*"):
             if other != self._path:
-                other.unlink()  # an event file of an earlier run, which is no longer here
+                other.unlink()  # an event file of an earlier run in this directory
         steps = [event.step for event in _complete_events(self._path)] if self._path.exists() else []
         self.last_round = max(steps, default=0)
         self.place = f"tensorboard --logdir {tracked.directory}"

@@ -95,7 +95,7 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
     augment, black = settings.augment, black_of(settings.augment, inputs.device)
     inside = _InOrder(stream(job, number, inside=True).bit_generator)
     for batch, moves in batches(settings, len(labels), draws, device):
-        chosen = inputs.index_select(0, batch)  # a quarter of the time of inputs[batch]
+        chosen = inputs.index_select(0, batch)  # takes a quarter of the time of inputs[batch]
         records = Records.of(moved(chosen, moves, augment, black), labels.index_select(0, batch))
         one = _changed(settings, batch_size=len(batch), epochs=1, steps=1, augment=Augment())
         seed = partial(seed_process, int(inside.integers(2**63)), "step")

@@ -24,7 +24,7 @@ OWN_SHARE, OWN_RIDGE = 0.1, 0.3
 The pooled covariance has the weight 1 - ``OWN_SHARE``.
 """
 
-_MOST_NUMBERS = 500_000_000  # the numbers of one model, 2 GB as float32
+_MOST_NUMBERS = 500_000_000  # maximum number of weights of one model, 2 GB as float32
 
 NEVER = -1e4
 """The logit of a class without records, so low that the class is never predicted."""
@@ -60,9 +60,10 @@ def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
     """Return the weights of the model ``logistic`` that separate (n, *shape) inputs with (n,) labels by class.
 
-    mu_c is the mean of class c, S is the covariance within classes, and p_c is the share of class c. Then the logit of
-    class c is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge``
-    keeps S invertible if there are fewer records than features. Sums are float64.
+    mu_c is the mean of class c, S is the covariance within classes, p_c is the share of class c, and ' means
+    transposed. Then the logit of class c for a record x is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie,
+    Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` keeps S invertible if there are fewer records than features. Sums
+    are float64.
     """
     classes = _classes_of(inputs, labels, num_classes)
     covariance = classes.pooled()
@@ -104,10 +105,11 @@ def quadratic_discriminant(
 ) -> Params:
     """Return the weights of a ``QuadraticDiscriminant`` that separate (n, *shape) inputs with (n,) labels by class.
 
-    The logit of class c is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and
-    Friedman 2009, eq. 4.12). S_c is regularised (eq. 4.13; Friedman 1989). It is the sum of ``own_share`` times the
-    class's own covariance, 1 - ``own_share`` times the pooled covariance, and ``ridge`` times the mean variance on
-    the diagonal. Sums are float64. Raises UserError if the matrices have too many numbers for a model.
+    mu_c, S_c and p_c are the mean, the covariance and the share of class c, and ' means transposed. The logit of class
+    c for a record x is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and Friedman
+    2009, eq. 4.12). S_c is regularised (eq. 4.13; Friedman 1989). S_c is the sum of ``own_share`` times the class's own
+    covariance, 1 - ``own_share`` times the pooled covariance, and ``ridge`` times the mean variance on the diagonal.
+    Sums are float64. Raises UserError if the matrices have too many numbers for a model.
     """
     size = inputs[:1].numel()
     if num_classes * size**2 > _MOST_NUMBERS:

@@ -126,7 +126,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
     with ThreadPoolExecutor(workers) as pool, arithmetic(inputs.device):
         scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
     losses, *others = zip(*scores, strict=True)
-    loss = sum(torch.stack(losses).tolist()) / len(labels)  # one transfer from the GPU
+    loss = sum(torch.stack(losses).tolist()) / len(labels)  # all losses in one transfer from the GPU
     predicted, *margins = (torch.cat(parts).numpy(force=True) for parts in others)
     return Scores(loss, labels.numpy(force=True), predicted, margins[0] if margins else None)
 

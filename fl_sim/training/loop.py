@@ -109,7 +109,8 @@ def train(
         records = moved(inputs.index_select(0, batch), moves, augment, black)
         loss_of = partial(objective.loss, records, labels.index_select(0, batch), objective.partner(generator))
         for norm in norms:
-            norm.train(len(batch) > 1)  # one record has no variance, so the running statistics normalise it
+            # A batch of one record has no variance, so running statistics normalise the record.
+            norm.train(len(batch) > 1)
         loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))
         descent.step(trained, gradients)
         losses.append(loss)
@@ -160,7 +161,10 @@ class Descent:
 
     @torch.no_grad()
     def step(self, weights: Params, gradients: Params) -> None:
-        """Update ``weights`` in place by one step. ``gradients``: those of the weights on which the loss depends."""
+        """Update ``weights`` in place by one step.
+
+        ``gradients``: the gradients of all weights on which the loss depends.
+        """
         corrected = {name: self._corrected(name, weights[name], gradient) for name, gradient in gradients.items()}
         for name, gradient in clipped(corrected, self.settings.clip_norm).items():
             self._step(name, weights[name], gradient)

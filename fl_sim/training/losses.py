@@ -53,7 +53,8 @@ def by_autograd(
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
-    # The gradient of the sum is each record's own gradient. That of the mean over B records would be B times smaller.
+    # The gradient of the sum contains each record's own gradient. The gradient of the mean over B records would be B
+    # times smaller.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
 

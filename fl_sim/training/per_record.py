@@ -67,8 +67,8 @@ def _has_rule(module: nn.Module) -> bool:
 
 
 def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function for models of linear layers, convolutions and group norms, one call of each in a pass."""
-    owners = {name.rpartition(".")[0] for name in trained}  # other layers are frozen: nothing is differentiated there
+    """Return the function for models of linear layers, convolutions and group norms that call each layer once."""
+    owners = {name.rpartition(".")[0] for name in trained}  # other layers are frozen and have no gradients
     layers = {name: part for name, part in model.named_modules() if name in owners}
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
 
@@ -102,7 +102,11 @@ def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Cli
 
 
 class _Part:
-    """The per-record gradients of one parameter: ``left`` (b, ...), times ``right`` if there is one (b, ...)."""
+    """The gradients of one parameter for b records.
+
+    The gradient of record i is ``left[i]``. If ``right`` is given, it is the outer product of ``left[i]`` and
+    ``right[i]``.
+    """
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         self.left, self.right = left.double(), None if right is None else right.double()
@@ -113,7 +117,7 @@ class _Part:
         return squares if self.right is None else squares * self.right.square().sum(dim=1)
 
     def summed(self, factors: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all gradients, each times its factor; a record of factor 0 is left out, also if NaN."""
+        """Return the sum of all gradients, each times its factor; gradients with factor 0 are left out, also if NaN."""
         kept = factors > 0
         left, factors = self.left[kept], factors[kept]
         if self.right is None:
@@ -122,11 +126,14 @@ class _Part:
 
 
 def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tensor) -> Mapping[str, _Part]:
-    """Return the per-record gradients of a layer's parameters. ``given``: its inputs; ``back``: d loss / d outputs."""
+    """Return the per-record gradients of the parameters of ``layer``.
+
+    ``given``: the layer's inputs. ``back``: the gradient of the loss with respect to the layer's outputs.
+    """
     prefix = f"{name}." if name else ""
     if isinstance(layer, nn.Linear) and given.ndim == 2:
         return {f"{prefix}weight": _Part(back, given), f"{prefix}bias": _Part(back)}
-    if isinstance(layer, nn.Linear):  # on the last axis of images, for example
+    if isinstance(layer, nn.Linear):  # with further axes between batch and features, for example in images
         outer, inner = back.flatten(1, -2), given.flatten(1, -2)
         return {
             f"{prefix}weight": _Part(torch.bmm(outer.transpose(1, 2), inner)),
@@ -209,10 +216,10 @@ def _factors(
 ) -> list[torch.Tensor]:
     """Return the factor of each record for each part of the gradient, shape (b,).
 
-    ``squares``: the squared norms of the parts, (b,) each. ``shares``: the part's largest norm, divided by ``limit``.
-    Without ``stability``, a factor is 1 up to the largest norm, and the largest norm divided by the norm above it. With
-    ``stability``, it is the largest norm divided by (norm + ``stability``), as ``Clipping`` describes. All factors of a
-    record are 0 if one of its parts is not finite.
+    ``squares``: the squared norms of the parts, (b,) each. ``shares``: the largest norm of each part, divided by
+    ``limit``. Without ``stability``, a factor is 1 up to the largest norm, and the largest norm divided by the norm
+    above it. With ``stability``, it is the largest norm divided by (norm + ``stability``), as ``Clipping`` describes.
+    All factors of a record are 0 if one of its parts is not finite.
     """
     norms = [square.sqrt() for square in squares]
     is_finite = torch.stack(norms).isfinite().all(dim=0)

@@ -3,9 +3,9 @@
 The compiled trainer or PyTorch takes the steps. Both have the same batches and the same noise. Their clipped sums are
 equal up to float32 rounding.
 
-Adjacency: one record is replaced by nothing, while the number of records stays public. Batches, gradients of all other
-records, and their order are then equal, because each gradient is computed from one record alone, at the same place of
-its batch. So a step's sum of clipped gradients changes by at most the clipping norm.
+Adjacency: one record is replaced by nothing, while the number of records stays public. In both cases batches, gradients
+of all other records, and their order are equal, because each gradient is computed from one record alone, at the same
+place of its batch. So a step's sum of clipped gradients changes by at most the clipping norm.
 """
 
 from dataclasses import dataclass

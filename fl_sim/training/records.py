@@ -91,7 +91,7 @@ class Records:
         return Records(self.parts + other.parts)
 
     def none(self) -> "Records":
-        """Return no records, of the same sources."""
+        """Return an empty set of records that has the same sources."""
         return Records(tuple((source, rows[:0]) for source, rows in self.parts))
 
     @property
@@ -196,7 +196,7 @@ _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", tor
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
     """Return pixel indices inside an image of ``size`` pixels.
 
-    Those of the ``places`` that lie outside of the image are reflected at its edges.
+    ``places``: pixel indices. An index outside of the image is reflected at the edge of the image.
     """
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 

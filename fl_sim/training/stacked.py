@@ -256,7 +256,7 @@ class StackedTrainer:
         step, launcher = self._step, self._launcher
         fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
         if step is None or launcher is None or not fits:
-            self._step = self._launcher = step = launcher = None  # frees their memory for the new step
+            self._step = self._launcher = step = launcher = None  # frees the memory of the old step and launcher
             capture = self._capture if self._graphs and captures_on(jobs[0].records.device) else None
             step = StackedStep(self._model, kind, merged(sources), jobs[0].plan, len(jobs), padded=capture is not None)
             launcher = Launcher(step, capture, self._plain_steps)

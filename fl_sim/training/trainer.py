@@ -85,7 +85,7 @@ class LocalJob:
         if not self.plan.phases:
             return self
         phase, private = self.plan.phases[number], self.plan.private
-        if private is not None:  # each phase has noise of its own
+        if private is not None:  # each phase draws new noise
             private = replace(private, stream=f"{private.stream}, phase {number}")
         plan = replace(self.plan, phases=(), trained=phase.names, private=private)
         return replace(self, plan=plan, task=replace(self.task, settings=phase.settings(self.task.settings)))
@@ -421,13 +421,16 @@ class Completion:
         )
 
     def _with(self, params: Params) -> Params:
-        if id(params) not in self._shared:  # holds ``params``, so that no other object gets its id
+        if id(params) not in self._shared:  # the cache keeps ``params`` alive, so that no other object gets the same id
             self._shared[id(params)] = (params, {**self.frozen, **params})
         return self._shared[id(params)][1]
 
 
 def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained:
-    """Train one client by PyTorch. Private steps draw from the client's own source, all others from the job's."""
+    """Train one client by PyTorch.
+
+    Private steps draw random numbers from the client's own source. All other steps draw them from the job's generator.
+    """
     if job.plan.private is None:
         return train(model, job.task, job.plan, inputs, labels, job.generator)
     from fl_sim.training.private_steps import train_privately  # noqa: PLC0415 (its cryptography loads slowly)

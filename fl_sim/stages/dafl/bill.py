@@ -81,7 +81,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Bill:
-    """The privacy cost of one client's synthetic records to each of its own records.
+    """The privacy cost of one client's synthetic records, for each of the client's own records.
 
     The costs are epsilons at the delta of the settings. ``events``: {name of a private output: privacy event}.
     ``labels``, ``generator``: the cost of label selection and of the generator. ``epsilon``: their joint cost.

@@ -49,11 +49,11 @@ from fl_sim.types import Dataset, Traffic
 
 FACTS: Final = "pool.json"
 _NAME: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
-_MOST_WORDS: Final = 1000  # characters of a client's reason
-_MOST_SAID: Final = 64 * 1024  # bytes of one client's description
+_MOST_WORDS: Final = 1000  # maximum number of characters of a client's reason for making no records
+_MOST_SAID: Final = 64 * 1024  # maximum number of bytes of one client's description
 _MOST_STEPS: Final = 10**9
 _FORMAT = 2
-_FEW = 20  # classes that a warning lists
+_FEW = 20  # maximum number of classes that a warning lists
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    paid = bool(pool.parts[client].facts)  # for the selection of labels, which selected none
+    paid = bool(pool.parts[client].facts)  # the client paid for the selection of labels, which selected none
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
         f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}; {cure}"
@@ -237,7 +237,8 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
 def _cure(job: Job) -> str:
     """Return the cure for missing classes, in words.
 
-    It names the number of records of a class that a client needs, computed only from public numbers.
+    The cure names the number of records of a class that a client needs. This number is computed only from public
+    numbers.
     """
     settings = settings_of(job.experiment)
     gamma = max(settings.client_gammas, default=settings.gamma)
@@ -309,7 +310,7 @@ def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
 def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
     """Return the description of one client's synthetic records from JSON values.
 
-    Raises ValueError or RunError if it is invalid.
+    Raises ValueError or RunError if the JSON values are invalid.
 
     ``stored``: True if ``value`` comes from ``pool.json``, and not from a client.
     """

@@ -52,7 +52,8 @@ class Synthesize:
     """The client task that makes synthetic records, once. Their privacy cost is in the client's privacy ledger."""
 
     job: Job
-    reads_records: ClassVar[bool] = False  # allowed, as it is charged; the policy demands secret noise, our mechanisms
+    # False, because the cost is charged; a client's policy demands secret noise and fl-sim's mechanisms.
+    reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
@@ -282,7 +283,7 @@ def content_of(share: "SyntheticShare") -> RecordDict:
 def releasing_client(job: Job, client: Client) -> "ReleasingClient":
     """Return a client's inputs for making synthetic records.
 
-    They are its own records, and the paths of its private folder and its privacy ledger.
+    The inputs are the client's own records, and the paths of the client's private folder and privacy ledger.
     """
     from clients.dafl.share import ReleasingClient  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415

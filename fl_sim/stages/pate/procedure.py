@@ -47,7 +47,7 @@ class Vote:
     job: Job
     settings: Pate
     pool: torch.Tensor
-    reads_records: ClassVar[bool] = False  # votes have a rule of their own
+    reads_records: ClassVar[bool] = False  # a client's policy has a separate rule for votes
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 
@@ -123,7 +123,7 @@ class PateProcedure(Procedure):
     def payments(self) -> "tuple[Payment, ...] | None":
         """Return the privacy cost of the noisy labels. Runs that differ only in the student share this cost.
 
-        None if the data-dependent epsilon is published.
+        Returns None if the data-dependent epsilon is published.
         """
         from fl_sim.stages.pate.statements import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
 

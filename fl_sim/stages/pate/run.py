@@ -133,7 +133,8 @@ class _Training:
             model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
         self.start = _digest(self.log.chain, data)
         model = self.settings.train(data.to(self.device), model, self.seed, self)
-        if self.log.measured is None and self.log.rounds and self.tests:  # an earlier process has taken all steps
+        # An earlier process has already taken all steps of the training.
+        if self.log.measured is None and self.log.rounds and self.tests:
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
 
@@ -318,7 +319,7 @@ def restore(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> N
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         try:
             part.load_state_dict(_of_optimizer(part, own) if isinstance(part, torch.optim.Optimizer) else own)
-        except (RuntimeError, ValueError) as error:  # other shapes
+        except (RuntimeError, ValueError) as error:  # the stored tensors have other shapes
             raise UserError(
                 f"{path} does not fit: {name}: {error}; delete it; the student is then trained from the start"
             ) from error
@@ -328,7 +329,7 @@ def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):  # all values in its groups follow from the settings
+        if isinstance(part, torch.optim.Optimizer):  # an optimizer's parameter groups follow from the settings
             state = {f"{index}/{key}": value for index, of in state["state"].items() for key, value in of.items()}
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), f"{name}: {key} is no tensor"

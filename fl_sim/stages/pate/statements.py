@@ -86,10 +86,10 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
-    if isinstance(partition, OverSplit):  # a record's transform depends on its teacher's number alone
+    if isinstance(partition, OverSplit):  # a record's transform depends only on the number of its teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
-        neighbours(partition.over)  # refuses a user's own inner partition
+        neighbours(partition.over)  # raises UserError if the inner partition is the user's own
         return Adjacency.ADD_OR_REMOVE_ONE, _DOMAINS_ARE_PUBLIC
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
