@@ -42,8 +42,8 @@ def kept_arrays(
 
     ``names``: the names of the arrays, in the order of the checksum. ``identity``: a digest of the records and of the
     computation. ``make``: computes the arrays. ``fits``: returns True if arrays have the expected types and shapes.
-    ``what``: the arrays in messages. ``private``: True if only the user may read the file, because the arrays are as
-    private as the records. Raises RunError for a file that cannot be written.
+    ``what``: the word for the arrays in messages. ``private``: True if only the user may read the file, because the
+    arrays are as private as the records. Raises RunError for a file that cannot be written.
     """
     folder = path.parent
     with readable_os_errors():

@@ -113,8 +113,8 @@ class KnownSet:
     ``layout``: the file format. ``files``: {path below the data folder: MD5 of the unpacked file, or None if
     torchvision has the MD5}. ``mean`` and ``std``: the published constants of the training images, one float per
     channel; pixel values are between 0 and 1. ``merged``: only for a set that merges the classes of another set, as
-    cifar100-coarse merges those of cifar100. Entry c is the new class of the records that have class c in the other
-    set.
+    cifar100-coarse merges the classes of cifar100. Entry c is the new class of the records that have class c in the
+    other set.
     """
 
     name: str
@@ -330,7 +330,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Return True if some records of ``name`` are the user's own: not of one of the public data sets."""
+    """Return True if some records of ``name`` are the user's own records, and not from a public data set."""
     return any(part not in NAMES for part in parts_of(name))
 
 

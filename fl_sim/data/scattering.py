@@ -1,9 +1,9 @@
 """Wavelet scattering (Bruna and Mallat 2013): image features that are computed without learning from any data set.
 
 The transform has two scales (J = 2), eight orientations and orders 0 to 2. Its Morlet wavelets and its Gaussian filter
-are those of the library Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups, independent
-of other records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions, with a
-public seed, then reduces the number of features to at most 1000.
+are the same as in the library Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups,
+independent of other records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions,
+with a public seed, then reduces the number of features to at most 1000.
 
 Whitening also uses no data set. The privacy noise on released features is equal in all directions. So directions with
 little variance are lost first, although they may separate classes well. Whitening gives all directions about the same
@@ -320,7 +320,7 @@ def _aliases(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Modulus(torch.autograd.Function):
-    """The modulus of complex numbers. Its gradient at 0 is 0, while the gradient of a square root is infinite there."""
+    """The modulus of complex numbers. Its gradient at 0 is 0, while the gradient of a square root at 0 is infinite."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """All scattering maps of an image, whitened across the maps: the features ``scattering-maps``, without a projection.
 
-Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
-costs accuracy there. But neighbouring maps are alike, so the coefficients have very different variances. This module
-whitens the maps of each position of an image, with one matrix for all positions. The matrix comes from the covariance
-of artificial images (``fl_sim.data.scattering``). The matrix is small, because the covariance of all coefficients
-together is not needed. The matrix and the artificial images depend on no data set, so both are public.
+Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. With a projection to fewer
+numbers, these models lose accuracy. But neighbouring maps are alike, so the coefficients have very different variances.
+This module whitens the maps of each position of an image, with one matrix for all positions. The matrix comes from the
+covariance of artificial images (``fl_sim.data.scattering``). The matrix is small, because the covariance of all
+coefficients together is not needed. The matrix and the artificial images depend on no data set, so both are public.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -133,9 +133,8 @@ class TablePlan:
 
     The interpretation is fixed before the records are converted. ``tables``: the table, or a training and a test table.
     ``survey``: the facts about the contents of the columns. ``clients``: the names of all clients, sorted. ``drops``:
-    True if records with empty cells are removed. ``listed``: True if the classes are those of ``data.classes``.
-    ``filling``: a description of the values for empty cells. ``left_out``: {column: reason} of the columns that cannot
-    be features.
+    True if records with empty cells are removed. ``listed``: True if ``data.classes`` lists the classes. ``filling``: a
+    description of the values for empty cells. ``left_out``: {column: reason} of the columns that cannot be features.
     """
 
     tables: tuple[TableReader, ...]

@@ -89,7 +89,7 @@ class TableReader:
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield {column: its cells} for each batch of rows, as pyarrow arrays. An empty cell is None.
 
-        Spaces around the entries are removed, except those of ``texts``. Raises UserError if the file is damaged.
+        Spaces around the entries are removed, except in the columns ``texts``. Raises UserError if the file is damaged.
         """
         written = dict(zip(self.names, self.written, strict=True))
         try:

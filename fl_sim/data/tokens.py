@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """The tokenizer in the note of a data set."""
+        """The description of the tokenizer, for the note of a data set."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Characters:
 
     @property
     def name(self) -> str:
-        """The tokenizer in the note of a data set."""
+        """The description of the tokenizer, for the note of a data set."""
         whose = "LEAF's" if self.alphabet == ALPHABET else "of data.alphabet"
         return f"the {len(self.alphabet):,} characters {whose}, and one token for all others"
 
@@ -131,7 +131,7 @@ class Vocabulary:
 
     @property
     def name(self) -> str:
-        """The tokenizer in the note of a data set; the digest belongs to the identity of a run."""
+        """The description of the tokenizer, for the note of a data set. Its digest is a part of the run's identity."""
         moved = ", each token one higher" if self._shift else ""
         return f"{shortened(self.written)}, {_FILE} {self.digest[:12]}{moved}"
 
@@ -247,8 +247,8 @@ def alphabet_set(given: str) -> str:
 def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
     """Convert texts to tokens: float32 of shape (texts, length of the longest text), padded at the end with zeros.
 
-    A character outside ``alphabet`` becomes the token after those of the alphabet. Raises UserError for an empty text,
-    and for a value that is no text.
+    A character outside ``alphabet`` becomes the token after all tokens of the alphabet. Raises UserError for an empty
+    text, and for a value that is no text.
     """
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where}: some inputs are texts, and others are empty or no texts; make all of them texts")
@@ -259,8 +259,8 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
     """Convert ``characters``, the labels of texts, to class numbers.
 
-    The label of a text is the character after the text. A character outside ``alphabet`` becomes the class after those
-    of the alphabet. Raises UserError for labels that are not single characters.
+    The label of a text is the character after the text. A character outside ``alphabet`` becomes the class after all
+    classes of the alphabet. Raises UserError for labels that are not single characters.
     """
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(

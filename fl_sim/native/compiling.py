@@ -143,9 +143,10 @@ def _call(command: list[str]) -> None:
 def find_library() -> Path:
     """Return the path of the library with the compiled trainer.
 
-    It is beside this file, or in another copy of fl-sim on the import path. Flower, another engine, executes clients
-    from a copy of fl-sim without library and C++ sources. Then the library of the installed fl-sim is used, if it was
-    compiled from the sources of this version. If there is no library, the function returns the path beside this file.
+    The library is beside this file, or in another copy of fl-sim on the import path. Flower, another engine, executes
+    clients from a copy of fl-sim without library and C++ sources. Then the library of the installed fl-sim is used, if
+    it was compiled from the sources of this version. If there is no library, the function returns the path beside this
+    file.
     """
     if LIBRARY.exists():
         return LIBRARY

@@ -58,7 +58,7 @@ class ClippingBounds:
     def described(self, stack: Stack) -> _Bounds:
         """Return the C structure. It is valid as long as these bounds exist.
 
-        Raises ValueError if the number of layers is not that of ``stack``.
+        Raises ValueError if the model ``stack`` has another number of layers.
         """
         layers = sum(KINDS[row["kind"]] in {"conv", "linear"} for row in rows_of(stack))
         if self.of_layers is not None and self.of_layers.shape != (layers,):

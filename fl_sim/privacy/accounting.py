@@ -88,7 +88,7 @@ class Bounds:
 
     @property
     def least(self) -> float:
-        """Return the smaller one of the RDP epsilon and the PLD epsilon; ``inf`` for no guarantee."""
+        """Return the smaller of the RDP epsilon and the PLD epsilon; ``inf`` for no guarantee."""
         return self.rdp if self.pld is None else min(self.rdp, self.pld)
 
     @property

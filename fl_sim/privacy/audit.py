@@ -316,7 +316,8 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # A set without outputs of any run still has an upper bound above 0. So rank sets by the epsilon they may prove.
+    # Even for a set that contains no output of a run, the upper bound on its probability is above 0. So the sets are
+    # ranked by the epsilon that they may prove.
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

@@ -40,10 +40,10 @@ class Payment:
     """The privacy cost of one release, taken from its privacy statement.
 
     ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release. A payment with
-    identity "" is the only payment for its release. ``epsilon``: None for no guarantee. ``adjacency``: that of
+    identity "" is the only payment for its release. ``epsilon``: None for no guarantee. ``adjacency``: the adjacency of
     ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of releases}. There is one
     mapping, or several where the cost differs between units, such as between the records of different clients. There is
-    none where the events are unknown, and none where the epsilon is that of a budget. ``plan``: the planned releases
+    none where the events are unknown, and none where ``epsilon`` is a privacy budget. ``plan``: the planned releases
     within the budget, also where ``charged`` is empty because of a budget. ``simulation_only``: True where the noise
     comes from a published seed. ``on_records``: False for a release that read synthetic records alone.
     """
@@ -66,8 +66,8 @@ class RunPayments:
     ``data``: the name of the data set, "" where it is unknown. ``clients``: the split of the records into clients.
     ``payments``: None where the releases are unknown. ``bare``: True where the run published something about the
     records without a guarantee. ``content``: an identity of the records that does not depend on the data set's name, ""
-    where it is unknown. ``by_name``: True where only the name ``data`` distinguishes these records from those of other
-    runs.
+    where it is unknown. ``by_name``: True where only the name ``data`` distinguishes these records from the records of
+    other runs.
     """
 
     data: str
@@ -411,7 +411,7 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
 
 
 def _least(counts: Counts, delta: float) -> float:
-    """Return the smaller one of the RDP and the PLD epsilon.
+    """Return the smaller of the RDP epsilon and the PLD epsilon.
 
     If a forecast has no time for a PLD, return the RDP epsilon.
     """

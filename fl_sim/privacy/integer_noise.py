@@ -50,7 +50,8 @@ def drawn(
     digits = words >> np.uint64(1)
     found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
-        # The first 63 digits of this number equal those of a threshold, so the following 64 digits decide.
+        # The first 63 digits of this number equal the first 63 digits of a threshold. So the following 64 digits
+        # decide.
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
         first = int(np.searchsorted(table.high, digits[place], side="left"))
         found[place] = first + int(np.searchsorted(table.low[first : found[place]], second, side="right"))

@@ -155,8 +155,8 @@ def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
 def _computable(event: dp_event.DpEvent) -> dp_event.DpEvent:
     """Return ``event`` with its parameters limited to the range in which the PLD's arithmetic works.
 
-    The noise multiplier is never raised and the sampling rate is never lowered, so the loss is at least that of
-    ``event``.
+    The noise multiplier is never raised and the sampling rate is never lowered, so the privacy loss of the result is at
+    least the privacy loss of ``event``.
     """
     match event:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):

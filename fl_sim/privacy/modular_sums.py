@@ -77,9 +77,9 @@ class SumGrid:
         """Return the number of grid steps in one unit of a vector.
 
         Let m be the number of clients, c the clipping norm, and d the padded dimension. The standard deviation of a
-        number of the sum has three parts. The first part is m c / sqrt(d): that of m vectors of the largest norm in one
-        direction, after the rotation. The second part is the noise. The third part is the rounding of m numbers, at
-        most sqrt(m) / 2 grid steps. Raises UserError if the bits are too few for the rounding of that many clients.
+        number of the sum has three parts. The first part is m c / sqrt(d). It comes from m vectors of the largest norm
+        in one direction, after the rotation. The second part is the noise. The third part is the rounding of m numbers,
+        at most sqrt(m) / 2 grid steps. Raises UserError if the bits are too few for the rounding of that many clients.
         """
         room = (self.modulus / 2 / self.headroom) ** 2 - self.shares / 4
         if room <= 0:

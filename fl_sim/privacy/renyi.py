@@ -222,8 +222,9 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
     a whole order A - 1 is a sum of positive terms, so a tiny divergence keeps its digits. log A is a convex function of
     a, so a straight line between its values at two whole orders is an upper bound between these orders.
     """
-    # dp_accounting alone is not an upper bound. It computes A instead of A - 1, so where A is near 1 its divergence is
-    # rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6, and 1 between orders 1 and 2.
+    # dp_accounting alone is not an upper bound. The library computes A (see the docstring) instead of A - 1. So where A
+    # is near 1, its divergence is rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6,
+    # and 1 between orders 1 and 2.
     logs = _log_moments(rate, noise)
     below = np.floor(_ORDERS).astype(int)
     share = _ORDERS - below

@@ -135,9 +135,9 @@ class Calibration(Stage):
 
 @contextmanager
 def _statement_first(run: Run) -> Iterator[None]:
-    """Add the privacy statement of the clients' noisy moments to the log, before this block asks any client.
+    """Add the privacy statement of the clients' noisy moments to the log, before the ``with`` block asks any client.
 
-    So the statement exists even if the run stops in this block. After the block, the joint privacy cost of all private
+    So the statement exists even if the run stops in the block. After the block, the joint privacy cost of all private
     outputs about the same records is added to the statement.
     """
     log, settings = run.log, settings_of(run.job)

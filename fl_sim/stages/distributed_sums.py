@@ -72,7 +72,7 @@ class DistributedSumsBill(Stage):
         yield payment_of(terms_of(settings), self.planned, "", is_simulated=settings.noise == "seeded")
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, and the statement of the rounds."""
+        """Return the given privacy statements ``others``, and the statement of the rounds."""
         settings: Any = self.job.experiment.aggregator
         assert self._layer is not None, "statements are made after the rounds"
         said = self._layer.ledger.statement(

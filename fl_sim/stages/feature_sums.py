@@ -39,8 +39,8 @@ PUBLIC: Final = "The number of a client's records is treated as public."
 class FeatureSums(Protocol):
     """Settings that define sums of a client's features.
 
-    ``released``: what the sums are, for the privacy ledger. ``of_initial_model``: True if the initial model computes
-    the features. Then messages contain no model.
+    ``released``: a description of the sums, for the privacy ledger. ``of_initial_model``: True if the initial model
+    computes the features. Then messages contain no model.
     """
 
     released: ClassVar[str]
@@ -59,7 +59,7 @@ class FeatureSums(Protocol):
         """Return the sums of ``features`` (n, d) with ``labels`` (n,); n may be 0. ``noise``: None without noise."""
 
     def model_dump(self, *, include: set[str]) -> dict[str, Any]:
-        """Return the settings with the names ``include``."""
+        """Return the values of the settings whose names are in ``include``."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Summarise:
     job: Job
     sums: FeatureSums
     setting: str
-    reads_records: ClassVar[bool] = False  # run checks the policy, because sums with noise are charged instead
+    reads_records: ClassVar[bool] = False  # ``run`` checks the policy for exact sums; noisy sums are charged
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 

@@ -1,7 +1,7 @@
 """Measures over clients, computed from each client's counts of records and of correct predictions of its models.
 
-``OwnMeasures`` holds the answers of all clients after one round. The names of models are those of ``clients.evaluate``:
-received, own, trained and fine_tuned.
+``OwnMeasures`` holds the answers of all clients after one round. The names of models are the names in
+``clients.evaluate``: received, own, trained and fine_tuned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -171,9 +171,9 @@ class OwnMeasures:
 def worse_than_alone(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:
     """Return the share of clients whose model has a lower accuracy in the run ``result`` than in the run ``alone``.
 
-    In the run ``alone``, each client trains a model of its own. Both arguments are contents of ``result.json``, of runs
-    on the same split. The result is {name of the measure: share in percent}. Only clients that both runs tested are
-    counted.
+    In the run ``alone``, each client trains its own model alone. Both arguments are contents of ``result.json``, of
+    runs on the same split. The result is {name of the measure: share in percent}. Only clients that both runs tested
+    are counted.
     """
     lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]
     found, before = {}, lists[0].get(OWN, [])

@@ -88,7 +88,7 @@ class OwnModels(Stage):
         return {MEASURE: task, MEASURE_LAST: last}
 
     def validates(self) -> bool:
-        """Return True if clients hold validation records of their own."""
+        """Return True if clients hold their own validation records."""
         return len(self.job.validation.records) > 0
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
@@ -197,7 +197,7 @@ class OwnModels(Stage):
             yield from self._noisy.payments()
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, and the statement of the noisy counts."""
+        """Return the given privacy statements ``others``, and the statement of the noisy counts."""
         return [*others, *([self._noisy.statement(self._run, self._times_done)] if self._noisy else [])]
 
     def work(self) -> Sequence[Work]:

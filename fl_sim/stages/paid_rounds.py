@@ -119,7 +119,7 @@ class PaidRoundsBill(Stage):
             yield payment_of(self.terms, self.planned(worst), "", is_simulated=is_simulated)
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, and the statement of the rounds."""
+        """Return the given privacy statements ``others``, and the statement of the rounds."""
         if (worst := self.worst) is None:
             return list(others)
         counts = self._layer.counts if self._layer else {}
@@ -149,7 +149,7 @@ class PaidRoundsBill(Stage):
         return detached(trainable(self.job.model()).items())
 
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
-        """Return the privacy parameters; those of the RDP accountant in a forecast without time for PLD accounting.
+        """Return the privacy parameters; in a forecast without time for PLD accounting, by the RDP accountant.
 
         The noise of the RDP accountant costs at most as much. ``cost``: the function that computes a client's noise.
         """

@@ -135,7 +135,7 @@ class RidgeHead(Stage):
         return int(np.count_nonzero(self.job.shards.sizes))  # a client without records adds no noise
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, and the statement of the noisy sums."""
+        """Return the given privacy statements ``others``, and the statement of the noisy sums."""
         if not self.settings.is_private:
             return list(others)
         limits = _NO_TRAINING if self._setting == "algorithm" else _NOT_TRAINING

@@ -72,11 +72,11 @@ class Rate:
 
 
 def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | None:
-    """Return the true-positive rate of the test "the loss is below a threshold"; None if too few records are there.
+    """Return the true-positive rate of the test "the loss is below a threshold"; None for too few records.
 
     ``false_positives``: the largest allowed share of non-members (``others``) that the test calls members, in (0, 1).
-    At least 1 / ``false_positives`` non-members are needed. The threshold is the smallest loss of the other records
-    with at most this share of them below it.
+    At least 1 / ``false_positives`` non-members are needed. The threshold is the largest loss of a non-member such that
+    at most the share ``false_positives`` of the non-members has a smaller loss.
     """
     allowed = int(false_positives * len(others.losses))
     if not allowed or not len(members.losses):

@@ -4,12 +4,13 @@
 ``forgotten``). The clients keep their numbers, so all random numbers, which are derived from purpose, client and round,
 stay the same: the partition of the other records, the cohorts, the batches, the hostile clients. A client without
 records is sampled like any other, sends its blank update with weight 0, and changes no bit of a model (the laws in
-tests/fl_sim/simulation/test_empty_clients.py). What is public about the data set, such as the constants of
-normalisation and the number of classes, stays, too.
+tests/fl_sim/simulation/test_empty_clients.py). Public facts about the data set, such as the constants of normalisation
+and the number of classes, also stay the same.
 
 **Exact unlearning** trains this run. If u took part for the first time in round t, the rounds before t are the same in
 both runs, so training continues from the latest kept state of a round before t (the setting ``keep_every``). Without
-such a state it begins with round 1. Either way the model is that of the run that never knew u, bit for bit.
+such a state it begins with round 1. In both cases the model is equal, bit for bit, to the model of the run that never
+knew u.
 """
 
 import time
@@ -44,7 +45,7 @@ _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("c
 
 @dataclass(frozen=True)
 class KnownStart:
-    """The state from which exact unlearning continues: that after round ``last_round`` (0: the initial model).
+    """The state from which exact unlearning continues: after round ``last_round`` (0: the initial model).
 
     ``why``: the reason, in words.
     """

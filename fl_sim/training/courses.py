@@ -117,7 +117,7 @@ def at(
 ) -> LocalJob:
     """Return the job ``step`` with ``params`` as its initial parameters.
 
-    ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace those of
+    ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace the values in
     ``step`` if they are given.
     """
     before = step.task

@@ -41,9 +41,9 @@ EVALUATION_BATCH_ON_GPU = 2_000
 class Scores:
     """The predictions of a model on n records.
 
-    ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted
-    classes. ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A
-    model with a loss of its own (fl_sim.own_loss) makes several predictions for a record, and predicts no class. Then
+    ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
+    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A model that
+    defines its own loss (fl_sim.own_loss) makes several predictions for a record, and predicts no class. Then
     ``predicted`` is empty, ``right`` and ``counts`` are the numbers of right and of all predictions of each record, and
     the loss is the mean over all predictions.
     """
@@ -132,7 +132,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
 
 def _score_own(network: OwnLoss, source: Source, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
-    """Return the scores of a model with a loss of its own."""
+    """Return the scores of a model that defines its own loss."""
     batches = torch.split(inputs, OWN_BATCH), torch.split(labels, OWN_BATCH)
     with torch.inference_mode(), arithmetic(inputs.device):
         found = [network.loss_of(source.normalised(batch), targets) for batch, targets in zip(*batches, strict=True)]
@@ -315,11 +315,11 @@ class OwnTests:
     ) -> Self | None:
         """Return the assignment of test records to clients by groups of records, such as writers or domains.
 
-        A test record belongs to the client that has the training records of the same group. If several clients have
-        training records of a group, and no records of other groups, the test records of the group are divided equally
-        among these clients, class by class. ``groups``: the group of each training record. ``tested`` and ``labels``:
-        the group and the label of each test record. ``shards``: the training records of each client. Returns None if
-        clients share a group and one of them also has records of another group.
+        A test record belongs to the client that has the training records of the same group. Several clients may have
+        training records of a group, and no records of other groups. Then the test records of the group are divided
+        equally among these clients, class by class. ``groups``: the group of each training record. ``tested`` and
+        ``labels``: the group and the label of each test record. ``shards``: the training records of each client.
+        Returns None if several clients share a group, and one of these clients also has records of another group.
         """
         known, numbers = np.unique(groups[shards.records], return_inverse=True)
         pairs = np.unique(numbers * len(shards) + shards.owners)  # sorted by group, then by client

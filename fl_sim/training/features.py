@@ -49,8 +49,8 @@ class Network:
         """Return the ``Batch`` (records, logits, features and models) that the loss terms receive.
 
         ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
-        features, computed with ``params``. The own tensors of each loss term are added later. A loss term can call the
-        network with other parameters, such as a teacher's. In such a call dropout is off.
+        features, computed with ``params``. The tensors that only one loss term needs are added later. A loss term can
+        call the network with other parameters, such as a teacher's. In such a call dropout is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))

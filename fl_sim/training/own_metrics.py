@@ -32,10 +32,10 @@ def measured_by(
 ) -> dict[str, float]:
     """Return the metrics that the user's ``function`` computes after a round, {name: number}.
 
-    ``what``: the function in error messages. ``model``: a copy for the function alone, in evaluation mode. ``test``: a
-    copy of the records. The global random generators are seeded by ``seed``, ``what``, the round and the ``keys``, such
-    as the number of a client. Raises RunError for an error in the function, with its file and line, and for
-    invalid metrics (``checked_metrics``).
+    ``what``: the name of the function for error messages. ``model``: a copy for the function alone, in evaluation mode.
+    ``test``: a copy of the records. The global random generators are seeded by ``seed``, ``what``, the round and the
+    ``keys``, such as the number of a client. Raises RunError for an error in the function, with its file and line, and
+    for invalid metrics (``checked_metrics``).
     """
     with seeded_alone(seed, what, server_round, *keys), error_context(what), torch.no_grad():
         returned = function(server_round, model, test)
@@ -45,8 +45,8 @@ def measured_by(
 def checked_metrics(returned: object, what: str, server_round: int) -> dict[str, float]:
     """Return further metrics of a round as floats, {name: number}.
 
-    ``what``: the function that returned the metrics, for the error message. Raises RunError for a value that is not a
-    finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.
+    ``what``: the name of the function that returned the metrics, for the error message. Raises RunError for a value
+    that is not a finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.
     """
     if not isinstance(returned, Mapping):
         raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict from names to numbers")

@@ -104,8 +104,8 @@ class StackedStep:
     The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
     ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (capacity,),
     indices of averaged records in the mixing pool (FedMix). ``moves``: (capacity, batch, 3), the shifts and mirroring
-    of images. ``active``: the number of clients in training. If ``padded`` is True, a step may include more clients;
-    those with numbers from ``active`` on stay unchanged.
+    of images. ``active``: the number of clients in training. If ``padded`` is True, a step may include more clients.
+    Clients with numbers from ``active`` on then stay unchanged.
     """
 
     def __init__(

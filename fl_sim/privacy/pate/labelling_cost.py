@@ -136,9 +136,9 @@ class LNMaxCost(AnswerCost):
     def worst_case(self, orders: Floats) -> Floats:
         """Return the Renyi curve of one query for any votes.
 
-        The label is computed from the noisy counts, of which two change by 1. So the curve is at most that of
-        two Laplace mechanisms with epsilon gamma (Mironov 2017, proposition 6). This is less than any bound
-        from (2 gamma, 0)-privacy alone.
+        The label is computed from the noisy counts, of which two change by 1. So the curve is at most the curve of two
+        Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This is less than any bound from (2
+        gamma, 0)-privacy alone.
         """
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 

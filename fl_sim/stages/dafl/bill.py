@@ -1,6 +1,7 @@
 """The privacy cost of DA-FL's pool of synthetic records, and the privacy statement about it.
 
-The clients' records are disjoint. So the privacy cost to a record is at most that of the most expensive client.
+The clients' records are disjoint. So the privacy cost of the pool for a record is at most the cost of the most
+expensive client.
 """
 
 import json

@@ -252,7 +252,7 @@ class SynthesisStage(Stage):
         return {"preprocess": summary(self.pool, self.job.experiment)}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others`` and the privacy statement of the pool.
+        """Return the given privacy statements ``others`` and the privacy statement of the pool.
 
         Each client-level statement among ``others`` gets a sentence: it does not cover the pool.
         """
