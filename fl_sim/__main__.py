@@ -1,4 +1,7 @@
-"""The command line: ``fl-sim VERB``. Exit codes: 2 for a mistake of the user, 1 for a failed run, 130 for Ctrl-C."""
+"""The command line ``fl-sim VERB``.
+
+Its exit code is 2 after a user's mistake, 1 after a failed run, and 130 after Ctrl-C.
+"""
 
 import logging
 import os
@@ -61,13 +64,14 @@ def command() -> None:
 def _open_standard_files() -> None:
     """Open stdin, stdout and stderr on the null device where the shell has closed them (``>&-``).
 
-    Otherwise the next file that the program opens would get the number of stdout, and so receive its output.
+    If stdout stayed closed, the next file that the program opens would get the file number of stdout. Printed text
+    would then go into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the new file gets the lowest free number: ``number``
+            os.open(os.devnull, os.O_RDWR)  # the null device gets the lowest free file number, which is ``number``
             file = open(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, file)
 

@@ -1,9 +1,10 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022): a layer computes with W + (alpha / r) B A, and its weights W are frozen.
+"""Low-rank adapters (LoRA, Hu et al. 2022): a layer with frozen weights W computes with W + (alpha / r) B A.
 
-A layer with an adapter keeps the names of its parameters. It gets two further parameters: A, shape (r, inputs), and B,
-shape (outputs, r). Their names are ``lora_A`` and ``lora_B``, or ``lora_embedding_A`` and ``lora_embedding_B`` for
-embeddings. The attribute ``weight`` of the layer is W + (alpha / r) B A. So code that reads ``weight`` without a call
-of ``forward``, such as fast paths of PyTorch, computes the same outputs.
+The matrices A and B are trained. ``r`` is the rank of the adapter, and ``alpha`` is a constant factor. A layer with an
+adapter keeps the names of its parameters. It gets two further parameters: A, shape (r, inputs), and B, shape (outputs,
+r). Their names are ``lora_A`` and ``lora_B``, or ``lora_embedding_A`` and ``lora_embedding_B`` for embeddings. The
+attribute ``weight`` of the layer is W + (alpha / r) B A. So code that reads ``weight`` without a call of ``forward``,
+such as fast paths of PyTorch, computes the same outputs.
 """
 
 import math
@@ -29,8 +30,8 @@ SCALE: Final = "lora_scale"
 class Adapted(nn.Module):
     """The base class of layers with an adapter.
 
-    ``factors``: the names of A and B. ``lora_scale``: alpha / r, a frozen parameter. ``lora_dropout``: the dropout rate
-    of the adapter's inputs.
+    ``factors``: the names of the adapter's matrices A and B. ``lora_scale``: alpha / r, a frozen parameter.
+    ``lora_dropout``: the dropout rate of the adapter's inputs.
     """
 
     factors: ClassVar[tuple[str, str]] = ("lora_A", "lora_B")
@@ -44,22 +45,22 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return W + (alpha / r) B A, in the shape of W."""
+        """Return the weights of the layer with its adapter: W + (alpha / r) B A, in the shape of W."""
         return self.base + self.lora_scale * product(self.b, self.a, self.base, turned=self.is_turned)
 
     @property
     def a(self) -> torch.Tensor:
-        """Return A, shape (r, inputs)."""
+        """Return the adapter's matrix A, shape (r, inputs)."""
         return self._own(self.factors[0])
 
     @property
     def b(self) -> torch.Tensor:
-        """Return B, shape (outputs, r)."""
+        """Return the adapter's matrix B, shape (outputs, r)."""
         return self._own(self.factors[1])
 
     @property
     def is_turned(self) -> bool:
-        """Return True for an embedding: its W has shape (inputs, outputs), where inputs are tokens."""
+        """Return True for an embedding. Its weights W have the shape (inputs, outputs), and its inputs are tokens."""
         return isinstance(self, nn.Embedding)
 
     @property
@@ -105,7 +106,10 @@ class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is
 
 
 class LoraEmbedding(Adapted, nn.Embedding):  # type: ignore[override]  # its weight is a property
-    """An embedding with an adapter: A has a column for each token. The padding token keeps its own vector."""
+    """An embedding with an adapter: the matrix A has a column for each token.
+
+    The vector of the padding token stays as it is.
+    """
 
     factors: ClassVar[tuple[str, str]] = ("lora_embedding_A", "lora_embedding_B")
 
@@ -187,21 +191,24 @@ def adapt(
 def product(
     factor_b: torch.Tensor, factor_a: torch.Tensor, like: torch.Tensor, *, turned: bool = False
 ) -> torch.Tensor:
-    """Return B A in the shape of the weights ``like``. ``turned``: True for an embedding, which gets (B A)^T."""
+    """Return the product B A in the shape of the weights ``like``.
+
+    ``turned``: True for an embedding. The result is then the transposed product (B A)^T.
+    """
     whole = factor_b @ factor_a
     return (whole.T if turned else whole).reshape(like.shape)
 
 
 def adapted_in(model: nn.Module) -> dict[str, Any]:
-    """Return {name: layer} of the layers of ``model`` that have adapters."""
+    """Return the layers of ``model`` that have adapters, as {name: layer}."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted)}
 
 
 def merged(model: nn.Module, params: Params) -> Params:
     """Return the parameters of the model without adapters: an adapted layer has the weights W + (alpha / r) B A.
 
-    ``params``: the parameters of ``model``, with those of all adapters. If ``params`` has no W for a layer, W is taken
-    from ``model``. If the model has no adapters, ``params`` is returned unchanged.
+    ``params``: the parameters of ``model`` and of all adapters. If ``params`` does not contain the frozen weights W of
+    a layer, they are taken from ``model``. If the model has no adapters, ``params`` is returned unchanged.
     """
     if not (layers := adapted_in(model)):
         return params

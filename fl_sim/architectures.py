@@ -65,7 +65,10 @@ class TorchVision(ImageModel):
     kind: Literal["torchvision"] = "torchvision"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> nn.Module:
-        """Return the model with random weights. Raises UserError for an unknown name, and for records of no images."""
+        """Return the model with random weights.
+
+        Raises UserError for an unknown name, or if the records are no images.
+        """
         channels, height, width = _image(f"torchvision:{self.name}", input_shape, vocabulary)
         from torchvision import models  # noqa: PLC0415 (seconds to import)
 
@@ -90,7 +93,10 @@ class Timm(ImageModel):
     kind: Literal["timm"] = "timm"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> nn.Module:
-        """Return the model with random weights. Raises UserError for an unknown name, and for records of no images."""
+        """Return the model with random weights.
+
+        Raises UserError for an unknown name, or if the records are no images.
+        """
         channels, height, width = _image(f"timm:{self.name}", input_shape, vocabulary)
         try:
             import timm  # noqa: PLC0415 (an extra)
@@ -98,7 +104,8 @@ class Timm(ImageModel):
             raise _missing("timm", f"timm:{self.name}", "timm") from error
         if not timm.is_model(self.name):
             raise _unknown("timm", self.name, timm.list_models())
-        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")  # as vision transformers need
+        # vision transformers need the size of the images
+        is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")
         sized = {"img_size": (height, width)} if is_fixed else {}
         model: nn.Module = timm.create_model(
             self.name, pretrained=False, num_classes=num_classes, in_chans=channels, **sized
@@ -151,7 +158,7 @@ class HuggingFace:
     def weights(self) -> Params:
         """Return the weights in the folder, without the weights of a new head.
 
-        Their names are those of the model of ``build``.
+        Their names are the parameter names of the model that ``build`` returns.
         """
         transformers, folder = self._library(), self._folder()
         is_classifier = self._is_classifier(self._config(transformers, folder))
@@ -166,7 +173,7 @@ class HuggingFace:
         return {name: value for name, value in named.items() if is_classifier or not name.startswith("head.")}
 
     def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
-        """Return a warning if the records probably come from another tokenizer than the model's own."""
+        """Return a warning if the tokens of the records were probably not made by the model's own tokenizer."""
         del input_shape
         known = getattr(self._config(self._library(), self._folder()), "vocab_size", 0)
         if vocabulary >= _OWN_TOKENS * known:
@@ -212,7 +219,7 @@ class MeanOfTokens(nn.Module):
     def __init__(self, body: nn.Module, width: int, num_classes: int) -> None:
         super().__init__()
         if getattr(body, "pooler", None) is not None:
-            body.register_module("pooler", None)  # a layer for pretraining, which has no effect on the mean
+            body.register_module("pooler", None)  # the pooler, a layer for pretraining that has no effect on the mean
         self.body = body
         self.config = body.config
         self.head = nn.Linear(width, num_classes)

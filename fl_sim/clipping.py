@@ -10,12 +10,13 @@ from typing import Final
 class Clipping:
     """The rule that bounds the L2 norm of a record's gradient by the clipping norm C.
 
-    By default, a gradient g with a norm above C is scaled down to the norm C. If ``by_layer`` is True, the gradient of
-    each trained layer is scaled down separately. A layer is the parameters of one module. The largest norm of each of L
-    layers is C / sqrt(L). If ``layer_norms``, {layer: norm}, is given, the largest norms are these numbers, and C is
-    the square root of the sum of their squares (McMahan et al. 2018, section 2.1). If ``stability`` is above 0, every
-    gradient g becomes C g / (|g| + ``stability``), with a norm below C (AUTO-S; Bu et al. 2023, section 4). A gradient
-    with NaN or infinity is replaced by zeros in all layers.
+    By default, a record's gradient g with a norm above C is scaled down to the norm C. If ``by_layer`` is True, the
+    gradient of each trained layer is scaled down separately. A layer is the parameters of one module. If there are L
+    layers, the largest norm of each layer's gradient is C / sqrt(L). If the mapping ``layer_norms``, {layer: norm}, is
+    given, it states the largest norm of each layer. C is then the square root of the sum of the squares of these norms
+    (McMahan et al. 2018, section 2.1). If ``stability`` is above 0, every gradient g becomes C g / (|g| +
+    ``stability``), with a norm below C (AUTO-S; Bu et al. 2023, section 4). A gradient with NaN or infinity is replaced
+    by zeros in all layers.
 
     So one record moves the sum of all gradients by at most C under each rule.
     """
@@ -25,26 +26,31 @@ class Clipping:
     stability: float = 0.0
 
     def norm(self, clipping_norm: float, names: Iterable[str]) -> float:
-        """Return C if the parameters ``names`` are trained.
+        """Return the clipping norm C of a record's gradient. ``names``: the names of the trained parameters.
 
-        ``clipping_norm``: the value of C without ``layer_norms``.
+        ``clipping_norm``: the result for a rule without ``layer_norms``.
         """
         if not self.layer_norms:
             return clipping_norm
         return math.hypot(*(self.layer_norms[layer] for layer in self.parts(names)))
 
     def shares(self, names: Iterable[str]) -> list[float]:
-        """Return the largest norm of each part in ``parts``, divided by C. The squares of the results add up to 1."""
+        """Return the largest norm of each part of the gradient, divided by the clipping norm C of the whole gradient.
+
+        The parts are those of the method ``parts``. The squares of the results add up to 1.
+        """
         parts = self.parts(names)
         if not self.layer_norms:
             return [1 / math.sqrt(len(parts))] * len(parts)
         return [self.layer_norms[layer] / self.norm(0.0, names) for layer in parts]
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return {part: names of its parameters} for the parts that are clipped separately, in the order of ``names``.
+        """Return the parts of the gradient that are clipped separately, in the order of ``names``.
 
-        Without ``by_layer`` there is one part, with the name "". Raises ValueError if parameters of another layer are
-        between the parameters of a layer.
+        The result is {part: names of the parameters in the part}.
+
+        Without ``by_layer`` there is one part, with the name "". Raises ValueError if the parameters of a layer do not
+        directly follow each other in ``names``.
         """
         order, found = list(names), dict[str, list[str]]()
         for name in order:

@@ -1,4 +1,7 @@
-"""Error classes, and functions that make texts safe for terminals and spreadsheets. Imports no slow module."""
+"""Error classes, and functions that make texts safe for terminals and spreadsheets.
+
+This module imports no slow module.
+"""
 
 import math
 import re
@@ -23,8 +26,8 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A failed run: the message names client and round. The command line exits with 1.
 
-    ``private``: messages of clients. They may contain a client's records, so they are never written to a file that
-    others may read.
+    ``private``: error messages of clients. These messages may contain a client's records, so no file that others may
+    read gets such a message.
     """
 
     def __init__(self, message: str, *, private: str = "") -> None:

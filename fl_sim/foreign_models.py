@@ -29,8 +29,8 @@ SOURCES: Final = "fl_sim.model"
 class ModelSource(Protocol):
     """A source of architectures by name, such as torchvision for ``torchvision:resnet18``.
 
-    An entry point in the group SOURCES defines the name of the source. The class has one argument, the name of an
-    architecture.
+    An entry point in the group ``SOURCES`` (a constant of this module) defines the name of the source. The class has
+    one argument, the name of an architecture.
     """
 
     def build(self, input_shape: Shape, num_classes: int, vocabulary: int) -> nn.Module:
@@ -48,13 +48,16 @@ class ModelSource(Protocol):
         ...
 
     def weights(self) -> Params:
-        """Return the model's own weights, with the names of the parameters of ``build``; empty for random weights."""
+        """Return the model's own weights, with the same names as the parameters of the model that ``build`` returns.
+
+        The result is empty for random weights.
+        """
         ...
 
     def note(self, input_shape: Shape, vocabulary: int) -> str:
         """Return a warning for the user about this model with such records; empty if there is none.
 
-        ``vocabulary``: as for ``build``.
+        ``vocabulary``: the number of different tokens, as for the method ``build``.
         """
         ...
 
@@ -123,7 +126,8 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
         )
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            most = table.num_embeddings - table.padding_idx - 1  # RoBERTa numbers positions from padding_idx + 1
+            # the position numbers of a RoBERTa model begin at padding_idx + 1
+            most = table.num_embeddings - table.padding_idx - 1
     if isinstance(most, int) and length > most:
         raise UserError(
             f"model {path!r} has {most:,} positions, and the records have {length:,} tokens: set data.max_length={most}"
@@ -145,7 +149,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # the model's own code calls forward with named inputs
+        if not given:  # calls with named inputs come from the model's own code, and stay unchanged
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-_EXCLUDED: Final = Event()  # set by leave_out; gc.get_freeze_count is slow, because it counts all objects
+# the function leave_out sets this value; the function gc.get_freeze_count would be slow, because it counts all objects
+_EXCLUDED: Final = Event()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection in this block, and exclude the imported objects from it until the process ends.
+    """Disable garbage collection in this ``with`` block. Later garbage collections leave out the imported objects.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
     objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).
@@ -56,7 +57,7 @@ def leave_out() -> None:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection in this block.
+    """Exclude all existing objects from garbage collection in this ``with`` block.
 
     If ``leave_out`` was called before, the objects stay excluded after the block. This saves a garbage collection,
     which takes most of a second.

@@ -70,7 +70,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TableResult:
-    """The result of a table: ``table`` with the cells finished so far, and the ``directory`` of table and runs."""
+    """The result of a table: the ``table`` with its finished cells, and the ``directory`` of the table and its runs."""
 
     directory: Path
     table: "Table" = field(repr=False)
@@ -86,7 +86,7 @@ class TableResult:
 
         return markdown(self.table)
 
-    _repr_markdown_ = to_markdown  # Jupyter calls this method
+    _repr_markdown_ = to_markdown  # Jupyter calls the method of this name
 
     def to_pandas(self) -> Any:
         """Return ``table.csv`` as a pandas DataFrame with one row per run; shares are in percent.
@@ -172,7 +172,8 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     architecture = experiment.model_copy(update={"model": experiment.model.without_weights})
     model = as_made(procedure_of(job_of(architecture, root)).model())
     found, wanted = dict(layout_of(tensors)), dict(layout_of(model.state_dict()))
-    counted = {name for name in wanted if name.endswith("num_batches_tracked")}  # a tensor that evaluation does not use
+    # evaluation does not use the tensors num_batches_tracked, so the file may lack these tensors
+    counted = {name for name in wanted if name.endswith("num_batches_tracked")}
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:
         raise UserError(
             f"{path} does not fit model {experiment.model}: tensor {wrong[0]} is {found.get(wrong[0], 'missing')} "
@@ -211,7 +212,8 @@ def table(
     time limit in hours. After this time the table is returned with the cells finished so far; the same call later
     continues the table. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``.
     ``again``: True moves aside and repeats the runs that were made with other records or other code. Raises UserError
-    for a plan that cannot be run. If ``again`` is False, raises UserError, too, for runs with other records or code.
+    for a plan that cannot be run. If ``again`` is False, a finished run with other records or other code also raises
+    UserError.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 
@@ -230,7 +232,7 @@ def table(
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), RESULTS / name if out is None else Path(out)
     board = TableState(settings, plan_table(settings, root))
-    with suppress(TimeIsUp):  # when the time is up, the table has the cells finished so far
+    with suppress(TimeIsUp):  # after the time limit, the function returns the table with the cells finished so far
         fill(board, directory, jobs, root, deadline=deadline, progress=progress, tracking=tracking, again=again)
     return TableResult(directory, conclude(board, directory)[0])
 

@@ -195,8 +195,8 @@ class Completing(Protocol):
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
         """Return ``given``, the user's values for the fields of this class, with the missing values computed.
 
-        ``made``: a function that returns the whole experiment with such a dict of values in it. Raises UserError if no
-        value is possible.
+        ``made``: a function. It takes values for the fields of this class, and returns the whole experiment with these
+        values. Raises UserError if no value is possible.
         """
 
 
@@ -227,7 +227,7 @@ class Budgeted(Protocol):
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
         """Raise UserError if the privacy budget is too small for the first private output. Called before any training.
 
-        ``records``: the number of records of each client. The check takes seconds at most.
+        ``records``: the number of records of each client. The check takes a few seconds at most.
         """
 
 
@@ -273,9 +273,10 @@ class Captioned(Protocol):
 
     @classmethod
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return captions, one sentence each. ``chosen``: all settings of this class in the table's runs.
+        """Return captions for the table, one sentence each. ``chosen``: all settings of this class in the table's runs.
 
-        ``values``: a function that writes the values of one field as text, each value once.
+        ``values``: a function that takes the name of a field. It returns all different values of this field as one
+        text.
         """
 
 
@@ -315,10 +316,10 @@ def is_none(kind: object) -> bool:
 
 
 def path_in(kind: type, name: str) -> str:
-    """Return the import path ``module:Class`` in the attribute ``name`` of a settings class; empty without such a path.
+    """Return the import path ``module:Class`` in an attribute of a settings class; empty if there is no such path.
 
-    ``name``: "stage", "layer" or "procedure". A user's own class may have a parameter called ``name`` with another
-    meaning. The value of such a parameter is not returned.
+    ``name``: the name of the attribute: "stage", "layer" or "procedure". A user's own class may have a parameter of the
+    same name with another meaning. The value of such a parameter is not returned.
     """
     path = getattr(kind, name, "")
     return path if isinstance(path, str) and ":" in path else ""
@@ -390,11 +391,14 @@ def short_form(value: Any) -> str:
 
 
 def inner_split(value: Any) -> Any:
-    """Return the partition in the field ``over`` of a partition; None without this field and for its default."""
+    """Return the inner partition, which is in the field ``over`` of a partition.
+
+    Return None if the partition has no such field, or if the field has its default.
+    """
     defaults = field_defaults(type(value))
     return value.over if "over" in defaults and value.over != defaults["over"] else None
 
 
 def is_numbered(kind: str, settings: type) -> bool:
-    """Return True if users write the parameter ``k`` into the name: ``label-2`` means ``label-k`` with ``k`` = 2."""
+    """Return True if the name of a kind contains the parameter ``k``: ``label-2`` means ``label-k`` with ``k`` = 2."""
     return kind.endswith("-k") and "k" in field_defaults(settings)

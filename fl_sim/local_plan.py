@@ -46,11 +46,11 @@ class Batch:
     ``inputs``: (n, *input shape), normalised. ``labels``: (n,). ``weights``: (n,), the weight of each record in a mean
     over the batch. The weights sum to 1. Clients that train as a stack have batches of one size: a smaller batch is
     padded with records of weight 0. ``logits``: (n, classes), the model's output in training mode. ``params``: the
-    parameters of that model, to be differentiated. ``anchor``: the model that the client received. ``data``: the
-    tensors of ``LossTerm.data``. ``logits_of(params, inputs)``: a function that returns the logits of the same
-    architecture with other parameters, without dropout. ``features``: (n, d), the inputs of the model's last linear
-    layer, if ``LossTerm.features`` is True. ``features_of(params, inputs)``: a function that returns these features
-    with other parameters.
+    parameters of that model, to be differentiated. ``anchor``: the parameters of the model that the client received.
+    ``data``: the tensors of ``LossTerm.data``. ``logits_of(params, inputs)``: a function that returns the logits of the
+    same architecture with other parameters, without dropout. ``features``: (n, d), the d inputs of the model's last
+    linear layer, if ``LossTerm.features`` is True. ``features_of(params, inputs)``: a function that returns these
+    features with other parameters.
     """
 
     inputs: torch.Tensor
@@ -87,10 +87,11 @@ class Distillation:
     """A distillation term: it keeps the trained model's predictions close to the received model's predictions.
 
     The term adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the
-    batch. T is the ``temperature``. The received model is not differentiated. Both softmaxes run over the ``classes``,
-    (C,) bool, or over all classes if ``classes`` is None. If ``exclude_true`` is True, both softmaxes leave out the
-    record's own class. If no class is left, the term is 0. Logits are the raw outputs of the model: neither shifted nor
-    scaled.
+    batch. T is the ``temperature``. The received model is not differentiated. KL is the Kullback-Leibler divergence.
+    Both softmaxes run over the classes that the mask ``classes``, shape (C,), marks with True. C is the number of
+    classes. If ``classes`` is None, both softmaxes run over all classes. If ``exclude_true`` is True, both softmaxes
+    leave out the record's own class. If no class is left, the term is 0. Logits are the raw outputs of the model:
+    neither shifted nor scaled.
     """
 
     weight: float
@@ -103,9 +104,9 @@ class Distillation:
 class Suppression:
     """A suppression term: it lowers the logit of a class on records of other classes (FedVLS, as in its released code).
 
-    The term adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of e_c). e_c is 1 for a
-    record of class c, else exp(logit c) / (C * ``shares[c]``). ``shares``: (C,), the share of each class in the
-    client's records. A class whose share is not above 0 adds nothing.
+    The term adds ``weight`` * (the sum over all C classes c of ``shares[c]`` * log(the mean of e_c over the batch)).
+    For a record of class c, e_c is 1. For any other record, e_c is exp(logit c) / (C * ``shares[c]``). ``shares``:
+    (C,), the share of each class in the client's records. A class whose share is not above 0 adds nothing.
     """
 
     shares: torch.Tensor
@@ -117,10 +118,10 @@ class Ascent:
     """Sharpness-aware minimisation: the gradient is taken after a step that increases the loss (Foret et al. 2021).
 
     Let g be the gradient of the loss at the parameters w. ``radius`` sets the distance from w to the uphill point, at
-    which the loss is usually higher. The uphill point is w + ``radius`` * g / (||g|| + 1e-12). If ``adaptive``, it is w
-    + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes (1 - ``share``) * g +
-    ``share`` * (the gradient of the same batch at the uphill point). Norms are over all parameters. The reported loss
-    is the loss at w.
+    which the loss is usually higher. The uphill point is w + ``radius`` * g / (||g|| + 1e-12). If ``adaptive`` is True,
+    the uphill point is w + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes (1 -
+    ``share``) * g + ``share`` * (the gradient of the same batch at the uphill point). Norms are over all parameters.
+    The reported loss is the loss at w.
     """
 
     radius: float
@@ -148,9 +149,8 @@ class Pull:
     """A prototype term: it moves the features of a record towards the prototype of its class (FedProto, eq. 6).
 
     The features z of a record are the inputs of the model's last linear layer. The term adds ``weight`` * ||z -
-    ``prototypes[label]``||^2, the mean over the batch. The term is 0 for classes that are not ``present``.
-    ``prototypes``: (C, d), one feature vector for each of C classes. ``present``: (C,) bool, the classes that have a
-    prototype.
+    ``prototypes[label]``||^2, the mean over the batch. The term is 0 for classes without a prototype. ``prototypes``:
+    (C, d), one vector of d features for each of C classes. ``present``: (C,) bool, the classes that have a prototype.
     """
 
     prototypes: torch.Tensor
@@ -188,7 +188,7 @@ class NoiseSource(Protocol):
     def taking_part(
         self, count: int, sampling_rate: float, *, purpose: str, server_round: int
     ) -> npt.NDArray[np.bool_]:
-        """Return the mask of the records that Poisson sampling draws, shape (count,)."""
+        """Return the mask of the records that Poisson sampling draws, shape (``count``,)."""
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> npt.NDArray[np.float64]:
         """Return ``count`` independent N(0, std^2) numbers, each an integer multiple of the noise grid's step."""
@@ -216,10 +216,11 @@ class PrivateSteps:
 class LocalPlan:
     """The local plan: an algorithm's additions to local SGD as data, equal for one client and for a stack of clients.
 
-    The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf removes
-    a class from the softmax), or the loss of ``mix``. The terms ``distillation``, ``suppression``, ``contrast``,
-    ``pull`` and ``loss_term`` are added to the loss. With ``ascent``, the gradient of the loss is that of
-    sharpness-aware minimisation. Then the gradient is changed as follows (w: the parameters):
+    The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift``, or the loss of ``mix``.
+    ``logit_scale`` and ``logit_shift`` have one number for each class; a shift of -inf removes its class from the
+    softmax. The terms ``distillation``, ``suppression``, ``contrast``, ``pull`` and ``loss_term`` are added to the
+    loss. With ``ascent``, the gradient of the loss is the gradient of sharpness-aware minimisation. Then the gradient
+    is changed as follows (w: the parameters):
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
@@ -230,8 +231,8 @@ class LocalPlan:
     All other parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in
     place of the setting ``local.epochs``. The anchor of a phase is the model at its beginning. ``private``: makes the
     steps private for each record; all other fields then act on the noisy gradient. A term of strength 0 (``weight``,
-    ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to
-    another trainer.
+    ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to another
+    trainer.
 
     Raises UserError for a shift or a scale together with ``mix``: the averaged record with which a batch is mixed may
     come from another client, with classes that this client does not hold. So a correction of logits by the client's own
@@ -270,8 +271,10 @@ class LocalPlan:
         """Return the names of the fields that differ from their defaults (``fields_in_use``)."""
         kind: Any = type(self)
         used, held = [], vars(self)
-        for name, default in _defaults(kind):  # most values are the default object, so ``is`` is tried first
-            if held[name] is not default and (held[name] == default) is not True:  # ``==`` may return a tensor
+        # most values are the default object itself, so the fast comparison by ``is`` comes first
+        for name, default in _defaults(kind):
+            # a comparison by ``==`` may return a tensor, which has no single truth value
+            if held[name] is not default and (held[name] == default) is not True:
                 used.append(name)
         return frozenset(used)
 
@@ -378,7 +381,7 @@ def sends_a_part(algorithm: object, personal: str) -> bool:
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of the fields of ``values`` that are in use: that differ from their defaults.
+    """Return the names of the fields in use, which are the fields of ``values`` that differ from their defaults.
 
     ``values``: a local plan or local settings. Fields without a default are always in use. A trainer compares these
     names with the fields that it supports.
@@ -386,7 +389,7 @@ def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
     return _settings_in_use(values) if isinstance(values, LocalSettings) else values.in_use
 
 
-@lru_cache(maxsize=64)  # all clients of a round have equal settings
+@lru_cache(maxsize=64)  # the result is cached, because all clients of a round have equal settings
 def _settings_in_use(settings: LocalSettings) -> frozenset[str]:
     kind: Any = type(settings)
     return frozenset(name for name, default in _defaults(kind) if getattr(settings, name) != default)
@@ -401,7 +404,7 @@ def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
-    """Raise UserError for momentum or momentum buffers beside Adam or AdamW, which have running means of their own."""
+    """Raise UserError for momentum or momentum buffers if the optimiser is Adam or AdamW, which do not use momentum."""
     if settings.optimizer == "sgd":
         return
     if settings.momentum or plan.momentum_buffers:

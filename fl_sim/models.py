@@ -1,4 +1,4 @@
-"""fl-sim's models, as functions from (input shape, number of classes) to ``nn.Module``; and models of the user."""
+"""Functions that build fl-sim's models from (input shape, number of classes), and that check models of the user."""
 
 import inspect
 import math
@@ -77,9 +77,9 @@ def logistic(input_shape: Shape, num_classes: int) -> nn.Module:
 class RandomFeatures(nn.Module):
     """Logistic regression on the input and on 2,000 random features: ReLU of frozen random projections of the input.
 
-    The input, d numbers, is scaled to the L2 norm sqrt(d). The vector of all m inputs of the head is scaled to the norm
-    sqrt(m). So this norm is public, and the head's input depends on no other record. The projections are drawn from the
-    seed of the model.
+    The input of the model, d numbers, is scaled to the L2 norm sqrt(d). The head is the last layer of the model. The
+    vector of the head's m inputs is scaled to the L2 norm sqrt(m). So this norm is public, and the head's inputs for a
+    record depend on no other record. The projections are drawn from the seed of the model.
     """
 
     WIDTH: Final = 2000
@@ -93,8 +93,8 @@ class RandomFeatures(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, *input_shape) to (batch, classes)."""
         unit = _to_root(inputs.flatten(1))
-        # In float64, because the rounding of a product may depend on the batch size. Rounding to float32 removes the
-        # effect.
+        # The product is computed in float64, because its rounding may depend on the batch size. Rounding it to float32
+        # removes this effect.
         random = torch.relu(unit.double() @ self.directions.double()).to(unit.dtype)
         logits: torch.Tensor = self.head(_to_root(torch.cat([unit, random], dim=1)))
         return logits
@@ -106,7 +106,7 @@ def _to_root(vectors: torch.Tensor) -> torch.Tensor:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with GroupNorm and a shortcut (He et al. 2016, basic block; Wu and He 2018 for the norm)."""
+    """Two 3x3 convolutions with GroupNorm (Wu and He 2018) and a shortcut (basic block of He et al. 2016)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -141,8 +141,8 @@ MODELS: dict[str, Factory] = {
 def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
     """Return the name of the default model for records of ``input_shape``.
 
-    Images get NIID-Bench's CNN, or DA-FL's if they are smaller than 16x16. Feature vectors get "mlp". Sequences of
-    tokens get "gru". ``vocabulary``: above 0 for sequences of tokens, and 0 for all other records.
+    Images get NIID-Bench's CNN. Images smaller than 16x16 pixels get DA-FL's CNN. Feature vectors get "mlp". Sequences
+    of tokens get "gru". ``vocabulary``: above 0 for sequences of tokens, and 0 for all other records.
     """
     if vocabulary:
         return GRU
@@ -162,7 +162,7 @@ def build(
     trial: torch.Tensor | None = None,
     prepare: Prepare = lambda model: None,  # noqa: ARG005
 ) -> nn.Module:
-    """Return the model called ``name``: of fl-sim, of a library (fl_sim.foreign_models), or the user's own factory.
+    """Return the model called ``name``: a model of fl-sim, of a library (fl_sim.foreign_models), or of the user.
 
     Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
     number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
@@ -208,7 +208,7 @@ def is_tried(
 def has_own_loss(
     name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm = "none", vocabulary: int = 0
 ) -> bool:
-    """Return True if the model called ``name`` has a loss of its own. The arguments are those of ``build``."""
+    """Return True if the model called ``name`` computes its loss itself. The arguments are those of ``build``."""
     return isinstance(build(name, input_shape, num_classes, 0, batch_norm=batch_norm, vocabulary=vocabulary), OwnLoss)
 
 
@@ -277,7 +277,8 @@ def _build_own(
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         logits, has_loss = _logits(path, model, trial), isinstance(model, OwnLoss)
         logits = logits if has_loss else take_logits(path, model, logits, num_classes)
-        if not is_tried(path, input_shape, num_classes, batch_norm, vocabulary, prepare):  # a test takes seconds
+        # a library's model is tested only once, because a test takes seconds
+        if not is_tried(path, input_shape, num_classes, batch_norm, vocabulary, prepare):
             _check_logits(path, logits, () if has_loss else (num_classes,))
             if before:
                 _check_buffers(path, model, before, batch_norm)
@@ -287,10 +288,12 @@ def _build_own(
                 _check_drawn(path, before, other)
             if vocabulary:
                 _check_vocabulary(path, model, trial, vocabulary)
-            _check_again(path, model, trial, logits)  # last, because the error messages about buffers are clearer
+            # this check comes last, because the error messages of the checks of buffers are clearer
+            _check_again(path, model, trial, logits)
             _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():
-            for name, buffer in running_in(model).items():  # the test has changed the buffers
+            # the buffers get their former values again, because the test has changed the buffers
+            for name, buffer in running_in(model).items():
                 buffer.copy_(before[name])
     return model
 
@@ -368,7 +371,7 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
     """Return the logits of the two records ``trial`` in training mode. All generators get the same seed in each call.
 
-    For a model with a loss of its own, return the losses of the two records.
+    If the model computes its loss itself, return the losses of the two records.
     """
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
@@ -386,7 +389,7 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
 def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabulary: int) -> None:
     """Raise UserError if the model fails for the highest token of the data.
 
-    The test on two records may not contain it.
+    The test on two records may not contain this token.
     """
     try:
         _logits(path, model, torch.full_like(trial, vocabulary - 1))
@@ -445,7 +448,7 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError if a buffer depends on the seed: clients would build models with different buffers.
+    """Raise UserError if a buffer depends on the seed, because clients would then build models with different buffers.
 
     ``before``: the buffers of a model. ``other``: the same model, built with another seed.
     """

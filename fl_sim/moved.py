@@ -251,10 +251,10 @@ MOVED: Final[Mapping[str, str]] = {
 
 
 class _Moved(Loader):
-    """The import of an old path: it imports the module at the new path."""
+    """A loader for the old path of a moved module. The loader imports the module at the new path."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return None: Python then creates an empty module, which ``exec_module`` replaces."""
+        """Return None, so that Python creates an empty module, which ``exec_module`` replaces."""
         del spec
         return None
 

@@ -1,6 +1,6 @@
 """Narrow models: models with fewer channels in every layer.
 
-Their parameters are parts of the whole model's parameters.
+The parameters of a narrow model are parts of the whole model's parameters.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_narrowable(model: nn.Module) -> None:
 
 
 def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
-    """Return a copy of ``model`` whose parameters have the shapes of ``params``. Their values are undefined.
+    """Return a copy of ``model`` whose parameters have the shapes of ``params``, with undefined values.
 
     ``factor``: in training mode, the outputs of all layers except the last are multiplied by ``factor``. The number of
     channels in a group of nn.GroupNorm becomes the greatest common divisor of the old number and the layer's new number
@@ -111,10 +111,10 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
     """Return {name: indices} of the parameters of a narrow model in the whole model.
 
     ``layout``: names and shapes of the whole model's parameters. ``width``: the share of channels that the narrow model
-    has, in (0, 1]. Of a layer's K channels, numbered from 0, the narrow model has ceil(``width`` * K): channel
-    ``first`` and the channels after it. After channel K - 1 comes channel 0. Indices are ascending. Layers with the
-    same K have the same channels, which a shortcut connection requires. The narrow model has all inputs of the first
-    layer, and all outputs of the last layer.
+    has, in (0, 1]. Let K be the number of a layer's channels, numbered from 0. The narrow model has ceil(``width`` * K)
+    of these channels: channel ``first`` and the channels after it. After channel K - 1 comes channel 0. Indices are
+    ascending. Layers with the same K keep the same channels, because a shortcut connection adds such layers channel by
+    channel. The narrow model has all inputs of the first layer, and all outputs of the last layer.
     """
     head = head_weight({name: torch.empty(shape, device="meta") for name, shape in layout})
     places, last = dict[str, tuple[torch.Tensor, ...]](), 0
@@ -126,7 +126,8 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
             continue
         inputs = torch.arange(shape[1])
         if last:  # the first layer keeps all its inputs
-            each = 1 if len(shape) > 2 else shape[1] // last  # inputs of a linear layer per channel
+            # the number of inputs of a linear layer for each channel of the layer before it
+            each = 1 if len(shape) > 2 else shape[1] // last
             inputs = (_channels(shape[1] // each, width, first)[:, None] * each + torch.arange(each)).flatten()
         places[name] = (outputs[:, None], inputs[None, :])
         last = shape[0]

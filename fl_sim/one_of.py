@@ -4,7 +4,7 @@ A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", g
 accepts a name (``scaffold``), or a name with its first parameter (``dirichlet:0.05``, ``label-2``). It also accepts an
 import path (``my_pkg.fed:FedDyn``), a table whose ``kind`` is a name or an import path, and a Python object. Installed
 packages may define further names by entry points. Only the chosen class is imported. Names and import paths are read
-from the packages' metadata; those of fl-sim come from pyproject.toml.
+from the metadata of the installed packages. The names of fl-sim come from its pyproject.toml.
 """
 
 import importlib.metadata
@@ -87,11 +87,11 @@ class OneOf:
         return OurKinds(self.group) if self.group else kinds(annotation)
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose: fl-sim's and, for a field with a group, other packages' names."""
+        """Return the names that a user may choose: names of fl-sim and, for a field with a group, of other packages."""
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
-        """Return a setting that is given as ``text`` as a table: ``dirichlet:0.05`` is kind "dirichlet", alpha "0.05".
+        """Convert a setting from a text to a table: ``dirichlet:0.05`` becomes kind "dirichlet" and alpha "0.05".
 
         ``union``: the field's annotation. Raises UserError for an unknown name; the message lists the valid names and
         suggests a similar one.
@@ -163,7 +163,7 @@ class OneOf:
     def _load(self, path: str, instead: Iterable[str] = ()) -> Any:
         """Return the settings class at the import path ``path``. Raises UserError unless this field accepts the class.
 
-        ``instead``: valid names; the message for a missing module suggests a similar name among them.
+        ``instead``: valid names. If the module is missing, the error message suggests a similar name from ``instead``.
         """
         try:
             loaded = load_object(path, self.what)
@@ -299,7 +299,7 @@ def _members(protocol: type) -> list[str]:
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A Python entry point: in a ``group``, a ``package`` gives a ``name`` to the object at an import ``path``."""
+    """A Python entry point: a ``package`` gives a ``name`` in a ``group`` to the object at the import path ``path``."""
 
     group: str
     name: str
@@ -311,7 +311,7 @@ class EntryPoint:
 
 
 def names_in(group: str) -> list[str]:
-    """Return the names in an entry-point group: fl-sim's, then those of other packages, both in alphabetical order.
+    """Return the names in an entry-point group: names of fl-sim, then of other packages, each in alphabetical order.
 
     Raises UserError if fl-sim's installed metadata is older than its code.
     """
@@ -362,7 +362,7 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 @cache
 def _loaded_kind(point: EntryPoint) -> type:
-    """Return the settings class of an entry point of fl-sim. Raises UserError if its object is no such class."""
+    """Return the settings class of an entry point of fl-sim. Raises UserError if its object is not a settings class."""
     loaded = load_entry_point(point)
     if not (isinstance(loaded, type) and is_settings(loaded) and field_defaults(loaded).get("kind") == point.name):
         raise UserError(f"{point}: {point.path} is no settings class of the kind {point.name!r}; {_REINSTALL}")
@@ -393,7 +393,7 @@ def _in_checkout() -> list[EntryPoint]:
 
 
 def _in_metadata(seen: set[str]) -> Iterator[EntryPoint]:
-    """Yield the entry points of installed packages except the packages in ``seen``.
+    """Yield the entry points of all installed packages that are not in the set ``seen``.
 
     If a package is installed twice, the first installation counts.
     """

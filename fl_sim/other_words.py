@@ -1,6 +1,6 @@
 """Names of settings in other frameworks, and the equal settings of fl-sim, for messages about unknown names.
 
-Imports no slow module, so that the message for a typo comes at once.
+This module imports no slow module, so that the message for a typing error comes at once.
 """
 
 from typing import Final
@@ -77,6 +77,6 @@ def privacy_settings(word: str) -> str:
 
 
 def elsewhere(word: str) -> str:
-    """Return ' (here: ...)' with fl-sim's setting for ``word``, a name of another framework; empty for other words."""
+    """Return ' (here: ...)' with fl-sim's setting for ``word``, the name of a setting in another framework; else ""."""
     plain = word.lower().replace("-", "_")
     return f" (here: {OTHER_WORDS[plain]})" if plain in OTHER_WORDS else ""

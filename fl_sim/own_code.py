@@ -35,7 +35,8 @@ _PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
-_imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, digest of its file)}; a reload makes a new spec
+# {module: (spec of the module, digest of its file)}; a reload of the module makes a new spec
+_imported: dict[str, tuple[Any, str]] = {}
 
 
 def load_object(path: str, what: str) -> Any:
@@ -194,7 +195,7 @@ def _imports(name: str, path: Path) -> list[str]:
 
 def _as_imported(name: str, path: Path) -> str:
     spec = _spec(name)
-    if spec is None:  # the module is not imported yet
+    if spec is None:  # the process has not imported the module yet
         return _digest(path)
     known = _imported.get(name)
     if known is None or known[0] is not spec:

@@ -1,4 +1,4 @@
-"""Models with a loss of their own, such as a language model, which predicts the next token at every place of a text.
+"""Models that compute their loss themselves, such as a language model, which predicts each next token of a text.
 
 Such a model has a method ``loss_of(inputs, labels)``. The method returns the loss and the number of right predictions
 of each record. All other models have the cross-entropy between their logits, (n, classes), and the labels.
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class OwnLoss(Protocol):
-    """The interface of a model with a loss of its own."""
+    """The interface of a model that computes its loss itself."""
 
     def loss_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> Outcome:
         """Return the outcome for inputs (n, *input shape) with labels (n,), which the model may ignore.
@@ -46,7 +46,7 @@ class OwnLoss(Protocol):
 
 
 def losses_of(model: nn.Module) -> Callable[[Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function (parameters, inputs, labels) -> losses (n,) of a model with a loss of its own."""
+    """Return a function (parameters, inputs, labels) -> losses (n,), for a model that computes its loss itself."""
     calling = _Calling(model)
 
     def losses(params: Mapping[str, torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def losses_of(model: nn.Module) -> Callable[[Mapping[str, torch.Tensor], torch.T
 
 
 def check_own_loss(model: nn.Module, *asked: Any) -> None:
-    """Raise UserError if a model has a loss of its own, and the plan or settings change a cross-entropy.
+    """Raise UserError if a model computes its loss itself, but the plan or the settings change a cross-entropy.
 
     ``asked``: the local plan and the local settings.
     """

@@ -40,14 +40,14 @@ class Compressor(Protocol):
         """True for error feedback: later rounds send the unsent part of an update, so no part is lost."""
 
     def size(self, layout: Layout) -> Size:
-        """Return the compressed size of an update with this layout. The size must not depend on the update's values."""
+        """Return the compressed size of an update. It may depend on the names and shapes in ``layout`` only."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
         """Return the compressed ``update`` of a client, and the tensors that the client stores for its next round.
 
         ``held``: the stored tensors of the client's previous round; empty in its first round. Names and shapes of
-        stored tensors must never change. If the update has NaN or infinity, the compressed update must have NaN or
-        infinity, too.
+        stored tensors must never change. If the update contains NaN or infinity, the compressed update must contain NaN
+        or infinity, too.
         """
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
@@ -78,14 +78,15 @@ class Packing:
     def pack(
         self, payloads: Payloads, model: Params, held: Held, client: int, server_round: int
     ) -> tuple[Payloads, dict[str, Packed], dict[str, Payloads]]:
-        """Return (groups to send uncompressed, compressed groups, tensors to store on the client, by group).
+        """Return (groups to send uncompressed, compressed groups, {group: tensors to store on the client}).
 
         ``payloads``: the client's update. ``held``: the tensors that the client stored in its previous round.
         """
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
-            if not is_finite({name: update}):  # then all numbers become NaN, so that the server detects divergence
+            # after divergence, all numbers become NaN, so that the server detects the divergence
+            if not is_finite({name: update}):
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
             on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)
             packed[name], kept[name] = self.compressor.pack(on_cpu, held.get(name, {}), coins)

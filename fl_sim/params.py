@@ -62,7 +62,10 @@ class FlatParams(Params):
 
 
 def flattened(params: Params) -> FlatParams:
-    """Return ``params`` as a FlatParams: the same object if it is a FlatParams, else a copy without gradients."""
+    """Return ``params`` as a FlatParams.
+
+    A FlatParams is returned unchanged; all others are copied without gradients.
+    """
     if isinstance(params, FlatParams):
         return params
     return FlatParams(_joined(params.values()), layout_of(params))
@@ -82,7 +85,7 @@ def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
 
 
 def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
-    """Return the payloads, in float32, whose ``payload_vector`` is ``vector``."""
+    """Return the payloads, in float32, whose numbers are in ``vector``. This is the inverse of ``payload_vector``."""
     layouts = {group: layout_of(params) for group, params in template.items()}
     parts = vector.float().split_with_sizes([num_in(layout) for layout in layouts.values()])
     return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
@@ -231,7 +234,10 @@ def frozen_in(model: torch.nn.Module) -> Params:
 
 
 def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a deep copy of ``model`` that shares the frozen parameters, which nobody changes."""
+    """Return a deep copy of ``model``.
+
+    The copy shares the frozen parameters of ``model``, because no code changes them.
+    """
     shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
     return copy.deepcopy(model, shared)
 
@@ -247,7 +253,7 @@ def placed(params: Params, layers: Params) -> tuple[Params, Params]:
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return tensors of a trained model's BatchNorm layers: all running statistics, and the parameters in ``names``."""
+    """Return tensors of a trained model's BatchNorm layers: all running statistics and the parameters in ``names``."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
@@ -365,7 +371,7 @@ class WriteGuard:
     PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over the bits of each
     tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums take a hundredth of
     the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the messages of all detected
-    writes. Errors show the first message, which names the code that wrote first.
+    writes. Errors show the first message, which names the code that made the first write.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
@@ -375,7 +381,10 @@ class WriteGuard:
 
     @classmethod
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
-        """Return a guard of the tensors in ``groups``, by name of the group. ``by_bits``: False omits the bit sums."""
+        """Return a guard of the tensors in ``groups``, by name of the group.
+
+        ``by_bits``: False omits the sums of bits.
+        """
         tensors: list[tuple[str, torch.Tensor]] = []
         writes, sums = [], []
         for name, params in groups.items():
@@ -387,13 +396,16 @@ class WriteGuard:
         return cls(tuple(tensors), tuple(writes), tuple(sums))
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if PyTorch has counted a write to a tensor. ``methods``: the code to name in the message."""
+        """Raise RunError if PyTorch has counted a write to a tensor.
+
+        ``methods``: the methods that the message names.
+        """
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
                 raise self._write_error(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if the bits of a tensor have changed. ``methods``: the code to name in the message."""
+        """Raise RunError if the bits of a tensor have changed. ``methods``: the methods that the message names."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
                 raise self._write_error(name, methods)

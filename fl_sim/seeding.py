@@ -1,12 +1,13 @@
 """Random generators: each is derived from a seed, a purpose (a text such as "batches") and integers, and nothing else.
 
-An experiment has several seeds, so that the variance from the partition, for example, can be measured alone:
+An experiment has several seeds. So the variance from one of them, such as the seed of the partition, can be measured
+separately. The purposes of each seed are:
 
-``partition_seed``: "partition", "validation", PATE's "public pool", and changes of records by a partition:
-"feature-noise", also of "test" and "validation", and "client groups". ``model_seed``: "model", which draws initial
-weights, and those of PATE's networks, "teacher". ``sampling_seed``: "sampler". ``seed``: all other purposes, such as
-"batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a forest's
-"teacher" and students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
+``partition_seed``: "partition", "validation", and PATE's "public pool"; also the changes of records by a partition,
+"feature-noise" (for test and validation records, too) and "client groups". ``model_seed``: "model" for initial weights,
+and "teacher" for the initial weights of PATE's networks. ``sampling_seed``: "sampler". ``seed``: all other purposes,
+such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a
+forest's "teacher" and students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. The global generators are seeded for
 the purposes above, and for "data set" (by 0). In a round they are seeded for "plan" and "finish" of a client, and for
@@ -28,7 +29,8 @@ from numpy.typing import NDArray
 
 from fl_sim.importing import torch
 
-_LOCK = RLock()  # reentrant, because a user's model factory may call ``fl_sim.models.build``
+# the same thread may take this lock again, because a user's model factory may call ``fl_sim.models.build``
+_LOCK = RLock()
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
@@ -47,10 +49,10 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    Call this function only in a process of fl-sim's own, or inside ``torch_kept``. ``torch.manual_seed`` is slower: it
-    also queues a call with a stack trace for every unused GPU.
+    Call this function only in a process that fl-sim started, or inside ``torch_kept``. ``torch.manual_seed`` is slower:
+    it also queues a call with a stack trace for every unused GPU.
     """
-    number = _key(seed, purpose, keys) >> 193  # a seed of 63 bits
+    number = _key(seed, purpose, keys) >> 193  # the seed has 63 bits
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
@@ -70,7 +72,7 @@ def seed_process(seed: int, purpose: str, *keys: int) -> None:
 
 
 class _Key(ISeedSequence):
-    """A seed sequence that passes a key to Philox unchanged; numpy's SeedSequence would hash the key again.
+    """A seed sequence that passes a key unchanged to the generator Philox. numpy's SeedSequence would hash the key.
 
     The stream is the same as that of ``Philox(key=key)``. But ``Philox(key=key)`` first asks the operating system for a
     seed that it never uses.
@@ -91,7 +93,7 @@ def _key(seed: int, purpose: str, keys: tuple[int, ...]) -> int:
 
 @contextmanager
 def torch_kept() -> Iterator[None]:
-    """Restore torch's global generators, after this block, to their states before it."""
+    """Restore the states of torch's global generators at the end of this ``with`` block."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         yield
@@ -99,7 +101,7 @@ def torch_kept() -> Iterator[None]:
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Restore the global generators of torch, NumPy and Python, after this block, to their states before it."""
+    """Restore the states of the global generators of torch, NumPy and Python at the end of this ``with`` block."""
     ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (put back, not drawn from)
     with torch_kept():
         try:

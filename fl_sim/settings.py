@@ -64,7 +64,7 @@ class Settings(BaseModel):
     """The base class of settings: frozen; refuses unknown keys, NaN, infinity, and integers of more than 64 bits."""
 
     model_config = ConfigDict(
-        defer_build=True,  # so validators are built only for classes that the user chose
+        defer_build=True,  # with this option, pydantic builds validators only for the classes that the user chose
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -168,7 +168,7 @@ def default_of(settings: type[BaseModel], name: str) -> Any:
 
 
 def kinds_of(field: str) -> dict[str, type]:
-    """Return {name: settings class} of all of fl-sim's choices for a setting, such as all algorithms. Imports all."""
+    """Import and return all of fl-sim's settings classes for a field, such as all algorithms, as {name: class}."""
     return dict(OurKinds(f"fl_sim.{field}"))
 
 
@@ -223,7 +223,7 @@ def model_line(written: Mapping[str, Any]) -> str:
 def known_model(name: str) -> str:
     """Return ``name`` unchanged if it is a valid model name; raise UserError if it is not.
 
-    Valid are the empty name (the data set's default model), the names of fl-sim's models, and import paths.
+    Valid names are the empty name (for the data set's default model), the names of fl-sim's models, and import paths.
     """
     if name and ":" not in name and name not in ALL_NAMES:
         raise UserError(
@@ -252,7 +252,7 @@ def read_table(path: Path) -> dict[str, Any]:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (settings are given as key=value, for example rounds=50)") from error
-    except (OSError, ValueError) as error:  # ValueError: the path has a forbidden character
+    except (OSError, ValueError) as error:  # a path with a forbidden character raises ValueError
         raise UserError(f"{str(path)!r} cannot be read ({error}): name a TOML file, or give key=value") from error
     if len(content) > MOST_BYTES:
         raise UserError(f"{path} has more than {MOST_BYTES:,} bytes: give a TOML file of settings")
@@ -291,7 +291,7 @@ def parse_table(text: str, where: str) -> dict[str, Any]:
         table = tomllib.loads(text)
     except RecursionError:
         raise deep from None
-    except ValueError as error:  # a TOMLDecodeError, or a number of too many digits
+    except ValueError as error:  # ValueError is a TOMLDecodeError, or the error for a number with too many digits
         raise UserError(f"{where} is not a TOML file: {error}") from error
     _check(table, where, MOST_LEVELS, deep)
     return table

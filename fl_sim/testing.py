@@ -162,7 +162,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     try:
         Experiment(algorithm=algorithm, aggregator=aggregator, clients=4)
     except ValueError:
-        return  # Global DP refuses the algorithm, so the law holds
+        return  # Global DP refuses this algorithm, so the algorithm keeps the law
     server, wanted = _started(algorithm)
     honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
     loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
@@ -170,7 +170,8 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     for payloads in (honest, [loud, honest[1]], honest[1:]):
         cohort = Cohort(1, tuple(Reply(client, one, 1, None) for client, one in enumerate(payloads)), 4, 2.0)
         released.append(aggregator.mean(cohort, noise=Noise.seeded(0), template=wanted))
-    limit = 2 * 1.0 / len(honest)  # a mean changes by at most 2 * (clipping norm 1) / clients
+    # with clipping norm 1, one client changes the mean by at most 2 / (number of clients)
+    limit = 2 * 1.0 / len(honest)
     for one, other in ((released[0], released[1]), (released[1], released[2])):
         if (moved := _distance(one.payloads, other.payloads)) > limit * (1 + 1e-6):
             raise BrokenLaw(
@@ -180,7 +181,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 
 
 def _architecture(algorithm: Algorithm) -> str:
-    """Return the name of the model for a test: one with several layers if clients have only a part of it."""
+    """Return the name of the model for a test. It has several layers if clients have only a part of the model."""
     return "mlp" if isinstance(algorithm, Sending | Sizing) else "logistic"
 
 
@@ -274,7 +275,8 @@ def _pool(algorithm: Algorithm) -> Params:
 
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
-    own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})  # such as momentum 0
+    # some algorithms need other local settings, such as momentum 0
+    own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})
     local = Local(**{"epochs": 1, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, **own})
     model = _architecture(algorithm)
     settings: dict[str, Any] = {"partition": Iid(), "clients": 4, "model": model, "rounds": 4, "local": local}

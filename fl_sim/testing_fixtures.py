@@ -1,8 +1,8 @@
 """Fixtures for pytest that make tests of fl-sim faster: coarse privacy accounting, a fake clock, no fsync.
 
-``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. They replace private names of
-fl-sim, so that tests need no private names. The engine for tests is ``fl_sim.testing_runs.FakeEngine``. Modules that
-take seconds to import are imported at their first use.
+``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. The fixtures replace private
+functions and constants of fl-sim, so that tests need not use private names. The engine for tests is
+``fl_sim.testing_runs.FakeEngine``. Modules that take seconds to import are imported at their first use.
 """
 
 import os
@@ -20,7 +20,8 @@ class SetFineness(Protocol):
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
         """Make the PLD accountant's grid of privacy losses ``losses`` times coarser.
 
-        The RDP accountant computes its series only at every ``orders``-th order, and interpolates between these orders.
+        The RDP accountant computes its series only at every n-th order, where n is ``orders``. It interpolates between
+        these orders.
         """
 
 
@@ -38,7 +39,7 @@ class FewerImages(Protocol):
         at_a_time: int | None = None,
         whitened: int | None = None,
     ) -> None:
-        """Set the number of descent steps, of images for the regression, of images in a batch, and for the whitening.
+        """Set four numbers: descent steps, and images for the regression, in a batch, and for the whitening.
 
         None leaves a number unchanged.
         """
@@ -85,13 +86,13 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeCl
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable ``os.fsync``. Its calls after each round and privacy ledger entry take most of a small run's time."""
+    """Disable ``os.fsync``. Calls of ``os.fsync`` after rounds and ledger entries take most of a small run's time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")
 def set_fineness() -> Iterator[SetFineness]:
-    """Yield a function that makes the PLD and the RDP accountant coarser and faster. Their epsilons are then larger.
+    """Yield a function that makes the PLD and the RDP accountant coarser and faster. Epsilons are then larger.
 
     Each change clears the caches of the accountants.
     """

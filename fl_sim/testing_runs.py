@@ -62,13 +62,14 @@ def check_run(*, ray: bool = False, **settings: Any) -> None:
     """Test a run with these ``settings`` against the laws. Raises BrokenLaw for the first broken law.
 
     1. Written to JSON and read back, the settings are equal. 2. A second run, and a run with two workers, end in the
-    same bits; with ``ray``, so does a run on Ray. 3. A run that is interrupted after any round and resumed ends in the
-    same bits: model, log and result. 4. If rounds or stages declare privacy costs, a cost is written to a privacy
-    ledger before any client is asked. 5. If a run promises privacy, its log and its result do not reveal whether one
-    client has records. With and without the client's records, the texts and whole numbers in both files are equal,
-    except for measures of the model.
+    same bits. If ``ray`` is True, a run on Ray also ends in the same bits. 3. A run that is interrupted after any round
+    and resumed ends in the same bits: model, log and result. 4. If rounds or stages declare privacy costs, a cost is
+    written to a privacy ledger before any client is asked. 5. If a run promises privacy, its log and its result do not
+    reveal whether one client has records. With and without the client's records, the texts and whole numbers in both
+    files are equal, except for measures of the model.
 
-    Settings that are not given are small: three rounds of four clients with a linear model. Noise must be seeded.
+    Settings that are not given have small values: three rounds of four clients with a linear model. All noise must come
+    from a seed.
     """
     usual = {"model": "logistic", "clients": 4, "rounds": 3, "partition": Without(), "engine": {"kind": "inprocess"}}
     experiment = experiment_from({**usual, **settings})

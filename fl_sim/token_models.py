@@ -17,10 +17,11 @@ from fl_sim.own_loss import Outcome
 TokenFactory: TypeAlias = Callable[[int, int, int], nn.Module]
 """A function (vocabulary, maximum length, number of classes) -> model."""
 
-_EMBEDDING: Final = 8  # the width in LEAF's Shakespeare models
-_WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # sizes of the transformers
-_FAR_BELOW: Final = -1e30  # in place of minus infinity, so that the softmax of an empty text is finite
-_DEVIATION: Final = 0.02  # standard deviation of the initial embeddings, as in GPT-2
+_EMBEDDING: Final = 8  # the width of the embedding in LEAF's Shakespeare models
+_WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # the sizes of the transformers
+# this number takes the place of minus infinity, so that the softmax of an empty text is finite
+_FAR_BELOW: Final = -1e30
+_DEVIATION: Final = 0.02  # the standard deviation of the initial embeddings, as in GPT-2
 
 
 class GatedRecurrent(nn.Module):
@@ -46,7 +47,7 @@ class GatedRecurrent(nn.Module):
 class LongShortTerm(nn.Module):
     """LEAF's model of Shakespeare: an embedding of size 8, two LSTM layers of 256 units, and a linear head.
 
-    It is also the model of Reddi et al. 2021 (FedAdam), table 9. The head receives the state after the last token.
+    Reddi et al. 2021 (FedAdam), table 9, use the same model. The head receives the state after the last token.
     """
 
     def __init__(self, vocabulary: int, num_classes: int) -> None:
@@ -91,7 +92,8 @@ class Transformer(nn.Module):
     def _states(self, tokens: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         """Return the states, (batch, length, width).
 
-        ``sees``: the attention mask, (..., length, length), True if seen.
+        ``sees``: the attention mask, (..., length, length). An entry is True if the position of its row may use the
+        token at the position of its column.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states: torch.Tensor = self.embedding(tokens) + self.positions(places)
@@ -143,8 +145,10 @@ class Block(nn.Module):
     def forward(self, states: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         """Map states (batch, length, width) to states of the same shape. ``sees``: as in ``Transformer``."""
         parts = self.mixed(self.norms[0](states)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each of shape (batch, heads, length, width of a head)
-        # Not by scaled_dot_product_attention: on CPUs it has no batching rule, which vmap needs.
+        # each of these tensors has the shape (batch, heads, length, width of a head)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        # The function scaled_dot_product_attention is not used, because on CPUs it has no batching rule, which vmap
+        # needs.
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
         attended = scores.masked_fill(~sees, _FAR_BELOW).softmax(-1) @ value
         states = states + self.out(attended.transpose(1, 2).flatten(2))

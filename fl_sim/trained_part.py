@@ -1,7 +1,8 @@
-"""The setting ``model.trainable``: the parameters of a model that are trained and sent. All others are frozen.
+"""The setting ``model.trainable``: the parameters of a model that are trained and sent.
 
-A frozen parameter has ``requires_grad=False`` and its initial value, which every process builds or loads for itself. It
-is never sent, aggregated, clipped or noised (``fl_sim.params.trainable``).
+All other parameters are frozen. A frozen parameter has ``requires_grad=False`` and keeps its initial value. Every
+process builds or loads this value itself. A frozen parameter is never sent, aggregated, clipped or noised
+(``fl_sim.params.trainable``).
 """
 
 import re
@@ -126,7 +127,7 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def _named_by(word: str, model: nn.Module) -> set[str]:
-    """Return the names of the trained parameters of ``model`` that one word of the setting chooses, possibly none."""
+    """Return the names of the trained parameters of ``model`` that one word of the setting chooses. May be empty."""
     named = trainable(model)
     if word == "all":
         return {*named}

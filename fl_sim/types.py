@@ -17,7 +17,8 @@ from fl_sim.importing import torch
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
-    Params = Mapping  # without the type of tensors, because settings are read before torch is imported
+    # this module does not import the type of tensors, because settings are read before the import of torch
+    Params = Mapping
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
 The tensors are read-only, because many objects of one process share them. Many are views of one vector
@@ -47,8 +48,8 @@ class Augment:
 
     ``crop``: the number of pixels that are added on every side of an image; a random window of the original size is
     then cut out. The added pixels have the value ``black``: one number per channel, the normalised value of a byte of
-    0. With ``reflect`` they are the image's own pixels instead, mirrored at its edges without repeating the edge.
-    ``flip``: the image is mirrored left to right with probability 1/2.
+    0. With ``reflect``, the added pixels are pixels of the image itself, mirrored at its edges without repeating the
+    edge. ``flip``: the image is mirrored left to right with probability 1/2.
     """
 
     crop: int = 0
@@ -198,14 +199,15 @@ class LocalSettings:
 
     Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
     ``learning_rate``: the learning rate of this round, after any schedule. ``momentum``: in [0, 1). ``batch_size``: at
-    least 1; the last batch of an epoch may be smaller. ``epochs``: may have a fraction, which is a part of the last
-    epoch. ``steps``: if not 0, the number of steps, in place of ``epochs``; when all records are used, they are
-    shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over all classes.
-    ``clip_norm``: the maximum L2 norm of a step's gradient over all parameters (0: no maximum). The gradient is clipped
-    after all additions of the local plan, and before weight decay and momentum. So a correction that cancels the
-    gradient at the optimum still cancels it, as in FedDyn's program, which puts the correction into the loss. (That
-    program adds FedDyn's term alpha w, w being the parameters, as weight decay, and so does not clip it.) ``augment``:
-    the random augmentation of images, drawn anew for each use of a record.
+    least 1; the last batch of an epoch may be smaller. ``epochs``: the number of epochs, which may have a fraction: a
+    part of the last epoch. ``steps``: if not 0, the number of steps, in place of ``epochs``. When all records have been
+    used, the records are shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over
+    all classes. ``clip_norm``: the maximum L2 norm of a step's gradient over all parameters (0: no maximum). The
+    gradient is clipped after all additions of the local plan, and before weight decay and momentum. So a correction
+    that cancels the gradient at the optimum still cancels it, as in FedDyn's program, which puts the correction into
+    the loss. (FedDyn's objective also has a gradient term alpha w, where w are the parameters. FedDyn's program adds
+    this term as weight decay, so the program does not clip the term.) ``augment``: the random augmentation of images,
+    drawn anew for each use of a record.
     """
 
     learning_rate: float
@@ -223,10 +225,10 @@ class LocalSettings:
         """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
-        if self.epochs % 1 == 0:  # the usual case; Fraction would be slow
+        if self.epochs % 1 == 0:  # whole numbers of epochs are the usual case, and Fraction would be slow
             return int(self.epochs) * self.num_batches(num_examples)
-        # Fraction computes with the decimal number that the user wrote. With floats, 1.1 * 10 is above 11 and becomes
-        # 12.
+        # Fraction computes with the decimal number that the user wrote. With floats, 1.1 * 10 would be above 11, and
+        # would be rounded up to 12.
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:
@@ -246,9 +248,9 @@ class LocalTask:
     of the client's training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``:
     the client state after this client's last round. ``pool``: the tensors that all clients shared before the first
     round. ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic
-    ones included; only the client knows them. ``initial``: the run's initial model, which every client builds from the
-    seed. ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the client resets its
-    statistics.
+    records included. Only the client knows these numbers. ``initial``: the run's initial model, which every client
+    builds from the seed. ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the
+    client resets its statistics.
     """
 
     server_round: int
@@ -270,11 +272,11 @@ class Trained:
     """The result of local training.
 
     ``params``: the new model. ``momentum_buffers``: the optimiser's momentum buffers. ``num_steps``: the number of
-    steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: (C, d), given
-    if the plan asks for it. For each class it is the sum, over the client's records, of the inputs of the new model's
-    last linear layer. ``statistics``: the running statistics of the new model's BatchNorm layers. ``further``: the
-    results of the algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a
-    course (fl_sim.training.courses).
+    steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: shape (C, d)
+    for C classes and d features, given if the plan asks for it. Features are the inputs of the new model's last linear
+    layer. A row has the sum of the features over the client's records of one class. ``statistics``: the running
+    statistics of the new model's BatchNorm layers. ``further``: the results of the algorithm's further models, by name
+    (fl_sim.local_plan.FurtherModels), or further tensors from a course (fl_sim.training.courses).
     """
 
     params: Params
@@ -286,7 +288,7 @@ class Trained:
     further: Mapping[str, Trained] = field(default_factory=dict)
 
     def followed_by(self, later: Trained) -> Trained:
-        """Return the joint result of this training and ``later``, a training that began with this one's parameters."""
+        """Return the joint result of this training and of ``later``, a training that began with its parameters."""
         losses = [(one.loss, one.num_steps) for one in (self, later) if one.loss is not None]
         steps = self.num_steps + later.num_steps
         loss = sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None
@@ -323,8 +325,8 @@ class Packed:
 class ClientUpdate:
     """The update of a client: its payload (``payloads``), and the client state for its next round (``state``).
 
-    ``num_examples``: the client's weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if
-    any. ``packed``: the groups of tensors that are sent compressed; they are not in ``payloads``.
+    ``num_examples``: the client's weight in the mean, zero for an empty shard. ``loss``: the mean training loss; None
+    without a step. ``packed``: the groups of tensors that are sent compressed; they are not in ``payloads``.
     """
 
     payloads: Payloads
@@ -350,8 +352,9 @@ class Cohort:
     """The clients' updates of one round, sorted by client, with the public numbers of the round.
 
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
-    number of replies. ``num_holders``: the number of clients, of all ``num_clients``, that have records to train on;
-    None means all. ``seed``: the run's seed. ``memory``: the tensors that the aggregator kept after the last round.
+    number of replies. ``num_holders``: the number of clients with records to train on, among all ``num_clients``
+    clients; None means all clients. ``seed``: the run's seed. ``memory``: the tensors that the aggregator kept after
+    the last round.
     """
 
     server_round: int
@@ -395,11 +398,11 @@ class Load(NamedTuple):
 class Aggregate:
     """The means over clients: the only view of a round that the server side of an algorithm has.
 
-    ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients behind the
-    means, divided by the number of clients with records. Under Global DP the set of clients with records is secret.
-    Then ``participation`` is the expected number of clients, which is public, divided by the number of all clients.
-    ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of the updates;
-    else empty. ``memory``: the tensors that the aggregator keeps for the next round.
+    ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients whose updates
+    are in the means, divided by the number of clients with records. Under Global DP the set of clients with records is
+    secret. Then ``participation`` is the expected number of clients, which is public, divided by the number of all
+    clients. ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of the
+    updates; else empty. ``memory``: the tensors that the aggregator keeps for the next round.
     """
 
     payloads: Payloads

@@ -151,7 +151,7 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return ``value`` with each text in one line. Names from files may contain line breaks."""
+    """Return ``value`` with each of its texts in one line, because names from files may contain line breaks."""
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):

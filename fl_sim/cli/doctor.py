@@ -85,8 +85,8 @@ def _version(name: str) -> str | None:
 def _installation() -> dict[str, Any]:
     """Return the version of fl-sim, its folder, and a list of problems with the installation.
 
-    There is a problem if another installed project has the import package ``fl_sim``, too. pip then overwrites files of
-    one project with files of the other. Such a project exists on GitHub.
+    It is a problem if another installed project also has an import package ``fl_sim``. In this case, pip overwrites
+    files of one project with files of the other. Such a project exists on GitHub.
     """
     place, problems = Path(fl_sim.__file__).parent, []
     others = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
@@ -147,7 +147,7 @@ def _self_test() -> dict[str, Any]:
             "two runs with the same seed ended in different models: report this with the output of 'fl-sim doctor "
             "--json'"
         )
-    accuracy = first.final_accuracy or 0.0  # None stands for NaN
+    accuracy = first.final_accuracy or 0.0  # JSON has no NaN: None stands for an accuracy of NaN
     if accuracy < _LEAST_ACCURACY:
         problems.append(
             f"the accuracy of the self-test is {accuracy:.2f}, which is less than {_LEAST_ACCURACY}: report this with "

@@ -1,4 +1,4 @@
-"""Printed forecasts and tables: in colour on a terminal, and as plain text elsewhere. The user can request JSON."""
+"""Printed forecasts and tables: in colour on a terminal, elsewhere as plain text, and as JSON on request."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class PlanReport:
 
     ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs, one bill for each data set
     and privacy unit. ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any epsilon in
-    ``bills`` was computed by RDP alone, without PLD.
+    ``bills`` was computed by the RDP accountant alone, without the tighter PLD accountant.
     """
 
     runs: Sequence[Forecast]
@@ -125,7 +125,7 @@ class PlanReport:
 
 
 def _first(texts: Sequence[str], between: str) -> str:
-    """Return the first ``texts`` in one line, and the number of the others."""
+    """Return one line with the first entries of ``texts`` and the number of all other entries."""
     more = f"{between}and {len(texts) - _MOST_NAMED} more kinds of work (--json)" if texts[_MOST_NAMED:] else ""
     return between.join(texts[:_MOST_NAMED]) + more
 

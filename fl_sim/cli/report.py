@@ -106,7 +106,7 @@ def write_report(
 
 
 def _privacy_of(found: Found) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return the bills of all runs, and the figure of their privacy; the problems go into ``found``."""
+    """Return the privacy bills of all runs and the figure of these bills. Add all problems to the list in ``found``."""
     if not found.has_statements:
         return [], []
     from fl_sim.report.figures.delta import delta_pictures  # noqa: PLC0415 (the accountants load slowly)
@@ -193,7 +193,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # after the preparation
+            searching_since = searching_since or time.monotonic()  # the first call comes after the preparation
             share = done
             bar.update(task, completed=done)
 
@@ -227,9 +227,9 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
 
 
 def _with_titles(found: Found) -> Found:
-    """Return ``found`` with the titles of measures of stages in tables of older versions, whose files have no titles.
+    """Return ``found`` with added titles of stages' measures, because table files of older versions have no titles.
 
-    Older versions had such measures only of the stages that an experiment with default settings names.
+    In older versions, only the stages in an experiment with default settings had such measures.
     """
     older = [place for place, table in found.tables.items() if table.titles is None]
     if older:

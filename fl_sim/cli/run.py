@@ -267,7 +267,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # more fields than the kind: there was a preprocessing
+    if len(result["preprocess"]) > 1:  # the preprocessing has more fields than its kind, so the run has a preprocessing
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))
@@ -389,7 +389,8 @@ def _find(name: str, every: Sequence[Group]) -> list[Group]:
     """Return the groups of settings with the given ``name``, from ``every``, the list of all groups.
 
     ``name``: a kind (``fedprox``), a setting with a kind (``algorithm=fedprox``), a setting, or the start of several
-    settings (``local``). A single setting is returned as a group of its own. Raises UserError for an unknown name.
+    settings (``local``). A single setting is returned as a group with this setting only. Raises UserError for an
+    unknown name.
     """
     setting, _, kind = name.partition("=")
     kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])
@@ -417,4 +418,4 @@ def _lines_of(group: Group, width: int) -> list[str]:
         default = f" (default: {setting.default})" if setting.default else ""
         lines += ["", *wrapped(f"{setting.name}: {setting.takes}{default}", initial_indent="  ")]
         lines += wrapped(setting.meaning.replace("``", ""), initial_indent="      ")
-    return lines if lines[0] else lines[1:]  # without the empty line before the first setting
+    return lines if lines[0] else lines[1:]  # the first setting needs no empty line before it

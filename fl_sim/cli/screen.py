@@ -26,7 +26,7 @@ def say(text: object = "", *, err: bool = False) -> None:
 def waiting() -> Iterator[Callable[[str], object]]:
     """Yield a function that shows a line of text as progress on standard error.
 
-    On a terminal, each line replaces the previous line. At the end of the block, the last line is removed.
+    On a terminal, each line replaces the previous line. At the end of the ``with`` block, the last line is removed.
     """
     from rich.cells import set_cell_size  # noqa: PLC0415 (slow, and few verbs need it)
     from rich.console import Console  # noqa: PLC0415

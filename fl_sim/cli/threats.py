@@ -12,7 +12,10 @@ from fl_sim.importing import importing, torch
 
 
 def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
-    """Make the run that never knew ``client``, in ``out`` (None: beside ``run``), and print its measures."""
+    """Repeat ``run`` without the records of ``client``, and print the measures of the new run.
+
+    ``out``: the directory of the new run. None: a new directory beside that of ``run``.
+    """
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.unlearning import beginning_of, check_client, unlearn  # noqa: PLC0415
@@ -53,7 +56,7 @@ def _area(found: Mapping[str, Any] | None) -> str:
 
 
 def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well the loss tells the training records of ``run`` from test records, beside the run's epsilon."""
+    """Print how well an attacker recognises the training records of ``run`` by their loss, and the run's epsilon."""
     with importing():
         from fl_sim.store.run_directory import read_model  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun, Judged, logits_of  # noqa: PLC0415
@@ -85,7 +88,8 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
         if one is None:
             say(f"true positives at {100 * share:g} % false positives: unknown, as too few test records are there")
             continue
-        # A client's epsilon compares a client with no client, which says less about one of its records.
+        # The epsilon of a client compares runs with and without this client. Such an epsilon says less about a single
+        # record.
         of_records = [each for each in privacy if each["unit"] == "record"]
         within = [most_allowed(each["epsilon"], each["delta"] or 0.0, share) for each in of_records]
         bound = f"; the run's epsilon allows at most {_percent(min(within))}" if within else ""
@@ -95,7 +99,7 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
 
 
 def show_inversion(run: Path, records: int, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how many training records of ``run`` can be read off the gradient of one record, beside its epsilon."""
+    """Print how many training records of ``run`` can be read off single gradients, and the epsilon of ``run``."""
     with importing():
         from fl_sim.seeding import rng  # noqa: PLC0415 (slow, only here)
         from fl_sim.store.run_directory import read_model  # noqa: PLC0415

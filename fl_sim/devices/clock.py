@@ -28,8 +28,9 @@ class Clock:
     """Computes the simulated seconds of clients' turns, independent of trained values and of real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
-    ``settings``: the settings of local training, such as epochs. ``load_of``: a function from a client's number to
-    its bytes and its work in one turn. ``seed``: the seed of the random availability and jitter.
+    ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client's number,
+    and returns the bytes that the client transfers and the work that it does in one turn. ``seed``: the seed of the
+    random availability and jitter.
     """
 
     fleet: Fleet
@@ -73,7 +74,7 @@ class Clock:
         return taken * self._jitter(client, server_round)
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return the number of local steps of ``client`` that fit into ``seconds`` besides download and upload.
+        """Return the number of local steps of ``client`` that fit into ``seconds`` together with download and upload.
 
         Return None if the time is too short for one step. A client without records needs time for download and upload
         only.
@@ -99,7 +100,7 @@ class Turnout:
     """The clients that take part in a round with a deadline. The clients in each list have the order of the cohort.
 
     ``available``: the clients of the cohort that are available. ``in_time``: the available clients that meet the
-    deadline. ``most_steps``: {client: number of local steps}, for clients that train fewer steps to meet the
+    deadline. ``most_steps``: {client: number of local steps}, only for the clients that train fewer steps to meet the
     deadline. ``seconds``: the simulated duration of the round.
     """
 
@@ -119,7 +120,7 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 
     ``partial``: True if a slow client may train fewer steps, at least one, to meet the deadline. A round with a late
     client lasts until the deadline; any other round lasts as long as its slowest client. A round without available
-    clients lasts ``LOOK_AGAIN_SECONDS``.
+    clients lasts ``LOOK_AGAIN_SECONDS``, a constant.
     """
     is_available = clock.available(server_round)
     available = [int(client) for client in cohort if is_available[client]]
@@ -177,13 +178,13 @@ class Schedule:
     """Simulates asynchronous training.
 
     The schedule has the times at which clients start and finish, and the updates that each server step merges.
-    ``order_of(server_round)``: all clients, in the order in which the server asks them to train before that server
-    step. ``concurrency``: the number of clients that train at the same time. ``buffer``: the number of updates that one
-    server step merges. ``buffer`` is at most the number of clients. ``now``: the simulated time. ``steps``: the number
-    of server steps so far.
+    ``order_of``: a function that takes the number of a server step. It returns all clients, in the order in which the
+    server asks them to train before this step. ``concurrency``: the number of clients that train at the same time.
+    ``buffer``: the number of updates that one server step merges. ``buffer`` is at most the number of clients. ``now``:
+    the simulated time. ``steps``: the number of server steps so far.
 
     When a client finishes, the next available client in the order starts at once, with the current global model. No
-    client trains the same global model twice, because its updates would be equal.
+    client trains the same global model twice, because both updates of this client would be equal.
     """
 
     clock: Clock

@@ -2,9 +2,9 @@
 
 All devices are equal, drawn at random, or listed in a CSV file. The file has one row for each client, in order, or one
 row for each class of devices. One column is ``seconds_per_step`` or ``records_per_second``. The columns
-``download_mbps``, ``upload_mbps`` and ``availability`` are optional. Without the first two, transfers take no time;
-without the third, clients are always available. If rows are classes, the column ``clients`` has the number of clients
-of each class.
+``download_mbps``, ``upload_mbps`` and ``availability`` are optional. Without ``download_mbps`` and ``upload_mbps``,
+transfers take no time. Without ``availability``, clients are always available. If each row is a class of devices, the
+column ``clients`` has the number of clients of each class.
 """
 
 import csv
@@ -217,7 +217,7 @@ def check_public(experiment: Choices) -> None:
 
 
 def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
-    """Return the devices of all clients. Their numbers are checked, because they may come from a user's own class.
+    """Return the devices of all clients, after a check of all their numbers: a user's own class may have made them.
 
     Raises UserError for an invalid number.
     """
@@ -278,7 +278,8 @@ def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.ran
             "client, or numbers in the column 'clients' with this sum"
         )
     places = np.repeat(np.arange(len(rows)), counts)
-    if "clients" in rows[0]:  # assigned at random, because clients with neighbouring numbers may have similar data
+    # classes are assigned at random, because clients with neighbouring numbers may have similar data
+    if "clients" in rows[0]:
         places = generator.permutation(places)
 
     def column(name: str, missing: float) -> NDArray[np.float64]:

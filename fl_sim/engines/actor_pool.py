@@ -16,7 +16,8 @@ from fl_sim.engines.ray_start import DIRECT, ENVIRONMENT, RayResources, import_p
 from fl_sim.errors import RunError
 
 # isort: split
-import ray  # after ray_start, because it sets environment variables that Ray reads during the import
+# ray must be imported after ray_start, because ray_start sets environment variables that Ray reads at its import
+import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -65,8 +66,8 @@ class Worker:
 
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
     calls, in the order in which the actor answers them. ``has``: the numbers of the message contents that the actor
-    received with its last call. ``is_warm``: True after the first answered call; that call also loads the data.
-    ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
+    received with its last call and still keeps. ``is_warm``: True after the first answered call; that call also loads
+    the data. ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
     """
 
     actor: Any
@@ -78,9 +79,9 @@ class Worker:
     since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return {number: content} of the message contents for the next call; None for a content that the actor has.
+        """Return the message contents for the next call, {number: content}.
 
-        An actor keeps the contents of its last call only.
+        A content is None if the actor has it already. An actor keeps the contents of its last call only.
         """
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
@@ -89,8 +90,8 @@ class Worker:
     def took(self, seconds: float, steps: int) -> None:
         """Update ``step_seconds`` by the duration of a call in seconds and its number of steps.
 
-        The first call is ignored, because it also loads the data. Otherwise the worker would seem too slow for another
-        batch.
+        The first call also loads the data, so its duration is ignored. With this duration, the worker would seem too
+        slow for another batch.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -108,10 +109,10 @@ class Worker:
 class ActorPool:
     """All workers of a ``RayGrid``: the list ``ready`` and the mapping ``starting`` ({start call: worker}).
 
-    ``arguments``: references to encrypted values, for ``CheckedActor.start``. ``most``: the largest number of workers.
-    ``modules``: names of the user's own modules; a node with another version of a module is refused. ``is_own``: True
-    if this run started Ray. ``is_remote``: True if nodes are other machines; such nodes may join and leave, and
-    their versions are checked. ``say``: prints a message about nodes to the user.
+    ``arguments``: references to encrypted values, for ``CheckedActor.start``. ``most``: the largest allowed number of
+    workers. ``modules``: names of the user's own modules; a node with another version of a module is refused.
+    ``is_own``: True if this run started Ray. ``is_remote``: True if nodes are other machines; such nodes may join and
+    leave, and their versions are checked. ``say``: prints a message about nodes to the user.
     """
 
     resources: RayResources
@@ -188,7 +189,10 @@ class ActorPool:
         time.sleep(min(LOOK_SECONDS, WAIT_SECONDS))
 
     def check_has_workers(self) -> None:
-        """Raise RunError if the pool has no worker at the deadline of a round: then no client caused the timeout."""
+        """Raise RunError if the pool has no worker at the deadline of a round.
+
+        In this case no client caused the timeout.
+        """
         if not self.workers:
             raise RunError(
                 "the Ray cluster had no usable node when the round's timeout ended: start nodes, and then the same "
@@ -205,7 +209,7 @@ class ActorPool:
             found = ray.get(call)
         except RayError as error:
             return self._did_not_start(worker, error)
-        if found is None:  # CheckedActor.start has answered: the worker is ready
+        if found is None:  # the method CheckedActor.start has answered, so the worker is ready
             self.ready.append(worker)
             self._alone_since = None
             return ""
@@ -268,7 +272,7 @@ class ActorPool:
         if not self.is_own:
             direct = DIRECT if self.is_remote else {}
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **direct, "PYTHONPATH": import_path()}}
-        # The second thread lets an actor report its replies so far while a client hangs.
+        # An actor has a second thread. With this thread it can report its finished replies while a client hangs.
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(CheckedActor)
         worker = Worker(actor_class.options(**options).remote(), node)
@@ -326,7 +330,7 @@ def sources_of(modules: Iterable[str]) -> dict[str, bytes]:
 
 
 def _room(there: dict[str, float], resources: RayResources) -> int:
-    """Return the number of actors that fit on a node whose processors and GPUs are all free.
+    """Return the number of actors that fit on a node if all its processors and GPUs are free.
 
     ``there``: the resources of the node, as Ray reports them.
     """

@@ -1,8 +1,8 @@
-"""Conversion between tensors and Flower's Arrays and ArrayRecords.
+"""Conversion between tensors and Flower's classes Array and ArrayRecord.
 
-Inside one process an Array refers to its tensor without a copy. The functions that read a client's records do not trust
-the sender: they raise Malformed for any unexpected content. The error messages may quote numbers, never a client's
-text.
+Inside one process an Array refers to its tensor without a copy. The functions that read a client's Flower records do
+not trust the client. These functions raise Malformed for any unexpected content. The error messages may quote numbers,
+never a client's text.
 """
 
 import json
@@ -48,11 +48,14 @@ class TensorArray(Array):
         return b"".join((_header(self.shape, "<f4"), self.tensor.contiguous().numpy(force=True).data))
 
     def deflate(self) -> bytes:
-        """Return the serialised form of a plain Flower Array, which every receiver knows."""
+        """Return a plain Flower Array with the serialised numbers, because every receiver knows this class."""
         return Array(self.dtype, self.shape, self.stype, self.data).deflate()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Return the pickled form: shape and a buffer of numbers; below protocol 5, a plain Array."""
+        """Return the pickled form of this array: its shape and a buffer of numbers.
+
+        Below protocol 5, return a plain Array.
+        """
         if protocol.__index__() < 5:
             return Array, (self.dtype, self.shape, self.stype, self.data)
         return _arrived, (self.shape, PickleBuffer(self.tensor.contiguous().numpy(force=True).data))
@@ -63,7 +66,7 @@ def reuse_freed_memory() -> None:
 
     This function allocates and frees one block of nearly 32 MB. glibc then raises its threshold for direct requests to
     the kernel to the size of that block (mallopt(3), M_MMAP_THRESHOLD). Without this function, every tensor over 128 kB
-    costs a system call and page faults. They take 15 to 30 % of the time of a round.
+    costs a system call and page faults. Such calls and faults would take 15 to 30 % of the time of a round.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
@@ -81,12 +84,13 @@ def float32_bytes(numbers: int) -> int:
 
 
 def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the content of an array as a float32 tensor. Raises Malformed for another type or shape than ``shape``."""
+    """Return the content of an array as a float32 tensor. Raises Malformed for another number type or shape."""
     if isinstance(array, TensorArray):
         if tuple(array.tensor.shape) != shape:
             raise Malformed(f"sent an array of another shape than {shape}")
         return array.tensor
-    return torch.from_numpy(numbers_in(array, shape, "<f4").astype(np.float32))  # copied, as bytes are read-only
+    # the numbers are copied, because the bytes of the array are read-only
+    return torch.from_numpy(numbers_in(array, shape, "<f4").astype(np.float32))
 
 
 def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
@@ -115,14 +119,14 @@ def num_bytes(content: RecordDict) -> int:
 
 def array_record(params: Params) -> ArrayRecord:
     """Return named tensors as an ArrayRecord with one array for each tensor, as Flower's own strategies expect."""
-    record = ArrayRecord()  # ArrayRecord({...}) would serialise every array
+    record = ArrayRecord()  # the arrays are set one by one, because ArrayRecord({...}) would serialise every array
     for name, value in params.items():
         record[name] = TensorArray(value.detach())
     return record
 
 
 def pack(params: Params) -> ArrayRecord:
-    """Return named tensors as an ArrayRecord with one flat array; its key is the layout (names and shapes) as JSON."""
+    """Return named tensors as an ArrayRecord with one flat array. The array's key is the names and shapes as JSON."""
     group, record = flattened(params), ArrayRecord()
     record[_write_layout(group.layout)] = TensorArray(group.flat)
     return record
@@ -166,10 +170,10 @@ def read_packed(record: object, size: Size) -> Packed:
 
 
 def read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: int) -> Params:
-    """Return tensors by name, each of shape (rows, *shape). ``shapes``: the shape of one row of each tensor, by name.
+    """Return the tensors in an ArrayRecord, {name: tensor}. A tensor has the shape (rows, *shape of one row).
 
-    The number of rows follows from the size of the array. Raises Malformed for more than ``most_rows`` rows, for
-    another layout, or for numbers that are not finite.
+    ``shapes``: {name: shape of one row of the tensor}. The number of rows follows from the size of the array. Raises
+    Malformed for more than ``most_rows`` rows, for other names or shapes, or for numbers that are not finite.
     """
     array = next(iter(record.values()), None) if isinstance(record, ArrayRecord) else None
     size = array.shape[0] if isinstance(array, Array) and len(array.shape) == 1 else -1
@@ -189,7 +193,7 @@ def check_names(content: RecordDict, names: set[str]) -> None:
 
 
 def whole_number(value: object, largest: int, what: str) -> int:
-    """Return ``value`` if it is an integer from 0 to ``largest``; else raise Malformed, with its name ``what``."""
+    """Return ``value`` if it is an integer from 0 to ``largest``. Otherwise raise Malformed with the name ``what``."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
         raise Malformed(
             f"sent {what} that is not a whole number from 0" + (f" to {largest}" if largest < sys.maxsize else " on")
@@ -198,7 +202,7 @@ def whole_number(value: object, largest: int, what: str) -> int:
 
 
 def _arrived(shape: tuple[int, ...], numbers: bytes | bytearray | NDArray[Any]) -> TensorArray:
-    """Return a TensorArray of unpickled numbers. Read-only numbers, such as those in Ray's memory, are copied."""
+    """Return a TensorArray of unpickled numbers. Read-only numbers, such as numbers in Ray's memory, are copied."""
     values = np.frombuffer(numbers, np.float32).reshape(shape)
     return TensorArray(torch.from_numpy(values if values.flags.writeable else values.copy()))
 
@@ -211,7 +215,7 @@ def _header(shape: tuple[int, ...], kind: str) -> bytes:
 
 
 def _record(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    record = ArrayRecord()  # ArrayRecord({...}) would serialise every array
+    record = ArrayRecord()  # the arrays are set one by one, because ArrayRecord({...}) would serialise every array
     for name, tensor in tensors.items():
         record[name] = TensorArray(tensor)
     return record

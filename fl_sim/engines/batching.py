@@ -32,12 +32,12 @@ from time to time, and does not catch the exceptions of that call. So a caller c
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 """The codes of error replies: the client raised an error, its worker died, or the client exceeded the timeout."""
 
-FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
+FIRST_NODE_ID: Final = 1000  # the node ids 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
 """The number of minibatch steps in a batch of messages. These steps take far longer than the fixed time for a batch."""
 
-_FIRST_STEPS = 4  # minibatch steps in the first batch; each next batch has 4 more, up to ``STEPS_AT_A_TIME``
+_FIRST_STEPS = 4  # the minibatch steps in the first batch; each next batch has 4 more steps, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 """Bounds in seconds of the estimated duration of a batch of messages. The fixed time for a call is only 4 ms."""
@@ -48,7 +48,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # a number of seconds that is shorter than any step
+_TINY = 1e-9  # a number of seconds that is smaller than the duration of any step
 
 Call = TypeVar("Call")
 
@@ -59,10 +59,10 @@ class ClientBatching:
 
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round, by the client's number. ``stack``: the number of
-    clients that are trained together in one batch. With ``stack`` 1, a batch gets clients until it has the larger
-    number of ``STEPS_AT_A_TIME`` and ``least_steps`` minibatch steps. A batch with fewer steps would cost more time in
-    a further thread than it saves. ``most_clients``: the largest number of clients in a batch, since all of their
-    models are in memory at once.
+    clients that are trained together in one batch. With ``stack`` 1, clients are added to a batch until their minibatch
+    steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: below this number of steps, a further thread
+    for the batch would cost more time than it saves. ``most_clients``: the largest number of clients in a batch, since
+    all of their models are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -108,7 +108,8 @@ class ClientBatching:
 class BatchRunner:
     """A runner that answers all messages to the clients of one process.
 
-    Training uses the batch handler of ``batching``, if given. All other tasks are answered one by one by ``app``.
+    Training uses the batch handler of ``batching``, if ``batching`` is given. The Flower app ``app`` answers all other
+    tasks, one by one.
     """
 
     def __init__(self, app: ClientApp, num_clients: int, batching: ClientBatching | None) -> None:
@@ -118,7 +119,7 @@ class BatchRunner:
         self._handler = batching.handler() if batching else None
 
     def batches(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
-        """Return ``messages`` divided into batches for ``run``."""
+        """Return ``messages`` divided into batches for the method ``run``."""
         if self._batching is None or set(map(wire.task_of, messages)) != {wire.TRAIN}:
             return [[message] for message in messages]
         return self._batching.batches(messages, workers)
@@ -134,7 +135,7 @@ class BatchRunner:
 class Exchange(Generic[Call]):
     """The messages of one exchange over several workers, and the replies so far.
 
-    ``fresh``: the messages that were not handed out yet. ``running``: the batch of every unfinished call; ``begin``
+    ``fresh``: the messages that no worker has received yet. ``running``: the batch of every unfinished call; ``begin``
     adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that a message
     asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
     rounding of a result depends on the clients that are trained together.
@@ -184,7 +185,7 @@ class Exchange(Generic[Call]):
         if self.stack > 1:
             return [self._next() for _ in range(min(self.stack, len(self.fresh)))]
         known = [1 / max(seconds, _TINY) for seconds in (step_seconds, *others) if seconds < math.inf]
-        typical = sum(known) / len(known) if known else 1.0  # for a worker of unknown speed
+        typical = sum(known) / len(known) if known else 1.0  # the batch of a worker whose speed is unknown
         speeds = [1 / max(one, _TINY) if one < math.inf else typical for one in (step_seconds, *others)]
         share = speeds[0] / sum(speeds)
         guided, fair = math.ceil(self._left * share / 2), math.ceil((self._left + self._under_way) * share)
@@ -216,7 +217,7 @@ class Exchange(Generic[Call]):
         return message
 
     def _is_too_slow(self, mine: float, first: int, others: Sequence[float]) -> bool:
-        """Return True if the other workers would finish all messages before this worker finishes one batch.
+        """Return True if this worker would finish one batch only after all other workers have finished all messages.
 
         ``mine``: this worker's seconds for the batch; ``first``: the steps of the batch; ``others``: seconds per step
         of the other workers. Running batches count as if they had just begun.
@@ -238,7 +239,7 @@ class Exchange(Generic[Call]):
         self.add(replies)
 
     def add(self, replies: Sequence[Message]) -> None:
-        """Store replies. They may belong to an unfinished call, or may have needed no worker."""
+        """Store replies of an unfinished call, or replies that needed no worker."""
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
@@ -258,7 +259,7 @@ class Exchange(Generic[Call]):
             self.give_up(f"not tried again: {self._deaths} workers died in this round")
 
     def node_lost(self, call: Call) -> None:
-        """Schedule the batch of ``call`` again, unchanged: its node was lost, but no client caused the loss."""
+        """Schedule the batch of ``call`` again, unchanged, because no client caused the loss of the worker's node."""
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
@@ -272,8 +273,9 @@ class Exchange(Generic[Call]):
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
         """Answer all messages that are unfinished after ``timeout`` seconds with error replies.
 
-        The error reply of a client that hangs names this client. The error reply of a waiting client names the client
-        that it waited behind. ``progress``: the replies so far, for every running call whose worker still responds.
+        The error reply of a client that hangs names this client. A client may also have waited for another client that
+        hangs. Its error reply names that other client. ``progress``: the replies so far, for every running call whose
+        worker still responds.
         """
         late, hanging = f"no answer within {timeout:g} s", []
         for call, batch in self.running.items():

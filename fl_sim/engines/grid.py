@@ -18,9 +18,9 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-# A subclass of Grid needs these two classes, and Flower has no public import of them. A message can be created only
-# after a task identity is set, and Grid.run has the type Run. tests/fl_sim/engines/test_grid.py fails if Flower moves
-# the classes.
+# A subclass of Flower's Grid needs these two private classes, because Flower has no public import of them. A message
+# can be created only after a task identity is set, and Grid.run has the type Run. tests/fl_sim/engines/test_grid.py
+# fails if Flower moves the classes.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -87,7 +87,8 @@ class LocalGrid(Grid):
         """Send messages; return one reply per message. It is an error reply after more than ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
-            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex  # Flower's own grids do the same
+            # Flower's own grids set the id in this way, too
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
         return self._exchange(sent, timeout)
 
     def close(self) -> None:
@@ -110,7 +111,8 @@ class Groups:
     handler: GroupHandler
     threads: int
 
-    _LEAST, _MOST = 3, 10  # below 3 clients Python takes a third of a step's time; above 10 there is no further gain
+    # with fewer than 3 clients in a batch, Python takes a third of a step's time; with more than 10, no time is saved
+    _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Return the messages of an exchange in batches of 3 to 10 clients, about one batch or more for each thread."""
@@ -163,7 +165,8 @@ class InProcessGrid(LocalGrid):
             workers, pool = self._groups.threads, self._group_pool
         else:
             batches = self._runner.batches(messages, workers)
-            # All threads share one model, so stacks of clients cannot be trained in parallel.
+            # All threads share one model. Therefore stacks, which are groups of clients in one computation, cannot run
+            # in parallel.
             is_parallel = tasks <= self._in_threads or (tasks == {wire.TRAIN} and not self._is_stacked)
             pool = self._pool if is_parallel and len(batches) > 1 else None
         waiting, replies = deque(batches), dict[str, Message]()

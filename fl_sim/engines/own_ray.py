@@ -1,9 +1,9 @@
 """Support for a Ray that the run itself starts: its secret token, and a process that cleans up after the run.
 
-The cleanup process ends Ray's processes and deletes its files, also after a crash of the run. If Ray's node dies, Ray
-ends the run's process at once without a message, so the cleanup process prints the reason. The cleanup process
-executes this file as a script. Therefore the file imports the standard library only, and not Ray, which reads the token
-during its import.
+The cleanup process ends Ray's processes and deletes Ray's files, also after a crash of the run. If Ray's node dies, Ray
+ends the run's process at once without a message, so the cleanup process prints the reason. The cleanup process executes
+this file as a script. Therefore the file imports the standard library only, and not Ray, which reads the token during
+its import.
 """
 
 import os
@@ -37,10 +37,10 @@ _chosen: set[str] = set()
 
 
 def choose_token() -> None:
-    """Set the environment so that a Ray started by this process requires a new random token.
+    """Set environment variables so that a Ray started by this process requires a new random token.
 
-    If the user has set Ray's variables already, nothing changes. Raises UserError if Ray is imported already. Ray would
-    then ignore the token.
+    If the user has set Ray's variables already, nothing changes. Raises UserError if Ray is imported already, because
+    Ray would then ignore the token.
     """
     if MODE in os.environ:
         return
@@ -81,8 +81,8 @@ def is_there(address: str) -> bool:
 def processes_of(folder: str) -> list[int]:
     """Return the process ids of the Ray whose files are in ``folder``; empty on systems without /proc.
 
-    Every process of this Ray has a log file in the folder open, whose name ends in .out. A process that only joins this
-    Ray has no such file open.
+    Every process of this Ray keeps a log file in this folder open. The name of the log file ends in .out. A process
+    that only joins this Ray has no such file open.
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -96,7 +96,8 @@ def processes_of(folder: str) -> list[int]:
 def clear(folder: str) -> None:
     """Kill the processes of the Ray whose files are in ``folder``, and delete the folder."""
     deadline, times_empty = time.monotonic() + MOST_SECONDS, 0
-    while times_empty < 3 and time.monotonic() < deadline:  # a process that was just killed may have started another
+    # search again, because a process that was just killed may have started another process
+    while times_empty < 3 and time.monotonic() < deadline:
         left = processes_of(folder)
         for pid in left:
             with suppress(ProcessLookupError):
@@ -107,7 +108,7 @@ def clear(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait until standard input is closed, then end the Ray whose folder is the first argument, if any.
+    """Wait until standard input is closed, then end the Ray whose folder is the first command-line argument.
 
     If the run's process did not end normally and Ray's node is gone, print an error message first.
     """

@@ -30,7 +30,8 @@ from fl_sim.engines.remote import DriverStore, Encryption, Parcel, RemoteWorkers
 from fl_sim.store.files import read_whole
 
 # isort: split
-import ray  # after ray_start, because it sets environment variables that Ray reads during the import
+# ray must be imported after ray_start, because ray_start sets environment variables that Ray reads at its import
+import ray
 from ray.exceptions import RayActorError, RayError
 
 MOST_WITH_A_CALL = 2**20
@@ -45,12 +46,12 @@ ASK_SECONDS = 1.0
 class RayGrid(LocalGrid):
     """An engine whose Ray actors answer batches of messages: each idle actor gets the next batch.
 
-    If batches are short, an actor gets one more batch ahead. Actors hold no client state, so any actor can run any
-    client, also a second time. A dead actor is replaced and its messages are sent again, one by one; an actor that is
-    busy after the deadline is killed. ``app_factory`` is called once in every actor and must be importable there.
-    ``batching``, if given, decides which clients an actor trains together. ``remote``: the settings for nodes that do
-    not share a disk with this process and may join and leave; ``say`` prints messages about nodes. Raises UserError if
-    Ray cannot be joined or has no room.
+    If batches are short, an actor gets its next batch before it has finished the present batch. Actors hold no client
+    state, so any actor can run any client, also a second time. A dead actor is replaced and its messages are sent
+    again, one by one; an actor that is busy after the deadline is killed. ``app_factory`` is called once in every actor
+    and must be importable there. ``batching``, if given, decides which clients an actor trains together. ``remote``:
+    the settings for nodes that do not share a disk with this process and may join and leave; ``say`` prints messages
+    about nodes. Raises UserError if Ray cannot be joined or has no room.
     """
 
     def __init__(
@@ -116,17 +117,18 @@ class RayGrid(LocalGrid):
                     if calls := [*pool.calls, *pool.starting]:
                         self._wait(exchange, calls, min(left, LOOK_SECONDS))
                     elif exchange.waiting:
-                        check_node(self._node)  # other nodes are reached through this machine's node
+                        check_node(self._node)  # this process reaches other nodes through the node on this machine
                         pool.wait_for_nodes()
             finally:
-                pool.end_busy()  # workers still busy after a deadline or Ctrl-C; the next exchange starts new ones
+                # end the workers that are still busy after a deadline or Ctrl-C; the next exchange starts new workers
+                pool.end_busy()
         except (OSError, RayError):
             check_node(self._node)
             raise
         return [exchange.replies[message.metadata.message_id] for message in messages]
 
     def _hand_out(self, exchange: Exchange[Any], outbox: "_Outbox") -> None:
-        """Send the next batch to every idle worker, the fastest first; then send each worker one more batch ahead."""
+        """Send a batch to every idle worker, to the fastest worker first. Then send each worker one further batch."""
         for take, calls in ((exchange.take, 0), (exchange.take_ahead, 1)):
             for worker in sorted(self._pool.ready, key=lambda one: one.step_seconds):
                 others = [one.step_seconds for one in self._pool.ready if one is not worker]
@@ -167,7 +169,10 @@ class RayGrid(LocalGrid):
             self._on_reply(len(exchange.replies))
 
     def _lost(self, exchange: Exchange[Any], worker: Worker, error: RayError) -> None:
-        """Schedule the unfinished calls of a dead worker again. Only the first call can have caused the death."""
+        """Schedule the unfinished calls of a dead worker again.
+
+        Only the first of these calls can have killed the worker.
+        """
         others = self._pool.remove_dead(worker)
         first, *later = worker.calls
         for call in (first, *later, *others) if others is not None else later:
@@ -180,7 +185,7 @@ class RayGrid(LocalGrid):
         return ray.put(self._encryption.encrypt(value))
 
     def _share(self, content: RecordDict) -> tuple[int, Any]:
-        """Return the number of a content that several messages share, and the value that is sent in calls.
+        """Return the number of a content that several messages share, and the value that calls to actors contain.
 
         The value is the encrypted content if it is small and nodes are remote, else a Ray reference to it.
         """
@@ -200,7 +205,7 @@ class RayGrid(LocalGrid):
         exchange.too_late(progress, timeout)
 
     def _progress(self, exchange: Exchange[Any]) -> dict[Any, list[Message]]:
-        """Return the replies so far of every busy worker, as {call: replies}; workers without answer are left out."""
+        """Return the replies so far of every busy worker, {call: replies}. Workers that do not answer are left out."""
         busy = [worker for worker in self._pool.ready if worker.calls]
         asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}
         heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS) if asked else ([], [])
@@ -208,14 +213,14 @@ class RayGrid(LocalGrid):
         for question in heard:
             with suppress(RayError):
                 call, replies = asked[question], self._encryption.decrypt(ray.get(question))
-                batch = exchange.running[call]  # without replies of the worker's next call, which may have begun
+                batch = exchange.running[call]  # leave out replies of the worker's next call, which may have begun
                 ids = {message.metadata.message_id for message in batch}
                 own = [reply for reply in replies if reply.metadata.reply_to_message_id in ids]
                 progress[call] = self._stored(batch, own)
         return progress
 
     def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
-        """Return the replies for the server. If the driver keeps the client states, store them first."""
+        """Return the replies for the server. If the driver keeps the client states, this method stores them first."""
         if self._remote is None:
             return list(replies)
         of = {message.metadata.message_id: message for message in messages}
@@ -225,8 +230,9 @@ class RayGrid(LocalGrid):
 class _Outbox:
     """An object that prepares messages for workers: shared contents once per round, and files once per run.
 
-    ``put`` encrypts a value and returns a Ray reference. ``share`` returns the number of a content and the value that
-    is sent in calls. ``files``: Ray references to files by name; new files are added to this dictionary.
+    ``put``: a function that encrypts a value and returns a Ray reference to it. ``share``: a function that returns the
+    number of a message content, and the value that calls to actors contain. ``files``: Ray references to files by name;
+    new files are added to this dictionary.
     """
 
     def __init__(
@@ -244,7 +250,7 @@ class _Outbox:
     def request(self, message: Message) -> tuple[Any, int, Any] | None:
         """Return (metadata of the message, number of its content in ``contents``, Flower records for this client only).
 
-        Returns None if no worker is needed: then the answer was added to ``answered``.
+        Returns None if no worker is needed. In this case, the method has added the answer to the list ``answered``.
         """
         parcel = self._store.before(message) if self._store else Parcel(message.content)
         if isinstance(parcel, Message):
@@ -253,7 +259,8 @@ class _Outbox:
         content = parcel.content
         if id(content) not in self._known:
             number, sent = self._share(content)
-            self._known[id(content)] = number, content  # keeps the content in memory, so that its id stays unique
+            # this reference keeps the content in memory, so that no other object gets the same id
+            self._known[id(content)] = number, content
             self.contents[number] = sent
         for name, path in parcel.files.items():
             if name not in self._files:

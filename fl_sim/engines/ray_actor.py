@@ -10,7 +10,7 @@ import ray
 
 from fl_sim.importing import importing
 
-with importing():  # Ray imports this file first in a new process
+with importing():  # in a new process, Ray imports this file before all other files of fl-sim
     import torch
     from flwr.app import Message, RecordDict
     from flwr.clientapp import ClientApp
@@ -24,8 +24,8 @@ class MessageHandler:
 
     ``factories``: a reference to the source files of the user's own modules and the pickled values (app_factory,
     num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a disk with the driver.
-    Otherwise a reference to the argument of ``app_factory`` and of ``batching.handler``. The values behind
-    ``factories`` and ``setup`` are encrypted.
+    Otherwise a reference to the argument of ``app_factory`` and of ``batching.handler``. The values that ``factories``
+    and ``setup`` refer to are encrypted.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:
@@ -56,7 +56,8 @@ class MessageHandler:
             if name not in self._setup.files:
                 self._setup.files[name] = self._encryption.decrypt(ray.get(content))
         if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # has effect on the calling thread only
+            # checked in each call, because this setting has an effect on the calling thread only
+            torch.set_num_threads(self._threads)
         had, decrypted = self._contents, self._decrypted
         self._contents = {number: had[number] if content is None else content for number, content in contents.items()}
         self._decrypted = {number: content for number, content in decrypted.items() if number in contents}
@@ -75,7 +76,7 @@ class MessageHandler:
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared one with this ``number``, plus the client's ``own`` Flower records."""
+        """Return a message's content: the shared content with this ``number``, and the client's ``own`` records."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

@@ -26,15 +26,16 @@ CONNECT_SECONDS = 5.0
 """Seconds that a cluster may take to accept a connection."""
 
 ENVIRONMENT = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every process prints a FutureWarning
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints a paragraph per dead actor, to standard output
-    "RAY_worker_niceness": "0",  # else actors run at nice 15, with less priority than all other processes
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # without this variable, every process prints a FutureWarning
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # without this variable, Ray prints a paragraph for each dead actor
+    # without this variable, actors run at nice 15, with less priority than all other processes
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_TELEMETRY_ENABLED": "0",
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # our own Ray listens on 127.0.0.1, as on Linux
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # our own Ray must listen on 127.0.0.1, as it does on Linux
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
 """Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger calls
@@ -43,18 +44,19 @@ and answers go through the object stores of the nodes. That takes two more copie
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
-_cleanups: list["subprocess.Popen[bytes]"] = []  # the cleanup process of this process's Ray, if any
+# the cleanup process of the Ray that this process started; None if there is none
+_cleanups: list["subprocess.Popen[bytes]"] = []
 
 
 @dataclass(frozen=True)
 class RayResources:
     """The resources that a run takes from Ray.
 
-    ``actors``: the number of actors; 0 means as many as there is room for. ``cpus`` and ``gpus``: the share of one
-    actor; a fraction means that several actors share one CPU or GPU. ``address``: host:port of a running cluster to
-    join. Every user of that cluster can run code in this run and read its messages. A token prevents this: the cluster
-    is started with RAY_AUTH_MODE=token, and this process has the same token. ``threads``: the number of torch threads
-    in an actor.
+    ``actors``: the number of actors; 0 means as many actors as fit. ``cpus`` and ``gpus``: the CPUs and GPUs of one
+    actor; with a fraction, several actors share one CPU or GPU. ``address``: host:port of a running cluster to join.
+    Every user of that cluster can run code in this run and read its messages. A token prevents this. The owner starts
+    the cluster with RAY_AUTH_MODE=token, and gives the same token to this process. ``threads``: the number of torch
+    threads in an actor.
     """
 
     actors: int = 0
@@ -145,11 +147,13 @@ def is_installed(file: Path) -> bool:
 def _start(num_cpus: int) -> None:
     """Start a private Ray: it listens on 127.0.0.1, requires a random token, and has its files in a new folder."""
     choose_token()
-    # A socket's path has at most 107 bytes, on macOS 103; mkdtemp makes a folder that only this user can read.
+    # Ray's sockets are files in this folder. A socket's path has at most 107 bytes, and 103 bytes on macOS. The
+    # function mkdtemp makes a folder that only this user can read.
     short = "/tmp" if os.name == "posix" else None  # noqa: S108
     folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or short)
     cleanup = _start_cleanup(folder)
-    # With our import path, Ray's processes find the same modules, also those of a checkout that is not installed.
+    # Ray's processes get the import path of this process. They thus find the same modules, also if fl-sim is not
+    # installed.
     with _environment({"PYTHONPATH": import_path()}), _resource_warnings_off():
         ray.init(
             address="local",
@@ -157,7 +161,8 @@ def _start(num_cpus: int) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _temp_dir=f"{folder}/ray",  # Ray makes this folder readable by all users; the outer folder stays private
+            # Ray makes this inner folder readable by all users; the outer folder stays private
+            _temp_dir=f"{folder}/ray",
         )
     _send_address(cleanup)
 
@@ -209,12 +214,13 @@ def _connect(address: str) -> None:
 
 
 def _room_for(resources: RayResources) -> int:
-    """Return the number of actors that fit a joined cluster, at most ``resources.actors`` if that is not 0.
+    """Return the number of actors that fit into a joined cluster. It is at most ``resources.actors`` if this is not 0.
 
     Raises UserError if the requested actors do not fit.
     """
     processors = _total("CPU")
-    if not processors and resources.address:  # machines may join later
+    # not an error, because further machines with processors may join the cluster later
+    if not processors and resources.address:
         return resources.actors or MANY
     room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))
     if room < max(1, resources.actors):

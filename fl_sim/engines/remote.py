@@ -51,8 +51,8 @@ class Parcel:
     """The parts of a message that is sent to a worker.
 
     ``content``: the Flower records that all messages of the exchange share, one object for all of them. ``own``: the
-    Flower records for this client only. ``files``: {name in the content: path on the driver's disk} of files that the
-    worker needs.
+    Flower records for this client only. ``files``: the files that the worker needs, as {name in the content: path on
+    the driver's disk}.
     """
 
     content: RecordDict
@@ -81,7 +81,8 @@ class RemoteWorkers:
 
     ``setup``: a value that is sent to every worker once. It is the argument of the two functions that make the worker's
     app and its batch handler. It must have a dictionary ``files``, to which a worker adds the content of files by name.
-    ``store``: the driver's storage. ``modules``: names of the user's own modules that workers need.
+    ``store``: the driver's storage of client states and files. ``modules``: names of the user's own modules that
+    workers need.
     """
 
     setup: Any
@@ -112,7 +113,7 @@ class Encryption:
         parts = [memoryview(frame), *(buffer.raw() for buffer in buffers)]
         sizes = [_NONCE_BYTES + len(part) + _TAG_BYTES for part in parts]
         cipher, whole = AESGCM(self.key), os.urandom(_NONCE_BYTES)
-        # One array for all parts: Ray takes twice as long for the same bytes in a hundred arrays.
+        # All parts are in one array, because Ray takes twice as long for the same bytes in a hundred arrays.
         content = np.empty(sum(sizes), np.uint8)
         for place, (part, sealed) in enumerate(zip(parts, _cut(content, sizes), strict=True)):
             sealed[:_NONCE_BYTES] = nonce = os.urandom(_NONCE_BYTES)
@@ -145,7 +146,10 @@ def encrypted_bytes(encrypted: Any) -> int:
 
 
 def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
-    """Split ``content`` into consecutive parts of ``sizes`` bytes. Raises ValueError if its size differs."""
+    """Split ``content`` into consecutive parts of ``sizes`` bytes.
+
+    Raises ValueError if ``sizes`` add up to another size.
+    """
     ends = list(accumulate(sizes))
     if ends[-1:] != [len(content)]:
         raise ValueError("parts of the encrypted value are missing")
@@ -153,9 +157,11 @@ def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _place(whole: bytes, place: int, last: int) -> bytes:
-    """Return the associated data (AES-GCM) of one part: identifier of the whole value, place, and last place.
+    """Return the associated data of one part for AES-GCM.
 
-    With this data, a part that is moved, or a value with a missing part, is refused.
+    It consists of an identifier of the whole value, the number of this part, and the number of the last part.
+
+    Decryption refuses a part with wrong associated data. So it refuses a value with a moved or a missing part.
     """
     return b"%b %d %d" % (whole, place, last)
 
@@ -176,7 +182,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs and verifies the tickets of one run. Only the driver and the workers that it started have ``secret``.
+    """Signs and verifies the tickets of one run. Only the driver and its workers know the signing key ``secret``.
 
     A signature is valid for one message only: its client task, its client and its whole content, which includes the run
     and the round. A server, another run or a repeated old message cannot make a valid signature. So a worker sends no
@@ -191,7 +197,7 @@ class Signer:
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
-        """Return a Flower record with the signed ticket, to be added to the ``content`` of one client's message.
+        """Return a Flower record with the signed ticket. The caller adds it to the ``content`` of one client's message.
 
         ``kind``: the name of the client task, such as "synthesize". The signature covers ``kind``, ``client`` and
         ``content``.
@@ -250,7 +256,7 @@ def importable(sources: Mapping[str, bytes]) -> None:
 
 
 class _ModulesInMemory(MetaPathFinder, InspectLoader):
-    """An import finder that finds and loads modules from a dictionary of source files. Python asks this finder last."""
+    """An import finder that loads modules from a dictionary of source files. Python asks other import finders first."""
 
     def __init__(self, sources: Mapping[str, bytes]) -> None:
         self._sources = sources

@@ -24,11 +24,11 @@ LIBRARIES = ("torch", "numpy", "flwr")
 class CheckedActor:
     """A Ray actor that first reports the versions on its node.
 
-    If the driver accepts them, the actor answers messages.
+    If the driver accepts these versions, the actor then answers messages.
     """
 
     def versions(self, modules: list[str]) -> dict[str, str]:
-        """Return {name: version} of the software on this actor's node: see the function ``versions``."""
+        """Return the versions of the software on this actor's node, {name: version}, by the function ``versions``."""
         return versions(modules)
 
     def start(self, key: bytes, arguments: list[Any]) -> None:
@@ -52,9 +52,10 @@ class CheckedActor:
 
 
 def versions(modules: list[str]) -> dict[str, str]:
-    """Return {name: version} of all software that can change a run's numbers: Python, libraries and this project.
+    """Return the versions of all software that can change a run's numbers: Python, libraries and this project.
 
-    ``modules``: names of the user's own modules. A module may be missing on a node, since the driver sends its source.
+    The result is {name: version}. ``modules``: names of the user's own modules. A module may be missing on a node,
+    because the driver sends the source of these modules.
     """
     found = {"Python": ".".join(platform.python_version_tuple()[:2]), "fl-sim": _own_version(), "trainer": _trainer()}
     for library in LIBRARIES:
@@ -104,9 +105,10 @@ def _own_version() -> str:
 
 
 def _trainer() -> str:
-    """Return a digest of the compiled C++ trainer for this processor, or "PyTorch's" if it is not installed.
+    """Return a digest of the compiled C++ trainer for this processor.
 
-    All nodes must have the same digest, since the compiled trainer and PyTorch differ in the last bits.
+    Return "PyTorch's" if this trainer is not installed. All nodes must have the same digest, since the compiled trainer
+    and PyTorch differ in the last bits.
     """
     spec = _spec("fl_sim")
     folders = [Path(folder) / "native" for folder in spec.submodule_search_locations or []] if spec else []

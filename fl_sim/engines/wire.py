@@ -1,8 +1,8 @@
 """Messages between server and clients as Flower records.
 
 This file and ``arrays`` define all record keys, and convert between values of this project and Flower records. Messages
-from clients are not trusted: each reading function states the expected form, and raises Malformed for any other. The
-error messages may quote numbers, never a client's text.
+from clients are not trusted: each reading function states the expected form of a message, and raises Malformed for any
+other form. The error messages may quote numbers, never a client's text.
 """
 
 import json
@@ -51,7 +51,7 @@ _POOL, _SAID, _VOTES, _MOMENTS, _SUMS = "pool", "said", "votes", "moments", "sum
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
-_LARGEST_MOMENT: Final = 1e100  # larger than any sum of products of two float32 numbers
+_LARGEST_MOMENT: Final = 1e100  # this bound is larger than any sum of products of two float32 numbers
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,10 @@ class TaskConfig:
     """The configuration in a message to a client. A node has no other configuration.
 
     ``experiment``: the experiment as JSON. ``data_root``, ``state_dir``, ``pool`` (the tensors that clients shared
-    before the first round) and ``synthetic`` (the synthetic records): paths on a disk that the worker can read, or
-    empty.
-    ``most_steps``: {client: largest number of local steps}, for clients that must stop early. ``task``: the name of the
-    client task. For nodes with their own records: ``run`` identifies the run, and ``facts`` are the public facts about
-    the server's records, as JSON.
+    before the first round) and ``synthetic`` (the synthetic records): paths on a disk that the worker can read; empty
+    if there is no such file. ``most_steps``: {client: largest number of local steps}, for clients that must stop early.
+    ``task``: the name of the client task. For nodes with their own records: ``run`` identifies the run, and ``facts``
+    are the public facts about the server's records, as JSON.
     """
 
     experiment: str
@@ -83,7 +82,7 @@ class TaskConfig:
         """Return the configuration for workers that do not share a disk with the driver.
 
         The returned configuration has no paths. The pools are named by digests of their content. Each message to such a
-        worker contains the client state, and so does the answer.
+        worker contains the client state. The worker's answer contains the new client state.
         """
         pool, synthetic = Path(self.pool).name, Path(self.synthetic).name
         return replace(self, data_root="", state_dir="", pool=pool, synthetic=synthetic)
@@ -107,7 +106,7 @@ def config_content(config: TaskConfig) -> RecordDict:
 
 
 def read_task_config(content: RecordDict) -> TaskConfig:
-    """Return the configuration in the content of a message."""
+    """Return the task configuration in the content of a message."""
     record = content.config_records[_ORDER]
     most_steps = json.loads(str(record[_MOST_STEPS])) if _MOST_STEPS in record else {}
     return TaskConfig(
@@ -134,12 +133,12 @@ def task_of(message: Message) -> str:
 
 
 def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
-    """Return a message's content with another configuration. Tensors are shared, not copied."""
+    """Return a message's content with the configuration ``config`` in place of the present one. No tensor is copied."""
     return RecordDict({**content, _ORDER: _config_record(config)})
 
 
 def state_records(state: Payloads) -> Mapping[str, ArrayRecord]:
-    """Return a client state as Flower records, to be added to a message.
+    """Return a client state as Flower records, for a message.
 
     Such messages go to and come from workers that do not share a disk with the driver.
     """
@@ -164,7 +163,7 @@ def is_same_round(one: RecordDict, other: RecordDict) -> bool:
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
     """Return the pair (global model, broadcast groups by name) in the content of a round's message."""
-    # content.array_records would be slower: it sorts all records into three new dictionaries.
+    # The attribute content.array_records would be slower, because it sorts all records into three new dictionaries.
     groups = {
         name.removeprefix(_BROADCAST): unpack(record) for name, record in content.items() if name.startswith(_BROADCAST)
     }
@@ -193,9 +192,9 @@ def read_update(
 ) -> Reply:
     """Return a client's update, whose tensors must have the names and shapes of ``template``.
 
-    The stated number of records must be at most ``most_examples``. ``packed``: the sizes of the groups that are sent in
-    compressed form. The loss may be infinite or NaN, since training can diverge. Raises Malformed for any other
-    content.
+    The stated number of records must be at most ``most_examples``. ``packed``: the sizes of the groups of tensors that
+    clients send in compressed form. The loss may be infinite or NaN, since training can diverge. Raises Malformed for
+    any other content.
     """
     check_names(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
@@ -245,7 +244,10 @@ def read_made(content: RecordDict) -> torch.Tensor:
 
 
 def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
-    """Return a message content with a client's synthetic records and ``said``, its facts about them as JSON."""
+    """Return a message content with a client's synthetic records.
+
+    ``said``: the client's facts about these records, as JSON.
+    """
     return RecordDict({_POOL: pack({"inputs": inputs}), _SAID: ConfigRecord({_JSON: said})})
 
 
@@ -255,9 +257,9 @@ def read_synthetic(
     """Return the pair (synthetic records, the client's facts about them as JSON).
 
     The JSON object has the keys counts, refused, facts and receipt; the content of ``facts`` and ``receipt`` is not
-    checked. Raises Malformed in three cases. There are more than ``most_rows`` records, or records of another shape
-    than ``input_shape``. A number is not finite. The counts, one for each class, do not add up to the number of
-    records.
+    checked. Raises Malformed for more than ``most_rows`` records, for records of another shape than ``input_shape``,
+    and for numbers that are not finite. Also raises Malformed if the counts of the classes do not add up to the number
+    of records.
     """
     check_names(content, {_POOL, _SAID})
     inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
@@ -318,7 +320,7 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
 
 
 def sums_content(sums: Params) -> RecordDict:
-    """Return a message content with sums over a client's records, its answer to a request before the first round."""
+    """Return a message content with sums over a client's records. The server requests sums before the first round."""
     return RecordDict({_SUMS: pack(sums)})
 
 

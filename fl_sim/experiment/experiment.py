@@ -48,7 +48,10 @@ from strategies.samplers import Sampler
 
 
 def _numbers(value: Any) -> Any:
-    """Return the client numbers in ``value``, a list, one number or a text such as "3+5", ascending."""
+    """Return the client numbers in ``value`` in ascending order.
+
+    ``value``: a list, a number, or a text such as "3+5".
+    """
     given = value if isinstance(value, list | tuple) else [value]
     parts = [one for part in given for one in (part.split("+") if isinstance(part, str) else [part])]
     with suppress(ValueError):
@@ -64,36 +67,36 @@ class Experiment(Settings):
     so on (docs/data.md), or the import path of a function of your own. ``partition``: the rule that assigns training
     records to clients. ``clients``: the number of clients. ``model``: the model, by name or by the import path of a
     function that returns it, and its initial weights. Left out: a model that suits the data. ``algorithm``: the
-    federated method: the clients' objective, their messages, and the server's use of them. ``aggregator``: the rule
-    that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with noise for privacy.
-    ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the clients' messages in
-    a round. ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the behaviour of hostile
-    clients. ``calibrate``: the change of the model after the last round. ``devices``: the speeds at which clients
-    compute and send, for a virtual clock. ``server``: "synchronous" waits for all clients of a round; other servers
-    merge updates when they arrive, one by one or in groups. ``local``: the clients' training. ``rounds``: the number of
-    exchanges of updates between the server and its clients. ``evaluate_every``: the model is measured after every round
-    whose number is a multiple of this, and after the last round. ``evaluate``: the records on which the model is
-    measured. ``engine``: the processors or machines that execute clients; results are the same. ``seed``: the integer
-    from which all random numbers of a run are derived, except secret noise.
+    federated method: the objective of the clients, their messages, and the server's use of these messages.
+    ``aggregator``: the rule that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with
+    noise for privacy. ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the
+    clients' messages in a round. ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the
+    behaviour of hostile clients. ``calibrate``: the change of the model after the last round. ``devices``: the speeds
+    at which clients compute and send, for a virtual clock. ``server``: "synchronous" waits for all clients of a round;
+    other servers merge updates when they arrive, one by one or in groups. ``local``: the clients' training. ``rounds``:
+    the number of exchanges of updates between the server and its clients. ``evaluate_every``: a number n. The model is
+    measured after every n-th round, and after the last round. ``evaluate``: the records on which the model is measured.
+    ``engine``: the processors or machines that execute clients; results are the same. ``seed``: the integer from which
+    all random numbers of a run are derived, except secret noise.
 
-    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU if the
-    worker sees one. A Ray actor sees the share of a GPU that it asked for. Sums on a GPU are rounded differently than
-    on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published mean and standard
-    deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change feature vectors. "unit"
-    puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform that depends on
-    no data set (fl_sim.data.scattering). On these vectors, linear models and small perceptrons are as accurate as a
-    convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about the same
-    variance, so that noise harms accuracy less. The variances are those of artificial images. "scattering-maps" keeps
-    all numbers of the transform, such as 3,888 of a CIFAR-10 image, and gives its maps about the same variance
-    (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``, ``model_seed`` and ``sampling_seed``
-    replace ``seed`` for the random numbers of the partition, of the initial weights and of the cohorts
-    (fl_sim.seeding); a seed that is left out equals ``seed``.
+    ``round_timeout``: seconds in which all clients of a round must have answered. ``device``: "auto" takes a GPU if the
+    worker process finds one. A Ray actor finds the share of a GPU that its settings request. Sums on a GPU are rounded
+    differently than on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published mean and
+    standard deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change feature
+    vectors. "unit" puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform
+    that depends on no data set (fl_sim.data.scattering). On these vectors, linear models and small perceptrons are as
+    accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
+    the same variance, so that noise harms accuracy less. The variances are those of artificial images.
+    "scattering-maps" keeps all numbers of the transform, such as 3,888 numbers for a CIFAR-10 image. The maps of this
+    transform have about the same variance (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``,
+    ``model_seed`` and ``sampling_seed`` replace ``seed`` for the random numbers of the partition, of the initial
+    weights and of the cohorts (fl_sim.seeding); a seed that is left out equals ``seed``.
 
-    ``forgotten``: the numbers of clients, such as 3 or 3+5, whose records are removed after the partition. Such a run
-    never knew these records: the clients are sampled as before, and answer like clients without records. All other
-    clients keep their records, numbers and random numbers. ``keep_every``: the run directory keeps the server state
-    after each round whose number is a multiple of this, so that 'fl-sim unlearn' need not train from the first round
-    (0: only the state after the last round).
+    ``forgotten``: the numbers of clients, such as 3 or 3+5, whose records are removed after the partition. The run
+    never uses these records. These clients are sampled as before, and answer like clients without records. All other
+    clients keep their records, numbers and random numbers. ``keep_every``: a number n. The run directory keeps the
+    server state after every n-th round, so that 'fl-sim unlearn' need not train from the first round. With 0, the run
+    directory keeps only the state after the last round.
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
@@ -140,7 +143,7 @@ class Experiment(Settings):
             for key, value in starts_with.items():
                 given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
-                    given = {name: getattr(given, name) for name in given.model_fields_set}  # the user's own
+                    given = {name: getattr(given, name) for name in given.model_fields_set}  # a kind of the user's own
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = _laid_over(value, given) if both else filled.get(key, value)
         return filled
@@ -180,7 +183,7 @@ class Experiment(Settings):
             )
 
     def _check_own_server(self) -> None:
-        """Raise ValueError if the user's own server has no procedure of its own, or if the run promises privacy."""
+        """Raise ValueError if the user's own server class defines no procedure, or if the run promises privacy."""
         if self.is_synchronous:
             raise ValueError(
                 f"server {kind_of(self.server)} has no procedure, the class that runs its rounds: set procedure = "
@@ -195,7 +198,7 @@ class Experiment(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let the chosen classes (aggregator and so on) compute missing settings, such as a noise multiplier."""
+        """Let the chosen kinds, such as the aggregator, compute missing settings, such as a noise multiplier."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):
@@ -303,7 +306,7 @@ class Experiment(Settings):
 
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default settings ``value`` of a kind, with the user's settings ``given`` in place of equal names.
+    """Return the default settings ``value`` of a kind. The user's settings ``given`` replace defaults of the same name.
 
     The default of ``epochs`` is left out if the user sets ``steps``.
     """
@@ -331,7 +334,7 @@ def own_paths(experiment: Experiment) -> list[str]:
 
 
 def paths_in(settings: Mapping[str, Any]) -> list[str]:
-    """Return all import paths (``module:name``) in ``settings``. Settings here are JSON values."""
+    """Return all import paths (``module:name``) in ``settings``, which are JSON values."""
     return [text for text in _texts(dict(settings)) if IMPORT_PATH.fullmatch(text)]
 
 
@@ -356,8 +359,8 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
 def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
     """Return the experiment of a stored ``config.toml``.
 
-    A setting that did not exist when the file was written gets the value that corresponds to the behaviour of that
-    version. Raises UserError as ``experiment_from`` does.
+    The file may come from an older version without some settings. Such a setting gets the value that has the behaviour
+    of the older version. Raises UserError as ``experiment_from`` does.
     """
     filled = dict(table)
     for part in ("algorithm", "aggregator", "attack"):
@@ -384,7 +387,10 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 
 
 def with_values(table: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a copy of ``table`` in which the (dotted name, value) ``pairs`` are set; values have any type."""
+    """Return a copy of ``table`` with changed settings.
+
+    ``pairs``: pairs (name with dots, value); values have any type.
+    """
     merged = copy.deepcopy(dict(table))
     for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
         *groups, key = path.split(".")

@@ -1,9 +1,9 @@
 """Features of a frozen body: if only the head of a model is trained, the body computes each record's features once.
 
 The body is all layers of a model before its head, the last layer. The features of a record are the inputs of the head,
-and depend on this record alone. So the features are stored, and a round trains the head on the stored features. They
-are computed in batches of a constant size, in which no record changes the bits of another record's features. So every
-process would compute the same features.
+and depend on this record alone. So the features are stored, and a round trains the head on the stored features.
+Features are computed in batches of a constant size. In these batches, no record changes the bits of another record's
+features. Therefore all processes compute the same features.
 """
 
 import copy
@@ -59,15 +59,16 @@ class FrozenBody:
     batch: int
 
     def entered(self, dataset: Dataset) -> Dataset:
-        """Return ``dataset`` with features in place of its records, from the cache file if there is one.
+        """Return ``dataset`` with features in place of its records.
 
-        Raises RunError if the cache file cannot be written.
+        If the cache file exists, the features come from it. Raises RunError if the cache file cannot be written.
         """
         parts = parts_of(dataset)
         place, identity = self.place(dataset)
 
         def fits(found: Arrays) -> bool:
-            start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))  # to detect changed code
+            # some features are computed again, to detect that the code of the model has changed
+            start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))
             return all(found[name].shape == (len(part), self.size) for name, part in parts.items()) and np.array_equal(
                 found["test"][: len(start)], self.features_of(start, dataset)
             )
@@ -79,7 +80,8 @@ class FrozenBody:
             lambda: {name: self.features_of(part, dataset) for name, part in parts.items()},
             fits,
             f"the frozen body's features of {sum(map(len, parts.values())):,} records",
-            private=is_own(dataset.name),  # features of the user's own records are as private as the records
+            # only the user may read the file, because features of the user's own records are as private as the records
+            private=is_own(dataset.name),
         )
         train, test, *given = (replace(part, inputs=made[name]) for name, part in parts.items())
         validation = given[0] if given else None
@@ -136,7 +138,9 @@ class _Entered(Exception):  # noqa: N818 (it is no error)
 
 
 def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not: str) -> FrozenBody | str:
-    """Return the frozen body of ``model``, the reason if its features cannot be stored, or "" if it has no frozen body.
+    """Return the frozen body of ``model``. Return the reason instead if its features cannot be stored.
+
+    Return "" if the model has no frozen body.
 
     ``trial``: two normalised records. ``why_not``: a reason in the settings; empty without one.
     """
@@ -160,13 +164,16 @@ def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not
     alone: nn.Module = copy.deepcopy(head)
     for part in reversed(name.split(".")):
         alone = nn.Sequential(OrderedDict([(part, alone)]))
-    # A copy is moved to the GPU, because the model's frozen parameters are shared with other models.
+    # A copy of the model is moved to the GPU, because other models share the frozen parameters of this model.
     placed = whole if device.type == "cpu" else copy.deepcopy(whole).to(device)
     return FrozenBody(placed, alone, features.shape[1], batch)
 
 
 def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the features of normalised ``inputs``. ``model``: that of a ``FrozenBody``; its head is not called."""
+    """Return the features of normalised ``inputs``.
+
+    ``model``: the model of a ``FrozenBody``; its head is not called.
+    """
     device = next(model.parameters()).device
     try:
         with torch.inference_mode(), arithmetic(device):
@@ -178,9 +185,10 @@ def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return the pair (features of two records, reason if they are unsuitable, else "").
+    """Return the pair (features of two records, reason).
 
-    All later forward passes of ``model`` end before its head.
+    The reason states why features cannot be stored; "" if they can. All later forward passes of ``model`` end before
+    its head.
     """
     calls: list[tuple[Any, Any]] = []
     head = head_of(model)
@@ -203,11 +211,11 @@ def _stop(head: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> NoR
 
 
 def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> tuple[int, str]:
-    """Return the pair (size of a batch in which no record changes the bits of another record's features, reason).
+    """Return the pair (batch size, reason). In a batch of this size, no record changes the bits of another's features.
 
     The size is ``BATCH`` if possible. Otherwise it is 1, for example for layers with three outputs. The reason is empty
-    if features depend on their record alone, and else states their other cause. ``features``: the features of
-    ``trial``, two records. ``model`` is in evaluation mode afterwards.
+    if the features of a record depend on this record alone. Otherwise the reason states what else they depend on.
+    ``features``: the features of ``trial``, two records. ``model`` is in evaluation mode afterwards.
     """
     with process_alone():
         before = process_state()

@@ -25,7 +25,7 @@ from fl_sim.settings import OneOf, Settings, by_default, known_model, model_line
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
-_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # the pattern of names that are separated by commas
+_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # a regular expression for names that are separated by commas
 _CONSTANT = "the learning rate is the same in every round"
 
 
@@ -50,10 +50,11 @@ class Model(Settings):
     parameters of normalisation layers. "lora" adds adapters to linear layers, convolutions and embeddings, and trains
     only the adapters. A model that already has adapters (names with lora_) gets no further adapters. Names of
     parameters or modules are possible, too; several are separated by commas. "all" is all parameters that the model
-    itself does not freeze. ``rank``: the rank r of an adapter: its matrices B, with r columns, and A, with r rows,
-    change the weights W of a layer to W + alpha / r * B A. ``alpha``: the factor alpha of an adapter. ``dropout``: the
-    dropout rate of an adapter's inputs in training. ``target_modules``: the layers with adapters, by name or by the end
-    of their names, such as "query,value". Left out: all layers that can have an adapter.
+    itself does not freeze. ``rank``: the rank r of an adapter. An adapter has two matrices: B with r columns, and A
+    with r rows. It changes the weights W of its layer to W + alpha / r * B A. ``alpha``: the factor alpha of an
+    adapter. ``dropout``: the dropout rate of an adapter's inputs in training. ``target_modules``: the layers with
+    adapters, by name or by the end of their names, such as "query,value". Left out: all layers that can have an
+    adapter.
     """
 
     name: Annotated[str, AfterValidator(known_model)] = ""
@@ -97,7 +98,7 @@ class Model(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> Any:
-        """Write only the name if all other settings have their defaults, so that old files stay valid."""
+        """Write only the name of the model if all other settings have their defaults, so that old files stay valid."""
         written: dict[str, Any] = write(self)
         return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
 
@@ -120,7 +121,7 @@ class Model(Settings):
 
 
 class RateSchedule(Protocol):
-    """A schedule of the learning rate: one of this module, or the user's own."""
+    """A schedule of the learning rate: a class of this module, or a class of the user's own."""
 
     def factor(self, server_round: int, rounds: int) -> float:
         """Return the factor of the learning rate in round ``server_round`` of ``rounds``: finite and at least 0.
@@ -214,17 +215,18 @@ class Local(Settings):
     ``steps``: the number of minibatch steps of every client in a round, in place of ``epochs`` (0: ``epochs`` is used).
     ``batch_size``: the number of records in a step; the last batch of an epoch may be smaller. ``learning_rate``: the
     learning rate of the first round. ``schedule``: the change of the learning rate over the rounds. ``momentum``: the
-    momentum of SGD; its buffer starts at 0 in every round. ``weight_decay``: this number times every weight is added to
-    the weight's gradient ("adamw" shrinks the weight itself).
+    momentum of SGD; its buffer starts at 0 in every round. ``weight_decay``: a factor. Each weight times this factor is
+    added to the gradient of the weight ("adamw" shrinks the weight itself).
 
-    ``clip_norm``: the whole gradient, with the terms that the method adds, is scaled down to at most this L2 norm over
-    all parameters (0: no clipping), before weight decay and momentum. This clipping promises no privacy. The aggregator
-    ``global-dp`` promises privacy. ``label_smoothing``: the part of every label that is spread evenly over all classes
-    in training. ``optimizer``: "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use
-    ``momentum`` (whose default is then 0). ``augment``: the random change of images in training. "crop" pads an image
-    by 4 black pixels on every side, and cuts out a window of the image's size at a random place. "flip" mirrors an
-    image with probability 1/2. "crop-flip" crops and flips. "reflect-crop" and "reflect-crop-flip" pad with the image's
-    own pixels, mirrored at the edge, as NIID-Bench's program does with CIFAR-10.
+    ``clip_norm``: the largest L2 norm of the whole gradient, over all parameters (0: no clipping). A gradient with a
+    larger norm is scaled down. The gradient has the terms that the method adds. Weight decay and momentum come after
+    the clipping. This clipping promises no privacy. The aggregator ``global-dp`` promises privacy. ``label_smoothing``:
+    a share in [0, 1). In training, this share of every label is spread evenly over all classes. ``optimizer``: "sgd",
+    or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum`` (whose default is then 0).
+    ``augment``: the random change of images in training. "crop" pads an image by 4 black pixels on every side, and cuts
+    out a window of the image's size at a random place. "flip" mirrors an image with probability 1/2. "crop-flip" crops
+    and flips. "reflect-crop" and "reflect-crop-flip" pad with the image's own pixels, mirrored at the edge, as
+    NIID-Bench's program does with CIFAR-10.
 
     ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm. "average" averages running
     statistics in the same way as parameters, for every method. With "personal", BatchNorm layers stay on every client,
@@ -237,7 +239,7 @@ class Local(Settings):
     ``privacy``: the protection by each client itself. "dp-sgd" makes every local step private for each record.
     "local-dp" makes each update private for the whole client.
 
-    ``precision``: "tf32" rounds the inputs of matrix products to 11 bits, "bfloat16" to 8 bits. Sums,
+    ``precision``: "tf32" rounds the inputs of matrix products to 11 bits, and "bfloat16" rounds them to 8 bits. Sums,
     weights, steps and evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer
     on processors with bfloat16 products (AVX512-BF16, or AMX). With ``engine.stack`` above 1, "bfloat16" works on any
     CPU, but saves no time.
@@ -366,11 +368,12 @@ class Evaluate(Settings):
     """The records on which the server's model is measured, and the rules that stop a run early.
 
     ``validation``: the share of every client's training records that is held out (0: no record is held out). The share
-    is rounded to whole records; a client with two or more records holds out at least one. Clients train on the other
-    records. The model is measured on the held-out records of all clients together, with their true labels and with each
-    client's feature skew. The server measures the model itself only because this is a simulation: in a real federation
-    clients would measure, and send counts. The test set is not used for validation. With "given", the model is measured
-    on the validation records that the data set comes with (``x_val`` of an npz file), which no client holds.
+    is rounded to whole records. A client with two or more records holds out at least one record. Clients train on their
+    other records. The model is measured on the held-out records of all clients together, with their true labels and
+    with each client's feature skew. The server itself measures the model, because this is a simulation. In a real
+    federation, clients would measure the model and send their numbers of right answers. The test set is not used for
+    validation. With "given", the model is measured on the validation records that the data set comes with (``x_val`` of
+    an npz file), which no client holds.
 
     ``test``: the times at which the model is measured on the test records. With "rounds" it is measured after every
     evaluated round, and with "last" only after the last round. "never" is for a search of settings by validation, or
@@ -383,11 +386,11 @@ class Evaluate(Settings):
     sources (such as writers), if the data name the sources. "class-shares" takes records of the test set with the
     client's class distribution. "pooled:0.25" merges the training set and the test set, partitions all records, and
     holds out a quarter of each client's records as its test records. This is PFLlib's protocol; the test set then
-    consists of all clients' test records. "none" measures the server's model only. ``personal_every``: own models are
-    measured after each round whose number is a multiple of this, and after the last round. ``fine_tune_epochs``: after
-    the last round each client also trains its own model for this number of epochs, and this model is measured, too (0:
-    no such training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive
-    the model after the last round, and are measured apart.
+    consists of all clients' test records. "none" measures the server's model only. ``personal_every``: a number n. The
+    clients' own models are measured after every n-th round, and after the last round. ``fine_tune_epochs``: after the
+    last round each client also trains its own model for this number of epochs, and this model is measured, too (0: no
+    such training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive the
+    model after the last round. The model is measured on their records separately.
 
     ``count_noise``: the standard deviation of the Gaussian noise on a client's number of right answers. It is for runs
     with ``local.privacy=dp-sgd``. In such a run, each evaluation of a client's own model is a release, and its cost is
@@ -448,7 +451,7 @@ class Evaluate(Settings):
         return {key: value for key, value in written.items() if key not in unused}
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a remark if there is one client, whose own model is the server's model."""
+        """Return a warning if there is only one client, because its own model is then the server's model."""
         if not (self.measures_clients and getattr(experiment.algorithm, "is_central", False)):
             return []
         return [off(f"evaluate.clients={self.clients}", "there is one client, with all records")]
@@ -477,7 +480,9 @@ class Evaluate(Settings):
 
 
 def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
-    """Split each client's records; return (training records, held-out records), both in the order of its shard.
+    """Split each client's records, and return (training records, held-out records) of all clients.
+
+    Both keep the order of the records in the client's shard.
 
     ``share``: the share of each client's records that is held out. Raises UserError if a client would have no training
     records left, or if no client holds out any record.
@@ -528,12 +533,15 @@ class InProcess(Settings):
 
 
 class Ray(Settings):
-    """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
+    """Ray actors execute the clients, on this machine or on a Ray cluster.
 
-    ``actors``: the number of actors; 0 means as many as the cluster has room for. ``address`` joins a running cluster;
-    its machines need fl-sim installed, but no data, and no shared disk. ``threads``: torch threads in each actor.
-    ``stack``: the number of clients that an actor trains as one computation over stacked parameters (0: with a GPU the
-    actor's share of a round, at most 100, else 1). The rounding of sums depends on this number.
+    ``cpus`` and ``gpus``: the processors and GPUs of each actor; with a fraction, several actors share one.
+
+    ``actors``: the number of actors; 0 means as many actors as fit into the cluster. ``address`` joins a running
+    cluster; its machines need fl-sim installed, but no data, and no shared disk. ``threads``: torch threads in each
+    actor. ``stack``: the number of clients that an actor trains as one computation over stacked parameters (0: with a
+    GPU, the actor's share of the clients in a round, at most 100; without a GPU, 1). The rounding of sums depends on
+    this number.
     """
 
     kind: Literal["ray"] = "ray"

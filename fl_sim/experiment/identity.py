@@ -22,8 +22,8 @@ class Identity:
 
     ``records``: the digest of the user's own records, empty for public data sets. ``code``: {module: digest} of the
     user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is stored only as
-    a hash with a secret key. From a plain digest, a person who knows all records but one could find the last one by
-    trying. ``data``: the name of the data set. ``root``: the first folder to look for the data set.
+    a hash with a secret key. With a plain digest, a person who knows all records except one could find this record by
+    trials. ``data``: the name of the data set. ``root``: the folder in which the data set is searched first.
     """
 
     records: str
@@ -40,7 +40,7 @@ class Identity:
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
 
     def has_other_records(self, sealed: str) -> bool:
-        """Return True if a finished result was computed from other records than the present ones.
+        """Return True if a finished result was computed from other records than the present records.
 
         ``sealed``: the keyed digest of the records that the result contains. Returns False if a comparison is
         impossible, for a result of an older version or of another machine.
@@ -69,7 +69,7 @@ class Identity:
         return bool(self._same_records(recorded))
 
     def unverified(self, recorded: Mapping[str, Any]) -> str:
-        """Return "records", "code", both or "": the parts for which ``recorded`` has no digest to compare with."""
+        """Return the parts without a digest in the stored identity ``recorded``: "records", "code", both, or ""."""
         unknown = []
         if self.records and self._same_records(recorded) is None:
             unknown.append("records")
@@ -88,7 +88,7 @@ class Identity:
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
-    """Return the identity of ``experiment``: digests of its present records and of its code as imported."""
+    """Return the identity of ``experiment``: digests of its present records and of its imported code."""
     data = experiment.data
     further = experiment.algorithm.further_data() if isinstance(experiment.algorithm, ReadingFurther) else ""
     read = [fingerprint(name, data_root, with_test=True) for name in (data, further) if name and is_own(name)]
@@ -99,14 +99,15 @@ def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the digests of the user's own modules that ``settings`` name, for the key of a cached result.
 
-    ``settings``: JSON values. The list is empty if they name no module, so that the keys of older versions stay valid.
+    ``settings``: JSON values. The list is empty if ``settings`` name no module, so that the cache keys of older
+    versions stay valid.
     """
     code = digests(path.partition(":")[0] for path in paths_in(settings))
     return [code] if code else []
 
 
 def edited_code(experiment: Experiment) -> str:
-    """Return a warning about the user's own files that changed after this process imported them; empty if none did."""
+    """Return a warning if files of the user's own modules have changed since this process imported them; else ""."""
     files = edited(_modules(experiment))
     if not files:
         return ""

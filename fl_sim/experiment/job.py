@@ -58,11 +58,12 @@ class Heading(Protocol):
 class Job:
     """An experiment with its data set, shards and device. ``run`` makes one job, and every worker makes its own.
 
-    ``experiment``: the experiment, with all defaults that depend on the data filled in. ``shards``: indices into
-    ``dataset.train`` of each client's training records. ``device``: the device of this process. ``root``: the first
-    folder to look for data sets. ``validation``: indices of each client's held-out records, empty without validation.
-    ``own_tests``: indices into ``dataset.test`` of each client's own test records, empty if none are asked for.
-    ``read``: a function path -> tensors, for files whose names contain the digest of their content. ``weights``: the
+    ``experiment``: the experiment. Defaults that depend on the data are filled in. ``shards``: for each client, the
+    indices of its training records in ``dataset.train``. ``device``: the device of this process. ``root``: the folder
+    in which data sets are searched first. ``validation``: for each client, the indices of its held-out records in
+    ``dataset.train``; empty if no records are held out. ``own_tests``: for each client, the indices of its own test
+    records in ``dataset.test``; empty if clients need no test records. ``read``: a function that takes the path of a
+    file and returns the tensors in it. The names of such files contain the digest of the content. ``weights``: the
     tensors from which the model starts; empty if all its weights are random.
     """
 
@@ -85,8 +86,10 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records: the data set's own, or those held out from all clients."""
-        given = self.dataset.validation  # never unused validation records: job_of refuses them
+        """The number of validation records: those of the data set, or the held-out records of all clients together."""
+        # all validation records of the data set are used: the function job_of refuses data sets with unused validation
+        # records
+        given = self.dataset.validation
         return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
@@ -97,7 +100,7 @@ class Job:
         """
         if isinstance(self.body, FrozenBody):
             return copy.deepcopy(self.body.head)
-        # On a GPU each model needs its own copy of the frozen parameters.
+        # On a GPU, each model needs a separate copy of the frozen parameters.
         return copied(self._first[0]) if self.device.type == "cpu" else self.whole_model()
 
     def whole_model(self) -> nn.Module:
@@ -107,12 +110,15 @@ class Job:
     def built(self, seed: int) -> nn.Module:
         """Return the experiment's whole model, on the CPU. ``seed``: the seed of its random weights."""
         if seed == self.experiment.seed_of_model:
-            return self.whole_model()  # a copy is fast; to build a library's model takes seconds
+            return self.whole_model()  # the model is copied, because building a model of a library takes seconds
         return self._placed(seed)[0]
 
     @cached_property
     def body(self) -> FrozenBody | str:
-        """The frozen body of the model, the reason if its features cannot be stored, or "" without a frozen body."""
+        """The frozen body of the model.
+
+        It is a reason in words if features cannot be stored, and "" without a frozen body.
+        """
         return body_of(self._first[0], self.two_records, self.device, _uses_records(self.experiment))
 
     @cached_property
@@ -126,7 +132,7 @@ class Job:
         return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
 
     def source(self, examples: Examples) -> Source:
-        """Return ``examples``, which are records of ``dataset``, as inputs of ``model`` on the job's device."""
+        """Return ``examples``, records of the job's data set, as inputs of the model ``model`` on the job's device."""
         if not isinstance(self.body, FrozenBody):
             return resident(examples, self.dataset, self.device)
         features = torch.from_numpy(self.body.features_of(examples, self.dataset))
@@ -147,7 +153,10 @@ class Job:
         return self._placed(self.experiment.seed_of_model)
 
     def check_model(self) -> None:
-        """Raise UserError for a model that cannot be trained here. A model of a library is built once for all seeds."""
+        """Raise UserError if the model cannot be trained on the job's data.
+
+        A library's model is built once for all seeds.
+        """
         experiment, dataset = self.experiment, self.dataset
         if not models.is_tried(
             experiment.model.name, dataset.input_shape, dataset.num_classes, experiment.local.batch_norm,
@@ -164,22 +173,25 @@ class Job:
         return model, prepare.placed[-1] if prepare.placed else Placed()
 
     def whole(self, params: Params) -> Params:
-        """Return all parameters of the model, for a file of weights. ``params``: the trained parameters.
+        """Return all parameters of the model, to write them into a file. ``params``: the trained parameters.
 
-        Frozen parameters have their initial values, unless ``params`` has them, too.
+        A frozen parameter has its initial value, unless ``params`` contains this parameter.
         """
         is_whole = self.experiment.model.trainable == "all" and not isinstance(self.body, FrozenBody)
         return params if is_whole else whole(self._first[0], params)
 
     @cached_property
     def frozen_in_words(self) -> str:
-        """A sentence about the parameters that the setting ``model.trainable`` freezes; empty if it freezes none."""
+        """A sentence about the parameters that the setting ``model.trainable`` freezes; empty if none is frozen."""
         is_whole = self.experiment.model.trainable == "all"
         return "" if is_whole else _Preparation.of(self, self.experiment.seed_of_model).part.in_words(self._first[0])
 
     @property
     def model_in_words(self) -> list[str]:
-        """Lines of text about the model: its weights, a remark of its library, its trained part; possibly none."""
+        """Lines of text about the model's initial weights, the remark of its library, and its trained part.
+
+        May be empty.
+        """
         chosen, dataset = self.experiment.model, self.dataset
         source = source_of(chosen.name)
         said = [
@@ -262,7 +274,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     """Return the job of ``experiment``; defaults that depend on the data are filled in.
 
     ``data_root``: the first folder to look for data sets. Raises UserError for settings that do not fit the data or the
-    model. Raises UserError, too, for an impossible partition, and for a GPU that is not available.
+    model, for an impossible partition, and if a GPU is required but not available.
     """
     dataset = _scaled(load(experiment.data, data_root, experiment.features), experiment.normalise)
     experiment = _resolved(experiment, dataset)
@@ -444,7 +456,7 @@ def _check_tested(experiment: Experiment) -> None:
 
 
 def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
-    """Raise UserError if the settings require validation records that the data lack, or leave existing ones unused."""
+    """Raise UserError if the data set lacks required validation records, or if it has unused validation records."""
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(
@@ -515,7 +527,7 @@ def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
 
 
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Partition ``records``, indices into the training set; return the positions in ``records`` of each client."""
+    """Partition the training records with the indices ``records``. For each client, return positions in ``records``."""
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
 
     def drawn() -> Parts:
@@ -545,9 +557,10 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
 
 
 def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
-    """Return ``parts`` as shards. Raises UserError unless they are disjoint arrays of record indices, one per client.
+    """Return ``parts`` as shards.
 
-    ``giver``: the name of the partition or algorithm that made the parts, for the error message.
+    Raises UserError if ``parts`` are not disjoint arrays of record indices, one per client. ``giver``: the name of the
+    partition or algorithm that made the parts, for the error message.
     """
     if isinstance(parts, Parts):
         laid_out = parts
@@ -588,8 +601,9 @@ def public_facts(dataset: Dataset) -> dict[str, Any]:
 def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any]) -> Job:
     """Return the job of a node that has its own data set ``name``: ``client`` holds all its training records.
 
-    ``facts``: the ``public_facts`` of the server's data set; its constants normalise the node's records. Raises
-    UserError for records of another shape or with other classes, and for validation records.
+    ``facts``: the public facts of the server's data set, by the function ``public_facts``. The node's records are
+    normalised by the constants in ``facts``. Raises UserError for records of another shape or with other classes, and
+    for validation records.
     """
     if experiment.evaluate.measures_clients:
         raise UserError(
@@ -602,7 +616,8 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
             f"{facts['shape']}: give the node records of that shape"
         )
-    if int(own.train.labels.max()) >= facts["classes"]:  # the error goes to the server, so it must not quote a label
+    # the server receives this error message, so the message must not quote a label
+    if int(own.train.labels.max()) >= facts["classes"]:
         raise UserError(
             f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node records "
             "with the experiment's classes"
@@ -613,7 +628,8 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             "models: leave them out"
         )
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-    # A node does not partition its records. The partition iid also switches off a feature skew.
+    # A node does not partition its records. The partition iid stands for this case, and also switches off a feature
+    # skew.
     settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
     experiment = experiment_from(settled)
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))

@@ -1,4 +1,4 @@
-"""Test records of each client: records of its own source, of its class distribution, or of its own shard."""
+"""Test records of each client: from the client's source, with its class distribution, or from its own shard."""
 
 from dataclasses import replace
 from typing import Final
@@ -21,7 +21,7 @@ MOST_NAMED: Final = 20
 
 
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
-    """Return each client's test records: those of the sources (writers, hospitals) of its training records.
+    """Return each client's test records: from the same sources (writers, hospitals) as its training records.
 
     The test records of a source that several clients share are divided equally among them, class by class. The result
     has indices into ``dataset.test``. Raises UserError if the sources are unknown, or if no test record is from a
@@ -50,12 +50,13 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
 def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sources: bool = False) -> Parts:
     """Return each client's test records: records of the test set with the class distribution of its training records.
 
-    The result has indices into ``dataset.test``. A client with n training records gets about s n test records, at least
-    ``FEWEST``; s is the smallest ratio, over all classes, of the number of test records to the number of training
-    records. The test records of a client are all different. Two clients get the same test record only if a class has
-    too few test records. ``keeps_sources``: True if each client has training records of one source only, such as a
-    domain. Then all this holds within each source, and a client gets test records of its own source only. Raises
-    UserError if the sources of test records are then unknown.
+    The result has indices into ``dataset.test``. A client with n training records gets about s * n test records, and at
+    least ``FEWEST``. The factor s is computed for all clients: for each class, the number of all test records is
+    divided by the number of all training records, and s is the smallest of these ratios. The test records of a client
+    are all different. Two clients get the same test record only if a class has too few test records. ``keeps_sources``:
+    True if each client has training records of one source only, such as a domain. In this case, the rules above hold
+    within each source, and a client gets test records of its own source only. Raises UserError if the sources of test
+    records are then unknown.
     """
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)
     everything = np.arange(len(dataset.test))
@@ -88,10 +89,11 @@ def _class_shares(
 ) -> list[NDArray[np.int64]]:
     """Return for each client a sorted selection of ``records`` that has the client's class distribution.
 
-    ``held``: the number of training records of each client and class. ``tested``: the label of each of ``records``.
+    ``held``: the number of training records of each client and class. ``tested``: the label of each record in
+    ``records``.
     """
     there = np.bincount(tested, minlength=held.shape[1])
-    usable = held * (there > 0)  # without the classes that have no test records
+    usable = held * (there > 0)  # classes without test records are left out
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
@@ -113,10 +115,10 @@ def _class_shares(
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
     """Round the rows of ``exact``, by cumulative sums, to whole numbers with the same sums.
 
-    A row has the numbers of test records of one client, one number for each class. ``totals``: above 0 for the clients
-    that should not share test records. ``there``: the number of available test records of each class. If these clients
-    together need more records of a class than are available, the clients whose numbers were rounded up most get one
-    record less.
+    A row has the numbers of test records of one client, one number for each class. ``totals``: the number of test
+    records of each client that should not share test records; 0 for other clients. ``there``: the number of available
+    test records of each class. If these clients together need more records of a class than are available, the clients
+    whose numbers were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
@@ -129,12 +131,15 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 
 
 def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
-    """Return the clients that may take part in rounds, ascending, without ``held_out`` randomly drawn clients."""
+    """Return the numbers of the clients that may take part in rounds, in ascending order.
+
+    ``held_out``: the number of clients that are drawn at random and left out.
+    """
     return np.sort(rng(seed, "held-out clients").permutation(num_clients)[held_out:])
 
 
 def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
-    """Return the name of each client's source, such as a hospital, for a table with a column for each source.
+    """Return the name of each client's source, such as a hospital. A table of results has a column for each source.
 
     A client without records has the name "". The result is empty if the names are unknown, if a client has records of
     several sources, if there is only one source, or if there are more than ``MOST_NAMED`` sources.

@@ -1,6 +1,6 @@
 """The reference of all settings (name, valid values, default, meaning), from the settings classes and their docstrings.
 
-A docstring gives the meaning of a field in sentences that name it: "``mu``: the paper tries 0.001".
+A docstring explains a field in sentences that begin with the field's name, such as "``mu``: the paper tries 0.001".
 """
 
 import inspect
@@ -60,7 +60,9 @@ class Group:
 def groups() -> tuple[Group, ...]:
     """Return all groups: first the experiment's own settings, then the other groups in the order of the settings."""
     first, *others = _groups(Experiment, "", "", "", {})
-    own_data = []  # options for reading a data set such as csv:PATH; an experiment has all of them in one text
+    # the options for reading a data set such as csv:PATH; in an experiment, the setting ``data`` has these options as
+    # one text
+    own_data = []
     for kind, keys in OPTIONS.items():
         settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)
         own_data.append(Group("data", kind, "", ABOUT[kind], settings))
@@ -84,7 +86,8 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            if settings not in choices.values():  # their groups are not repeated
+            # a kind may contain a setting with the same kinds; their groups are listed once
+            if settings not in choices.values():
                 inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [
             part
@@ -122,7 +125,7 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
 
 def _documentation(settings: type) -> str:
-    """Return the docstrings of a class and of all base classes from which it inherits fields, as one text."""
+    """Return the docstrings of the class ``settings``, and of the base classes of its fields, as one text."""
     own = [settings]
     for base in settings.__mro__[1:]:
         has_fields = is_dataclass(base) or (issubclass(base, BaseModel) and bool(base.model_fields))
@@ -168,7 +171,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
 
 
 def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return (type, metadata) of an annotation: the two parts of ``Annotated[...]``, or the annotation and ()."""
+    """Return (type, metadata) of an annotation: the parts of ``Annotated[...]``. Other annotations have metadata ()."""
     if not hasattr(annotation, "__metadata__"):
         return annotation, ()
     extras = [inner for extra in annotation.__metadata__ for inner in getattr(extra, "metadata", [extra])]

@@ -49,9 +49,9 @@ def notes(table: Table) -> list[str]:
 def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, are_all: bool = True) -> list[str]:
     """Return the lines about privacy: the guarantees of each row, their limits, and the rows without a guarantee.
 
-    ``rows``: {row: for each run of the row, its privacy statements}. ``are_all``: True if the table has no other rows.
-    The epsilon of a row is the largest epsilon of any single run. The lines do not state the total privacy cost of all
-    runs.
+    ``rows``: {row: for each run of the row, its privacy statements}. ``are_all``: True if ``rows`` are all rows of the
+    table. The epsilon of a row is the largest epsilon of any single run. The lines do not state the total privacy cost
+    of all runs.
     """
     promises: dict[str, dict[str, tuple[float, tuple[float, float]]]] = {}
     limits: dict[str, dict[str, dict[str, None]]] = {"Covered": {}, "Not covered": {}}

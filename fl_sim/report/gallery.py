@@ -96,8 +96,8 @@ class Question(_FileModel):
 
     ``title``: the question. ``folder``: the folder of the table in the gallery. ``text``: the answer in words, in
     Markdown. ``columns``: {column of the table: heading on the page}. ``rows``: {row of the table: label on the page}.
-    ``best``: a number of rows to show before ``rows``: those with the highest means in the first column. ``published``:
-    True adds the published accuracies of the shown rows.
+    ``best``: a number of further rows, shown before ``rows``: the rows with the highest means in the first column.
+    ``published``: True adds the published accuracies of the shown rows.
     """
 
     title: str

@@ -13,12 +13,13 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-_NOT_COMPARED = {"seed", "engine", "round_timeout", "keep_every"}  # none but the seed changes a number
+# of these settings, only the seed changes numbers in the result
+_NOT_COMPARED = {"seed", "engine", "round_timeout", "keep_every"}
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
-_DEFAULT_SERVER = "synchronous"  # the name of a method does not state this default
+_DEFAULT_SERVER = "synchronous"  # the name of a method does not state this default value
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
 """Default values of settings in the section ``evaluate``. A setting with its default value does not separate groups.
 
@@ -68,7 +69,7 @@ class SeedGroup:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return the settings that all runs of the group share, and by which the group differs from other groups."""
+        """Return the settings that all runs of the group share. Two groups differ in at least one of these settings."""
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:
@@ -99,7 +100,10 @@ class Panel:
 
 
 def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
-    """Return the heading of a column of runs: the table's own name for it, or "data, partition" for several columns."""
+    """Return the heading of a column of runs: the column's name in the table.
+
+    For several columns it is "data, partition".
+    """
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
@@ -195,7 +199,8 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
     for name in ("code", "records"):
         own = run.identity.get(name)
-        if own and not str(own).startswith("keyed-"):  # the keyed digest of private records has a new salt in every run
+        # the keyed digest of private records is left out, because it has a new salt in every run
+        if own and not str(own).startswith("keyed-"):
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
             settings[f"identity.{name}"] = digest[:8]
     return {**settings, "evaluate": used} if used else settings
@@ -222,7 +227,7 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the setting ``place`` has different values in those groups that can have this setting.
+    """Return True if the groups that have the setting ``place`` have different values of it.
 
     ``flat``: for each group {setting: value}.
     """

@@ -54,13 +54,14 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
     ``result``: the content of ``result.json``. Numbers in lists are left out, except those in the list of privacy
     statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are returned. They
-    are the total privacy cost of all published outputs about the unit. If a unit has several statements, each statement
-    also has an epsilon of its own: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get
+    are the total privacy cost of all published outputs about the unit. If a unit has several statements, the epsilon of
+    each statement is also returned: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get
     no prefix.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})
-    if result.get("partition") == "centralized":  # older versions stored client measures of centralized training
+    # results of older versions have client measures of centralized training, which are left out
+    if result.get("partition") == "centralized":
         beside = {name: value for name, value in beside.items() if not name.startswith("client_")}
     return _numbers({"rounds_done": result.get("rounds"), **top, **beside, **_epsilons(result)})
 
@@ -122,7 +123,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Reached:
-    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs until its end.
+    """The first evaluated round with a test accuracy of at least ``accuracy``, and the costs until this round's end.
 
     A cost is None if it is unknown, or hidden for privacy.
     """
@@ -254,7 +255,7 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
             (one["epsilon_whole_run"], one["delta_whole_run"]) for one in releases if one.get("epsilon_whole_run")
         ]
         costs = wholes or [(one["epsilon"], one.get("delta")) for one in releases]
-        if wholes or len(releases) == 1:  # older versions did not store the total cost of several releases
+        if wholes or len(releases) == 1:  # results of older versions lack the total privacy cost of several releases
             found[f"epsilon.{unit}"], found[f"delta.{unit}"] = costs[0]
         for number, one in enumerate(releases if wholes or len(releases) > 1 else (), start=1):
             place = f"{unit}.{number}"

@@ -150,7 +150,7 @@ class HtmlCell:
 
     @property
     def html(self) -> str:
-        """Return the cell as HTML. A long note is closed at first, and the reader can open it."""
+        """Return the cell as HTML. A long note is hidden at first, and the reader can open it."""
         text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
         note = ""
         if self.note:
@@ -225,7 +225,7 @@ def section(heading: str, content: str) -> str:
 def data_notes(panels: Sequence[Panel]) -> list[str]:
     """Return HTML paragraphs that name the data sets that are stand-in data.
 
-    Stand-in data are synthetic records in place of the real ones.
+    Stand-in data are synthetic records in place of the real records.
     """
     notes = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
     return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in notes]
@@ -248,7 +248,7 @@ def failures(found: Found, groups: Groups) -> list[str]:
     for place, table in found.tables.items():
         for one in table.results:
             if one.status != "finished" and (path := place / one.directory) not in listed:
-                listed.add(path)  # centralized training may be in several columns
+                listed.add(path)  # runs of centralized training may be in several columns, but are listed once
                 lines.append((f"{one.status}: {table.label(one.row)}, {one.column}, seed {one.seed}", one.error, path))
     if not lines:
         return []
@@ -436,6 +436,6 @@ def _above(paths: Sequence[Path]) -> Path | None:
     """Return the common parent folder of several paths; None for a single path or without a common folder."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
-    except ValueError:  # some paths are relative, others absolute
+    except ValueError:  # some of the paths are relative, and other paths are absolute
         return None
     return Path(common) if common else None

@@ -40,7 +40,8 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = run.result.records if run.result else ""
         by_name = not content and ":" in run.config.data
         paid.append(RunPayments(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
-    # The digests of records are keyed. Digests with the keys of different machines cannot be compared.
+    # The digests of records are made with the secret key of a machine. Digests from different machines cannot be
+    # compared.
     if len({one.content.partition(":")[0] for one in paid if one.content}) > 1:
         paid = [replace(one, by_name=one.by_name or ":" in one.data) for one in paid]
     paid += [RunPayments("", "", None, bare=False)] * found.num_unread
@@ -95,14 +96,17 @@ def _payments(statements: Sequence[PrivacyStatement], made: StageResult) -> tupl
 
 
 def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
-    # The statement about a pool names the pool's file; other statements about records name other ledgers.
+    # The field ``ledger`` of a statement about a pool has the name of the pool's file. Other statements about records
+    # have names of other ledgers.
     is_of_pool = statement.unit == "record" and statement.ledger in {"", Path(made.pool).stem}
     pool = made.pool if is_of_pool else ""
     plan = () if statement.planned_events is None else (counted(statement.planned_events),)
     charged = _charged_by_client(made) if pool else plan
-    if not pool and statement.epsilon == statement.budget:  # the guarantee is the budget, not a cost of events
+    # the statement guarantees a privacy budget, not the cost of certain events
+    if not pool and statement.epsilon == statement.budget:
         charged = ()
-    # The name of a pool's file depends on its content. A ledger "ID, published" of PATE includes the labels in "ID".
+    # The name of a pool's file depends on its content. A ledger of PATE with the name "ID, published" includes the
+    # labels in the ledger "ID".
     identity = pool or statement.ledger.partition(",")[0]
     delta, adjacency = statement.delta or 0.0, Adjacency(statement.adjacency)
     said = (statement.unit, identity, statement.epsilon, delta, adjacency, charged, statement.simulation_only)
@@ -129,7 +133,7 @@ def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
 
 
 def counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
-    """Return the events of a privacy statement, {event: number}. Raises ValueError or RunError for damaged ones."""
+    """Return the privacy events of a statement, {event: number}. Raises ValueError or RunError for damaged events."""
     counts: Counts = Counter()
     for one in listed:
         times = one["times"]

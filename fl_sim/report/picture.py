@@ -67,7 +67,8 @@ PAPER = (COLUMN, TEXT_WIDTH)
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
 """Settings of matplotlib: PDF files embed TrueType fonts, and identifiers in SVG files are not random."""
 
-# Alternately dark and light colours of clearly different hue. In greyscale, dashes and markers distinguish the lines.
+# Dark and light colours alternate, and their hues are clearly different. In greyscale, dashes and markers distinguish
+# the lines.
 _COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a4b00", "#e69f00",
     "#56b4e9", "#b2182b", "#5e3c99", "#8c9a00", "#444444", "#00a6a6",
@@ -89,9 +90,10 @@ Draw: TypeAlias = Callable[[Layout], "Figure"]
 class Picture:
     """A drawn figure.
 
-    ``name``: its file name. ``heading``: the heading of its section on the report page. ``caption``: lines of plain
-    text. ``png``: the content of the PNG file. ``details``: further lines below the caption. ``draw``: function that
-    draws the figure again for a paper; None for an image grid, or for a figure that must not be published.
+    ``name``: the file name of the figure. ``heading``: the heading of the figure's section on the report page.
+    ``caption``: lines of plain text. ``png``: the content of the PNG file. ``details``: further lines below the
+    caption. ``draw``: function that draws the figure again for a paper; None for an image grid, or for a figure that
+    must not be published.
     """
 
     name: str

@@ -151,7 +151,8 @@ class RunProgress(_Bars):
         self._timed = timed
         self._done = 0
         self._measured: tuple[str, ...] = ()
-        self._round_seconds: tuple[float, ...] = ()  # immutable, because the thread that draws the bars reads it
+        # this value is immutable, because the thread that draws the bars reads it
+        self._round_seconds: tuple[float, ...] = ()
         self._clients = ""
         self._start = self._last_round = time.monotonic()
         self._task = self._bars.add_task(title, total=rounds, parts=self._parts)
@@ -191,7 +192,7 @@ class RunProgress(_Bars):
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
         self._bars.update(self._task, completed=self._done)
         is_due = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
-        if not self._timed:  # about 20 lines, by the number of the round
+        if not self._timed:  # about 20 lines are printed in a run, chosen by the number of the round
             is_due = record.round % max(1, self._rounds // _UNTIMED_LINES) == 0
         if not self._live and (record.round == self._rounds or is_due):
             self._last_line = time.monotonic()

@@ -234,10 +234,12 @@ def differences(table: Table) -> Grid | None:
 def targets(table: Table) -> Grid | None:
     """Return a table of rounds, MB and virtual seconds until a target accuracy; None if no run reached a target.
 
-    The target of a column is an accuracy in ``LADDER``: the highest one that all runs of some row reached. If only some
-    runs of another row reach the target, that row shows their mean and their number.
+    The targets in question are the accuracies in the list ``LADDER``. The target of a column is the highest accuracy in
+    this list that all runs of some row reached. If only some runs of another row reach the target, that row shows their
+    mean and their number.
     """
-    if table.settings.get("measure"):  # targets are about the accuracy of the server's model
+    # the targets are accuracies of the server's model, which this table does not show
+    if table.settings.get("measure"):
         return None
     chosen = {column: _highest(table, column) for column in table.columns}
     columns = [column for column, accuracy in chosen.items() if accuracy is not None]
@@ -260,7 +262,8 @@ def further(table: Table) -> list[Grid]:
     """
     grids: list[Grid] = []
     shown = str(table.settings.get("measure", ""))
-    section = shown.rpartition(".")[0]  # a table of clients' own models has no measures of the server's model
+    # a table of the accuracies of clients' own models does not show measures of the server's model
+    section = shown.rpartition(".")[0]
     for name, title in {**_FURTHER, **(table.titles or {})}.items():
         if "*" in name:
             grids += _by_part(table, name, title)

@@ -56,7 +56,7 @@ def write_table(out: Path, table: Table) -> None:
 
     Each file is written atomically.
     """
-    remove_partial(out)  # partial files are from a process that was killed
+    remove_partial(out)  # partial files come from an earlier process that was killed
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
     write_text(out / "table.tex", latex(table, out.resolve().name) + "\n")
@@ -266,7 +266,7 @@ def _formula(found: re.Match[str]) -> str:
 
 def _escape_words(text: str) -> str:
     escaped = "".join(_SPECIAL.get(character, character) for character in text)
-    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a hyphen before a number becomes a minus sign
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a hyphen before a number is replaced by a minus sign
 
 
 def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> dict[str, Any]:

@@ -4,12 +4,12 @@ The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. 
 of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
 one data file, no matter how the file is read. This folder has one subfolder for each deal. A deal is one reading of the
 file, with one assignment of its records to clients. The name of the subfolder is a digest of the deal. A run with other
-settings, another generator or a deleted pool finds the same ledger. Another seed, label column, range or test part
-makes another deal. The privacy costs of all deals are added up.
+settings, another generator or a deleted pool uses the same ledger. A run with another seed, label column, range or test
+part makes another deal. The privacy costs of all deals are added up.
 
-Earlier versions gave other names to both folders. Their ledgers are still used. When a run needs a client's ledger in
-an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From then on, the privacy costs
-in the old folder are added, too.
+Earlier versions gave other names to both folders. The ledgers in folders with such names are still used. When a run
+needs a client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From
+then on, the privacy costs in the old folder are added, too.
 """
 
 import hashlib
@@ -68,11 +68,11 @@ def names_of_deal(job: Job) -> tuple[str, str]:
 
 
 def joint_cost(job: Job, delta: float) -> JointCost:
-    """Return the joint privacy cost of all entries in the ledgers about the job's data set, under any settings.
+    """Return the joint privacy cost of all ledger entries about the job's data set, from runs with any settings.
 
-    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. So a deal costs a
-    record at most the maximum of the clients' RDP curves, at each RDP order. The curves of all deals are added. Raises
-    RunError if a ledger is damaged.
+    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. At each RDP order,
+    the cost of a record in a deal is thus at most the maximum of the clients' RDP curves. The curves of all deals are
+    added. Raises RunError if a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
@@ -104,7 +104,7 @@ def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
 
 
 def _begins_share(charge: Charge) -> bool:
-    # A pool has two charges, for its labels and for its generator. It counts as one release.
+    # A pool of synthetic records has two charges, for its labels and for its generator. The pool counts as one release.
     return not charge.release.startswith("generator ")
 
 

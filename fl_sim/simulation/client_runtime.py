@@ -64,7 +64,8 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        if _is_skewed(experiment):  # float32: one tensor holds them with the clients' own records
+        # clients with feature skew have float32 records, and one tensor holds these and the synthetic records
+        if _is_skewed(experiment):
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
@@ -79,7 +80,7 @@ def runtime_for(
     initial = detached(trainable(model).items())
     model = model.to(job.device)
 
-    @lru_cache(maxsize=2**16)  # cached, because each computation waits for the GPU
+    @lru_cache(maxsize=2**16)  # the numbers are cached, because each computation of them waits for the GPU
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
         return records(client, synthetic).class_counts(job.dataset.num_classes)
 
@@ -91,7 +92,8 @@ def runtime_for(
         tasks=tasks,
         class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
-        local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),  # the same for all clients of a round
+        # this value is the same for all clients of a round
+        local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
         layers=layers,
@@ -113,7 +115,7 @@ def _ledger(job: Job, client: int) -> Path:
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     """Return the settings of local training in a round. ``learning_rate``: the learning rate of this round."""
     local = job.experiment.local
-    # Copied by name: a field of LocalSettings that the experiment's settings lack raises an error.
+    # The fields are copied by name. If the experiment's settings lack a field of LocalSettings, this raises an error.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
     return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
 
@@ -188,7 +190,8 @@ def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples
 def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
     """Convert normalised records to the range of generators, [-1, 1], by the data set's public constants.
 
-    Vectors of the setting ``features`` have an L2 norm of at most 1, so they are in this range without a conversion.
+    Feature vectors (the setting ``features``) have an L2 norm of at most 1. Their numbers are in this range without a
+    conversion.
     """
     mean, std = _constants(job.dataset, inputs.ndim)
     records = inputs * std + mean
@@ -228,7 +231,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return a function (client) -> records. The function slices one array with the records of all clients."""
     bounds = job.shards.bounds
     everybody = _as_held(job.records.train.take(job.shards.records), job.shards, job)
-    for client, tamper in _tampers(job).items():  # changes only copies
+    for client, tamper in _tampers(job).items():  # only the copies in ``everybody`` are changed, not the data set
         place = slice(*bounds[client : client + 2])
         changed = tamper(Examples(everybody.inputs[place], everybody.labels[place]))
         everybody.inputs[place], everybody.labels[place] = changed.inputs, changed.labels
@@ -313,7 +316,7 @@ def _is_skewed(experiment: Experiment) -> bool:
 
 
 def _changes_records(experiment: Experiment) -> bool:
-    """Return True if clients have stored inputs or labels of their own, which their partition changes."""
+    """Return True if the partition changes the stored inputs or labels of each client."""
     return isinstance(experiment.partition, RecordSkew) and experiment.num_clients > 1
 
 
@@ -335,7 +338,8 @@ def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):
         return examples
-    generator = rng(experiment.seed_of_partition, "client groups")  # the same for all clients of a group
+    # the changed records are the same for all clients of a group
+    generator = rng(experiment.seed_of_partition, "client groups")
     inputs, labels = scheme.held_by(client, examples.inputs, examples.labels, num_classes, generator)
     for old, new in ((examples.inputs, inputs), (examples.labels, labels)):
         if new.shape != old.shape or new.dtype != old.dtype:
@@ -419,10 +423,10 @@ def threads_of(engine: Engine, job: Job) -> int:
 def stack_of(engine: Engine, job: Job) -> int:
     """Return the number of clients that ``engine`` trains together as one computation, called a stack.
 
-    1 means that every client is trained by itself. The result is always 1 in two cases. First, the aggregator hides
-    clients (a privacy promise): in a stack, one client would change the rounding of every other client's update.
-    Second, the rounds are not synchronous: the stacks would depend on the round after which a run resumes. Raises
-    UserError if the settings ask for a stack and the model does not allow a stack.
+    1 means that every client is trained by itself. The result is always 1 in two cases. First, the aggregator may hide
+    which clients take part, for privacy. In a stack, one client would change the rounding of every other client's
+    update. Second, the rounds may not be synchronous. The stacks would then depend on the round after which a run
+    resumes. Raises UserError if the settings ask for a stack and the model does not allow a stack.
     """
     experiment = job.experiment
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):

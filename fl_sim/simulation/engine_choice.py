@@ -87,7 +87,7 @@ FLOWER = EngineChoice(
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
     """Start the job's engine; yield its Grid (Flower's class that delivers messages) and the choice; close the Grid."""
-    check_trainer(job)  # before choose(), which may need a minute to time steps
+    check_trainer(job)  # this check comes before choose(), because choose() may need a minute to time steps
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     grid: LocalGrid
@@ -95,15 +95,15 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
         if not engine.address:
-            choose_token()  # before Ray is imported
-        # Imported here, so that the other engines need no Ray.
+            choose_token()  # this call must come before the import of Ray
+        # This module is imported here, so that the other engines do not need Ray.
         from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
         batching = batching_of(job, runtime_of, stack)
         if engine.address:
-            # Imported here, because most runs use no cluster.
+            # This module is imported here, because most runs use no cluster.
             from fl_sim.simulation.remote_workers import (  # noqa: PLC0415
                 ClientStore,
                 WorkerSetup,
@@ -158,7 +158,8 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    if isinstance(job.experiment.algorithm, StepByStep):  # the trainer is called once for each step of all clients
+    # in a stack, the trainer is called once for each step of all clients together
+    if isinstance(job.experiment.algorithm, StepByStep):
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)
         least = max(least, math.ceil(min(each, MOST_CACHED / parameters) * steps.mean()))
@@ -184,7 +185,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         return alone, f"engine inprocess: {why}"
     seconds, beforehand = estimated_seconds(job), seconds_of_stages(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
-    seconds += beforehand  # one process also divides this work among its threads
+    seconds += beforehand  # without Ray, one process also divides this work among its threads
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"

@@ -107,7 +107,7 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
-# Settings, also those in local, that do not change the seconds of a minibatch step.
+# The settings, also in the group local, that do not change the seconds of a minibatch step.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
@@ -123,7 +123,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     """
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
-    times = -(-rounds // job.experiment.evaluate_every)  # the last round is measured in any case
+    times = -(-rounds // job.experiment.evaluate_every)  # the model after the last round is always measured
     tested = {"rounds": times, "last": 1, "never": 0}[evaluate.test]
     clients = training_work(procedure, algorithm, trainings)
     server_steps = sum(stage.num_server_steps() for stage in stages)
@@ -131,7 +131,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     asked = trainings * num_asked(job.experiment.sampler, job.experiment.num_members) * float(job.shards.sizes.mean())
     return (
         clients,
-        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server: one step at a time
+        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server runs one step at a time
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
         *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
@@ -199,9 +199,9 @@ def evaluation_work(procedure: Procedure, records: float) -> Work:
 
 
 def features_work(job: Job, body: FrozenBody) -> Work:
-    """Return the amount of computation for the features of all records; none if they are kept from an earlier run.
+    """Return the amount of computation for the features of all records.
 
-    ``body``: the frozen body of the job's model.
+    It is empty if an earlier run stored the features. ``body``: the frozen body of the job's model.
     """
     batches = 0 if body.place(job.dataset)[0].exists() else -(-sum(map(len, parts_of(job.dataset).values())) // BATCH)
 
@@ -212,7 +212,7 @@ def features_work(job: Job, body: FrozenBody) -> Work:
     return Work(
         f"features of {BATCH} records of {short_label(job.experiment.data)} before the head of {job.experiment.model}",
         _kind(job.experiment, "features"), 0.0, batches, ready, BATCH, most=MOST_MEASURED // BATCH,
-        clock=time.perf_counter,  # wall-clock time, because several threads compute features
+        clock=time.perf_counter,  # the clock measures wall-clock time, because several threads compute features
     )  # fmt: skip
 
 
@@ -229,8 +229,8 @@ def _turn(
 ) -> Callable[[], object]:
     """Return a function that trains ``steps`` minibatch steps of ``size`` records, for a timing.
 
-    It trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. A client also
-    trains the algorithm's further models, such as a personal model.
+    The function trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. A
+    client also trains the algorithm's further models, such as a personal model.
     """
     experiment, chosen = job.experiment, job.experiment.local
     records = job.source(public_records(job, size * steps))

@@ -40,8 +40,9 @@ class Measured:
     None if the model is not tested. ``confusion`` is also None if the model predicts no classes (fl_sim.own_loss).
     ``validation``: the scores on the validation records; None without validation records. ``clients``: statistics of
     the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data from
-    which client accuracies are computed. They are the owner of each test record, or the class counts of each client.
-    ``by_client``: the accuracy of each client, NaN if undefined. The list may end after the last defined accuracy.
+    which client accuracies are computed. These data are the owner of each test record, or the class counts of each
+    client. ``by_client``: the accuracy of each client, NaN if undefined. The list may end after the last defined
+    accuracy.
     """
 
     test: Scores | None
@@ -101,8 +102,8 @@ class Measured:
 class Measuring:
     """The evaluator of a run: it measures models of ``job`` on test and validation records.
 
-    ``clients_by``: as in ``Measured``. ``own_metrics``: the user's own metric functions, {origin for messages:
-    function}.
+    ``clients_by``: the data from which client accuracies are computed, as in ``Measured``. ``own_metrics``: the user's
+    own metric functions, {origin for messages: function}.
     """
 
     job: Job
@@ -119,7 +120,7 @@ class Measuring:
         added.
         """
         validation = validation_records(job) if job.num_validated else None
-        # In a private run the clients' class counts are private.
+        # In a private run, the clients' class counts are private.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         named = {f"metrics of observer {name}": function for name, function in own_metrics.items()}
         named |= metrics_at(job.experiment.evaluate.metrics)

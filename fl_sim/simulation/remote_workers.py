@@ -57,7 +57,7 @@ class WorkerSetup:
         A ticket is the driver's proof that a client's privacy ledger contains the cost of a private output. Workers
         accept a ticket only if ``signer`` signed it.
         """
-        # The driver evaluates models, so workers need no validation records.
+        # Workers get no validation records, because the driver evaluates models.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         parts = (job.shards, job.validation, job.own_tests)
         digest = _digest(dataset, job.weights, *parts)
@@ -65,7 +65,10 @@ class WorkerSetup:
 
     @cached_property
     def runtime(self) -> ClientRuntime:
-        """Return the client runtime of the job. Raises RunError if the received records differ from those sent."""
+        """Return the client runtime of the job.
+
+        Raises RunError if the received records differ from the sent records.
+        """
         parts = (self.shards, self.validation, self.own_tests)
         if _digest(self.dataset, self.weights, *parts) != self.digest:
             raise RunError("the received records differ from those that were sent: start the same command again")

@@ -124,8 +124,8 @@ def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) 
 def start_or_resume(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     """Create the run directory, or resume the run in it; return the log and the number of the next round.
 
-    Raises UserError if the files do not belong together or to the experiment. A run never resumes from incomplete
-    files.
+    Raises UserError if the files do not belong together, or if they belong to another experiment. A run never resumes
+    from incomplete files.
     """
     experiment = procedure.job.experiment
     now = identity_of(experiment, procedure.job.root)
@@ -158,7 +158,10 @@ def start_or_resume(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
-    """Return the identity to write into the run directory: the stored one if it agrees with ``now``, else ``now``."""
+    """Return the identity to write into the run directory.
+
+    The result is the stored identity if it agrees with ``now``, else ``now``.
+    """
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
     return now.written() if now.unverified(recorded) or now.changed(recorded) else recorded
 
@@ -286,7 +289,9 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        if progress.chain != chain:  # else a crash interrupted an earlier call after write_state
+        # if the chains are equal, an earlier call has already written the state, and a crash has then interrupted this
+        # call
+        if progress.chain != chain:
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
             if state := procedure.kept_by_clients(server):
@@ -329,13 +334,17 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
             f"rounds that are added after its results were seen; {_ANEW}, with its full privacy cost"
         )
     result = run_directory.read_result(out) or {}
-    stopped = result.get("stopped") and not result.get("stopped_by_observer")  # a stop by an observer is allowed
+    # a run that an observer stopped may get more rounds
+    stopped = result.get("stopped") and not result.get("stopped_by_observer")
     if result.get("status") == "finished" and stopped:
         raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more rounds change nothing")
 
 
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError unless ``experiment`` has more rounds than ``records``, and the same learning rates in them."""
+    """Raise UserError unless ``experiment`` has more rounds than ``records``.
+
+    Also raise UserError if its learning rates in the rounds of ``records`` differ from those of ``earlier``.
+    """
     if len(records) >= experiment.rounds:
         raise UserError(
             f"{out} holds {len(records)} rounds of this run already, so it cannot be extended to "
@@ -378,7 +387,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
         # The order matters. If the process is killed between two moves, the next start finds a complete run in ``out``
-        # or refuses the files. It never deletes the files as those of a run without a finished round.
+        # or refuses the files. It never takes the files for those of a run without a finished round, which it would
+        # delete.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

@@ -163,7 +163,8 @@ class Rounds(Procedure):
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         ends_untested = log.stopped_by_observer and (log.measured is None or log.measured.test is None)
         if (log.measured is None or ends_untested) and log.rounds:
-            # An earlier process ran all rounds, or an observer ended the run after a round that was not tested.
+            # The last model is not measured yet if an earlier process ran all rounds, or if an observer ended the run
+            # after a round without a test.
             model = self._model(log.server, log.server.params)
             log.measured = run.measuring.measured(model, f"after round {len(log.rounds)}: {_CURE}", is_last=True)
             log.measured_again = log.measured if ends_untested else None
@@ -249,7 +250,10 @@ class Rounds(Procedure):
         return server
 
     def _check_head(self, model: torch.nn.Module, needed: bool) -> None:  # noqa: FBT001
-        """Raise UserError for a frozen head, if ``local.personal`` concerns it, or the algorithm (``needed``)."""
+        """Raise UserError if the model's head is frozen, but ``local.personal`` or the algorithm needs a trained head.
+
+        ``needed``: True if the algorithm needs a trained head.
+        """
         personal, what = self.job.experiment.local.personal, f"algorithm {kind_of(self.algorithm)}"
         if personal in {"head", "body"}:
             what = f"local.personal={personal}"
@@ -294,7 +298,7 @@ class Rounds(Procedure):
         warnings = [said for stage in stages_of(self.job) for said in stage.warnings()]
         if isinstance(self.algorithm, Advising) and (advice := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(advice)
-        # In a private run the numbers of records of clients are private.
+        # In a private run, the numbers of the clients' records are private.
         idle = [] if experiment.is_private else np.flatnonzero(self.job.shards.sizes == 0).tolist()
         for kind in layer_kinds(experiment):
             warnings += kind.warnings(experiment, len(log.rounds), idle)

@@ -54,7 +54,8 @@ def run(
             f"devices={kind_of(experiment.devices)} simulates the time of clients, and Flower's own runtime cannot do "
             "that: leave devices and server out, or use fl-sim run"
         )
-    job = job_of(experiment, data_root)  # raises for an impossible partition, before anything is written
+    # this call raises an error for an impossible partition, before anything is written
+    job = job_of(experiment, data_root)
     with readable_os_errors():
         now = identity_of(job.experiment, data_root)
         result = finished_result(job.experiment, out, now)
@@ -133,7 +134,8 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     error: BaseException | None = None
     with process_kept(), fixed_threads(experiment.engine.threads):
         try:
-            # In a private run the times of replies are private, so the screen must not show replies.
+            # In a private run, the times of replies are private. Therefore the screen must not show the arrival of
+            # replies.
             replied = Silent().replied if experiment.is_private else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with readable_os_errors(), own as (opened, engine):
@@ -158,7 +160,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     with suppress(OSError):
         if log.server.params:
             run_directory.write_model(out, job.whole({**log.fixed, **log.server.model}))
-    with suppress(RunError):  # an error of an observer must not replace the error of the run
+    with suppress(RunError):  # an error that an observer raises must not replace the error of the run
         observer.ended(result)
     raise error
 

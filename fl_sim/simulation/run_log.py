@@ -231,7 +231,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
 
 
 def error_fields(error: BaseException | None, out: Path) -> dict[str, Any]:
-    """Return the fields of ``result.json`` that describe a failure; empty without one.
+    """Return the fields of ``result.json`` that describe a failure; empty without a failure.
 
     Private messages of clients are written to a private file in ``out`` and not to the result.
     """
@@ -253,7 +253,7 @@ def is_json(facts: Mapping[str, Any]) -> bool:
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Return facts about the initial weights: their file, and the names of the tensors that are not from it."""
+    """Return facts about the initial weights: their file, and the names of the tensors that are not from this file."""
     model, placed = job.experiment.model, job.placed
     return {
         "path": model.origin,
@@ -278,14 +278,14 @@ def _scores(log: RunLog) -> list[RoundRecord]:
 
 
 def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | None:
-    """Return the record of the best model; of several best models, the first.
+    """Return the record of the best model. If several models are equally good, the first of them is returned.
 
     Rounds without a test are considered only if ``evaluate.test`` is "never".
     """
     if experiment.evaluate.test != "never":
         scores = [one for one in scores if one.test_accuracy is not None]
     validated = [one for one in scores if one.validation_accuracy is not None]
-    scores = validated or scores  # if any round has validation accuracies, only such rounds count
+    scores = validated or scores  # if any round has a validation accuracy, only rounds with a validation accuracy count
 
     def chosen_by(one: RoundRecord) -> float:
         return (one.test_accuracy if one.validation_accuracy is None else one.validation_accuracy) or 0.0
@@ -435,7 +435,7 @@ def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
-        found |= facts if is_json(facts) else {}  # without facts that are not JSON, which ended the run
+        found |= facts if is_json(facts) else {}  # facts that are not JSON values are left out: they have ended the run
     return found
 
 

@@ -1,6 +1,6 @@
 """Base classes of stages and procedures.
 
-A stage is code that runs before the first round or after the last one, such as the making of synthetic records. The
+A stage is code that runs before the first round or after the last round, such as the making of synthetic records. The
 class of a stage also gives the stage's warnings, result fields and privacy costs. A settings class names its stage in
 the attribute ``stage``, as "module:Class". A user's own settings class may do the same. General code calls the methods
 of ``Stage`` and knows no stage by name. A procedure executes the whole run of an algorithm, in rounds or without
@@ -67,7 +67,7 @@ RESULT: Final = frozenset({
 VALIDATION_ACCURACY: Final = "validation_accuracy"
 """The name of a stage's measure that replaces the validation accuracy of the server's model (``Stage.validates``)."""
 
-_SHARES: Final = "fl_sim.stages.shares:Shares"  # the stage of every algorithm with the interface Sharing
+_SHARES: Final = "fl_sim.stages.shares:Shares"  # every algorithm with the interface Sharing has this stage
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Run:
         return Measuring.of(self.job, self.own_metrics)
 
     def model(self) -> Params:
-        """Return all tensors of the model that is evaluated after a round; personal ones have their initial values."""
+        """Return all tensors of the model that is evaluated after a round. Personal tensors have initial values."""
         server = self.strategy.server
         params = reported_by(self.strategy.algorithm, server)
         for half in reversed(self.strategy.on_clients):
@@ -156,8 +156,8 @@ class Stage:
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
         """Return measures of a run in comparison with training alone, by their names in ``table.csv``.
 
-        ``result``: the content of the run's ``result.json``. ``alone``: the same for a run on the same split in which
-        every client trains a model of its own.
+        ``result``: the content of the run's ``result.json``. ``alone``: the content of ``result.json`` of another run
+        with the same partition, in which every client trains a separate model.
         """
         del alone, result
         return {}
@@ -167,7 +167,7 @@ class Stage:
         return {}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the line that is shown while clients compute before the first round; empty if they do not."""
+        """Return the line that is shown while clients compute before the first round; empty without computation."""
         del log
         return ""
 
@@ -240,12 +240,13 @@ class Stage:
         """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields.
 
         If a field is a dictionary with the key ``in_words``, ``fl-sim run`` prints this text at the end. The key
-        ``by_client`` is for lists of shares, one for each client: {name: shares, None for an unknown one}.
+        ``by_client`` is for lists of shares, one for each client: {name: list of shares}, where None stands for an
+        unknown share.
         """
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, which this stage may change, and the stage's own statements."""
+        """Return the privacy statements ``others``, which this stage may change, and the statements of this stage."""
         return list(others)
 
 
@@ -277,7 +278,7 @@ class Procedure(ABC):
         """Return the bytes of arrays to and from all clients, {purpose: bytes}.
 
         Key ``rounds``: the bytes of all rounds together. Each other key is a forecast of bytes that are sent once,
-        before the first round or after the last one.
+        before the first round or after the last round.
         """
 
     def payments(self) -> "tuple[Payment, ...] | None":
@@ -357,7 +358,7 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 
 
 def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
-    """Return the classes of all stages that the settings of ``experiment`` name, also of those that do not apply."""
+    """Return the classes of all stages that the settings of ``experiment`` name, also of stages that do not apply."""
     parts: tuple[object, ...] = (
         experiment.preprocess, experiment.algorithm, experiment.local.privacy, experiment.aggregator,
         experiment.attack, experiment.calibrate, experiment.evaluate, experiment.sampler,
@@ -373,7 +374,10 @@ def titles_of(experiments: Iterable[Experiment]) -> dict[str, str]:
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:
-    """Return the client tasks of all stages of ``job``, {name: task}. Raises UserError if two have the same name."""
+    """Return the client tasks of all stages of ``job``, {name: task}.
+
+    Raises UserError if two tasks have the same name.
+    """
     tasks: dict[str, ClientTask] = {}
     for stage in stages_of(job):
         if twice := tasks.keys() & stage.tasks().keys():

@@ -1,4 +1,4 @@
-"""The amounts of computation of a run (``Work``), and the timing of small parts of them on public test records."""
+"""The amounts of computation of a run (``Work``), and the timing of small parts of a run on public test records."""
 
 import math
 import time
@@ -149,12 +149,13 @@ class Stopwatch:
 
 
 class _GrowingTiming:
-    """The timing of one kind of computation, first with few records, so that a slow one stays in the time budget.
+    """The timing of one kind of computation.
 
-    A piece is one step, and a turn is one call of several steps. The object times pieces of more and more records up to
-    a whole piece, then a turn of several pieces. ``_size``: the number of records of the largest piece so far.
-    ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece and of the piece before. ``_least``: a
-    lower bound of the seconds of a piece in a turn of several pieces.
+    It begins with few records, so that slow computations keep the time budget. A piece is one step, and a turn is one
+    call of several steps. The object times pieces of more and more records up to a whole piece, then a turn of several
+    pieces. ``_size``: the number of records of the largest piece so far. ``_waited`` and ``_waited_before``: the
+    wall-clock seconds of the last piece and of the piece before. ``_least``: a lower bound of the seconds of a piece in
+    a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
@@ -164,7 +165,8 @@ class _GrowingTiming:
     def go_on(self, seconds: float) -> None:
         """Time pieces (steps) with more and more records, for at most about ``seconds`` seconds.
 
-        The next piece is timed only if its expected seconds, from the seconds of the last piece, are left.
+        The seconds of the next piece are estimated from the seconds of the last piece. The next piece is timed only if
+        so many seconds are left.
         """
         deadline = self._clock() + seconds
         try:
@@ -175,7 +177,8 @@ class _GrowingTiming:
                     taken, self._size = self._timed(size, 1, deadline), size
                     if self.work.most == 1:
                         self.found = Timing(piece=taken, at_least=size < self.work.records)
-                    else:  # a lower bound from smaller pieces, until _time_several measures a whole piece
+                    # this is a lower bound from smaller pieces, until the method _time_several measures a whole piece
+                    else:
                         self._least = max(self._least, self._least_of_a_piece(size, taken, deadline))
                         self.found = Timing(taken - self._least, self._least, at_least=True)
                 if self.work.most > 1:
@@ -190,7 +193,8 @@ class _GrowingTiming:
             return min(_FEWEST, records) if left > 0 else 0
         if self._waited * records / self._size <= _CHEAP * left:
             return records
-        growth = min(_GROWTH, left / max(self._waited, 1e-9))  # the time grows at most as fast as the records
+        # the time of a piece grows at most as fast as its number of records
+        growth = min(_GROWTH, left / max(self._waited, 1e-9))
         if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
             growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0

@@ -45,16 +45,18 @@ _CURES: Final = {
 }
 
 LOCK: Final = ".lock"
-_PATIENCE: Final = 2.0  # seconds of waiting in silence
-_PAUSE: Final = 0.02  # seconds between two tries
-_A_FEW_TRIES: Final = 5 * _PAUSE  # more than one try, because the last holder of the lock may be removing its file
+_PATIENCE: Final = 2.0  # the seconds of waiting without a message
+_PAUSE: Final = 0.02  # the seconds between two tries to lock a folder
+# there is more than one try, because the last holder of the lock may just be removing its file
+_A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-_SKEW: Final = 60.0  # the largest assumed change of the system's clock in seconds since the lock was made
+# the largest change of the system's clock, in seconds, that may have occurred since the lock was made
+_SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write a file atomically: a reader sees the old file or the whole new one, even after a power cut.
+    """Write a file atomically: a reader sees the old file or the whole new file, even after a power cut.
 
     ``mode``: the permissions before the user's umask is applied. Raises OSError that names ``path``.
     """
@@ -99,8 +101,8 @@ def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
 def read_whole(path: Path, most: int = 2**40) -> bytes:
     """Return the content of a file that this program wrote, at most ``most`` bytes.
 
-    Raises UserError for a longer file and for anything but a regular file, such as a device or a pipe. Raises OSError,
-    such as FileNotFoundError, that names the file.
+    Raises UserError for a longer file, and for a path that is not a regular file, such as a device or a pipe. Raises
+    OSError, such as FileNotFoundError, that names the file.
     """
     with path_in_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -260,7 +262,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         mine[:] = [os.fstat(descriptor)]
         if not _is(path, mine[0]):
             raise _RemovedError
-        with suppress(OSError):  # on a full disk the lock works, but the file does not contain the holder's name
+        with suppress(OSError):  # on a full disk, the lock works, but its file does not contain the name of its holder
             said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(said).encode(), 0)
@@ -269,9 +271,10 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
     try:
-        folder.stat()  # raises an error for a missing folder, because FileLock would create the folder
+        folder.stat()  # this call raises an error for a missing folder, because FileLock would create the folder
         with suppress(FileNotFoundError):
-            mode = path.lstat().st_mode  # one system call: the file may be removed at any time
+            # one system call tests whether the file exists and is regular, because the file may be removed at any time
+            mode = path.lstat().st_mode
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
         while not lock.is_locked:
@@ -292,7 +295,10 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 
 
 class _RemovedError(Exception):
-    """The last holder removed the lock file (on NFS: renamed it) after this process had opened it: try again."""
+    """The last holder of the lock removed or (on NFS) renamed the lock file after this process had opened the file.
+
+    The lock must be tried again.
+    """
 
 
 def _is(path: Path, status: os.stat_result) -> bool:
@@ -306,7 +312,7 @@ def _holder(path: Path) -> str:
     try:
         said = json.loads(_content(path))
         return f"process {int(said['pid'])}, started {str(said['started'])[:40]}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # the lock's file is incomplete or gone
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # the file of the lock is incomplete or missing
         return "another process"
 
 

@@ -47,9 +47,9 @@ def matches(recorded: str, digest: str) -> bool | None:
 
 
 def machine_key(*, make: bool = True) -> bytes:
-    """Return the secret key of this machine, created if there is none; empty if it can be neither read nor created.
+    """Return the secret key of this machine. A missing key is created. The result is empty if this fails.
 
-    With ``make`` False nothing is written: a temporary key of this process replaces a missing one.
+    If ``make`` is False, nothing is written: a temporary key of this process replaces a missing key.
     """
     path = user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
     try:
@@ -62,7 +62,7 @@ def machine_key(*, make: bool = True) -> bytes:
                 file.write(secrets.token_bytes(32))
             try:
                 with suppress(FileExistsError):
-                    os.link(new, path)  # atomic, and never replaces the key of another process
+                    os.link(new, path)  # this call is atomic, and never replaces a key that another process has written
             finally:
                 new.unlink()
         return path.read_bytes()

@@ -55,16 +55,16 @@ KEPT = "kept"
 class RoundRecord:
     """One line of ``rounds.jsonl``.
 
-    ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the clients' mean.
-    ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. If the run promises privacy,
-    ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. Other measures exist in the same rounds
-    as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on validation records, if there are any;
-    ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records, or ``test_perplexity`` of a
-    model that predicts tokens; and mean, standard deviation and worst tenth of the client accuracies (None if the run
-    promises privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays sent to and received from all clients of the
-    round (None if the cohort is secret). With a virtual clock: ``virtual_seconds`` of the round, the number of ``late``
-    clients, and the mean ``staleness`` of updates, in server steps. ``metrics``: the user's own metrics by name, in
-    rounds with a test.
+    ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the mean loss of
+    the clients' training. ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. If the
+    run promises privacy, ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. Other measures
+    exist in the same rounds as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on validation
+    records, if there are any; ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records, or
+    ``test_perplexity`` of a model that predicts tokens; and mean, standard deviation and worst tenth of the client
+    accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays sent to and
+    received from all clients of the round (None if the cohort is secret). With a virtual clock: ``virtual_seconds`` of
+    the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in server steps. ``metrics``: the
+    user's own metrics by name, in rounds with a test.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -158,7 +158,7 @@ def chain_start(out: Path) -> str:
 
 
 def run_name(out: Path) -> str:
-    """Return the random name of the run in ``out``: a resumed run keeps its name, a new run gets a new one."""
+    """Return the random name of the run in ``out``. A resumed run keeps its name, and a new run gets a new name."""
     path = out / STATE / "run"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -228,10 +228,11 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
 def log_with_settings(
     out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]
 ) -> tuple[bytes, str]:
-    """Return (content, hash chain) of a ``rounds.jsonl`` with the first ``num_rounds`` rounds under other ``settings``.
+    """Return (content, hash chain) of a ``rounds.jsonl`` with the first ``num_rounds`` rounds and other ``settings``.
 
-    Nothing is written. ``unmeasured``: prefixes, as in MEASURED, of the fields that are removed from the last one of
-    these rounds. A run with more rounds would not measure these fields there.
+    Nothing is written. ``unmeasured``: prefixes of field names, as in the constant MEASURED. The fields with such names
+    are removed from the last of these rounds, because a run with more rounds would not measure these fields in this
+    round.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
@@ -298,7 +299,7 @@ class Progress:
     """The progress of a run.
 
     ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
-    ``records``: a digest of the user's own training records, empty for public ones. ``versions``: {round: digest} of
+    ``records``: a digest of the user's own training records, empty for public records. ``versions``: {round: digest} of
     earlier server states that clients of an asynchronous run still train, in separate files. ``counts_holders``: True
     if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {round layer,
     such as Global DP: the state of this layer, as JSON values by name}.
@@ -319,9 +320,10 @@ _PROGRESS = TypeAdapter(Progress)
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Write a server state and the progress to a file atomically; return the SHA-256 of the file's content."""
-    # safetensors sorts by name. Number prefixes keep our order, on which rounding and the privacy noise depend.
+    # safetensors sorts tensors by name. Numbers before the names keep our order of tensors. The rounding and the
+    # privacy noise depend on this order.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
-    later = ("versions", "counts_holders", "layers")  # fields that older versions do not have
+    later = ("versions", "counts_holders", "layers")  # fields that files of older versions do not have
     unused = {name for name in later if not getattr(progress, name)}
     facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
     digest = digest_of(facts, named)
@@ -344,7 +346,7 @@ def kept_rounds(out: Path) -> list[int]:
 def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress, ServerState]:
     """Return the progress and the server state after an earlier round, from the checkpoint that the run keeps.
 
-    Raises UserError as ``read_state`` does, and if the checkpoint belongs to other rounds than those in the log.
+    Raises UserError as ``read_state`` does, and if the checkpoint does not belong to the rounds in the log.
     """
     path = kept_path(out, server_round)
     progress, server = read_state(path, like)
@@ -385,7 +387,8 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         found, said = load(content), metadata_in(content)
         facts = json.loads(said["progress"])
         private = {name: facts.pop(name) for name in ("clipping_norm", "receipt") if name in facts}
-        if any(value is not None for value in private.values()):  # the fields for one layer in an older version
+        # an older version had these fields, for a single layer
+        if any(value is not None for value in private.values()):
             facts["layers"] = {"strategies.private:PrivateRounds": private}
         progress = _PROGRESS.validate_python(facts)
         now = digest_of(said["progress"], dict(sorted(found.items())))
@@ -403,7 +406,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         part, group, name = key.split("/", 2)
         parts.setdefault(part, {}).setdefault(group, {})[name] = value
     layers = parts.get("layers", {}).get("", {})
-    params = parts.get("params", {}).get("", {})  # empty if all parameters stay on clients
+    params = parts.get("params", {}).get("", {})  # the tensors are empty if all parameters stay on clients
     return progress, ServerState(params, parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 

@@ -32,18 +32,19 @@ STATES, LAYOUT = "states.bin", "layout.json"
 """The names of two files: all client states, and the schema of one state."""
 
 _PAGE = 4096
-_HEAD = struct.Struct("<qq")  # a slot's header: round of the state (0: empty slot), and checksum of its numbers
+# the header of a slot: the round of the state (0: empty slot), and the checksum of the state's numbers
+_HEAD = struct.Struct("<qq")
 
 SEAL = "seal.json"
 
-_LONGEST = 2**20  # bytes
+_LONGEST = 2**20  # the unit is bytes
 _MODULUS = 1 << 256
 
 
 def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
     """Write tensors to a safetensors file named by the hash of its content, and return its path.
 
-    So two files with the same name have the same content. ``mode``: the file's permissions, as for ``write_whole``.
+    Two files with the same name thus have the same content. ``mode``: the file's permissions, as for ``write_whole``.
     """
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -92,7 +93,8 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
-        _write(file, place, bytes(_HEAD.size))  # marks the slot as empty until all numbers are written
+        # this mark means that the slot is empty; it stays until all numbers are written
+        _write(file, place, bytes(_HEAD.size))
         _write(file, place + _HEAD.size, numbers.data)
         _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
 
@@ -179,7 +181,10 @@ class StateChecksum:
         self._last = (last_round, self._sum())
 
     def put(self, server_round: int, cohort: Iterable[int]) -> None:
-        """Write the checksums after ``server_round``, in which ``cohort`` took part, and after the round before."""
+        """Write the checksums after ``server_round`` and after the previous round.
+
+        ``cohort``: the clients that took part in ``server_round``.
+        """
         self._count(cohort, server_round)
         before, self._last = self._last, (server_round, self._sum())
         said = {str(number): value for number, value in (before, self._last)}
@@ -233,8 +238,11 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the position of the first written byte from ``place`` on; without such a byte, at least the file size."""
-    if not hasattr(os, "SEEK_DATA"):  # as on Windows
+    """Return the position of the first written byte at or after ``place``.
+
+    Without such a byte, return at least the size of the file.
+    """
+    if not hasattr(os, "SEEK_DATA"):  # for example on Windows
         return place
     try:
         return os.lseek(file.fileno(), place, os.SEEK_DATA)
@@ -248,7 +256,7 @@ def _next_data(file: FileIO, place: int) -> int:
 class _Slots:
     """The schema of a client state, and the position of each client's two slots in the file.
 
-    A slot holds a header (round and checksum), then the numbers of the state.
+    A slot is the place of one stored state. It has a header (round and checksum), then the numbers of the state.
     """
 
     dtype: str
@@ -264,7 +272,7 @@ class _Slots:
         return (2 * client + slot) * pages * _PAGE
 
     def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
-        """Return (round, checksum) of the two slots (stored states) of ``client``; round 0 means an empty slot."""
+        """Return (round, checksum) for each of the client's two slots (stored states). Round 0 means an empty slot."""
         heads = []
         for slot in (0, 1):
             file.seek(self.place(client, slot))
@@ -322,7 +330,10 @@ def _read_layout(content: bytes) -> _Slots:
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
-    """Return the sum of all numbers, read as 32-bit integers: a cheap test for pages that never reached the disk."""
+    """Return the sum of all numbers, read as 32-bit integers.
+
+    This is a fast test for pages of the file that were never written to the disk.
+    """
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 
 

@@ -1,7 +1,8 @@
 """The initial weights of a model: their file, the digest of the file, and the copying of tensors into the model.
 
 Files are read without pickled objects, which could run code. A file must have the model's names and shapes. There is
-one exception: a head (last layer) that is missing, or for another number of classes, is replaced by a new head.
+one exception. If the head (last layer) is missing in the file, or is for another number of classes, the model gets a
+new head.
 """
 
 import hashlib
@@ -47,8 +48,8 @@ class Placed:
     """The tensors of a model that differ from the tensors in the file of its weights.
 
     ``new``: the names of the tensors of a new head, which keep their random values. ``classes``: the number of classes
-    of the head in the file, 0 if the file has no head. ``summed``: the names of the weights of convolutions over one
-    channel. Each is the sum of the file's weights over three colours.
+    of the head in the file, 0 if the file has no head. ``summed``: names of weights of convolutions over one channel.
+    Such weights are the sum of the file's weights over three colours.
     """
 
     new: tuple[str, ...] = ()
@@ -214,12 +215,13 @@ def _content(file: Path) -> bytes:
 
 
 def _parsed(content: bytes, file: Path) -> object:
-    """Return the content of a file of weights. Only tensors, numbers, texts and containers of them are read."""
+    """Return the content of a file of weights. Only tensors, numbers, texts and their containers are read."""
     try:
         if file.suffix == ".safetensors" or content[8:9] == b"{":
             return load(content)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about other versions of pickle; unreadable content raises an error below
+            # these warnings are about other versions of pickle; unreadable content raises an error below
+            warnings.simplefilter("ignore")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise UserError(
@@ -258,7 +260,7 @@ def _named(found: object, file: Path) -> Params:
 
 
 def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Parameter], weights: Params) -> bool:
-    """Return True if a file may lack the tensor ``name``: a constant, a count, or a second name of tied parameters."""
+    """Return True if a file may lack the tensor ``name``: a constant, a count, or a second name of a tied parameter."""
     if name in named:
         return any(other in weights for other, weight in named.items() if weight is named[name])
     layer, _, buffer = name.rpartition(".")
@@ -266,7 +268,7 @@ def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Paramete
 
 
 def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
-    """Return the names of the head's tensors if the file has no head, or one for other classes; else an empty set.
+    """Return the names of the head's tensors if the file has no head, or a head for other classes; else an empty set.
 
     ``missing``: the names that the file lacks. ``other``: the file's tensors whose shapes differ from the model's.
     """
@@ -283,7 +285,7 @@ def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
 
 
 def _is_grey(here: torch.Size, there: torch.Size) -> bool:
-    """Return True if ``here`` is the shape of a convolution over one channel, and ``there`` that over three colours."""
+    """Return True if ``here`` is the shape of a convolution over one channel, and ``there`` over three colours."""
     return len(here) == 4 and here[1] == 1 and there == torch.Size((here[0], 3, *here[2:]))
 
 

@@ -21,7 +21,7 @@ def file_or_preset(name: str) -> tuple[Path, str]:
     if name in presets:
         which = f"{name} means the preset here; for the file {name} in this folder, write ./{name}"
         return PRESETS / f"{name}.toml", which if there.is_file() else ""
-    with suppress(OSError):  # for an invalid path, the error is raised when the file is read
+    with suppress(OSError):  # an invalid path raises its error later, when the file is read
         if not there.exists():
             raise UserError(
                 f"no file or preset {shortened(name)!r}{guess(name, presets)}; presets: {', '.join(presets)} (settings "

@@ -37,7 +37,7 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
     if out.exists() or not out.parent.is_dir():
         return None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
-        with suppress(UserError, RunError):  # the run is damaged or in use, or cannot be extended
+        with suppress(UserError, RunError):  # this error means that the run is damaged or in use, or cannot be extended
             check_extension(experiment, folder, earlier, read_rounds(folder))
             with run_lock(folder):
                 _copy(folder, out)
@@ -61,7 +61,7 @@ def finished_result(directory: Path, experiment: Experiment, data_root: Path | N
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The outcome of a trial of the hyperparameter search on one rung, that is, in one stage of successive halving.
+    """The outcome of a trial of the hyperparameter search on one rung. A rung is a stage of successive halving.
 
     ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a trial that diverged.
     ``trained``: number of rounds trained on this rung, without the rounds of an earlier rung that the run extends.
@@ -79,8 +79,8 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
     ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, even
     if the trials belong to different rows of the table. The next rung usually extends this run in the same directory.
-    The next rung has a directory of its own if the run cannot be extended (``can_extend``). The same holds if the run's
-    checkpoint was too large to be written.
+    If the run cannot be extended (see the function ``can_extend``), the next rung has another directory. The same holds
+    if the run's checkpoint was too large to be written.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
@@ -116,7 +116,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return None
     chosen = resolved(experiment, data_root)
     if objection(chosen, directory, identity_of(chosen, data_root)):
-        return None  # the worker that executes the trial reports the reason
+        return None  # the worker that executes the trial reports the reason for this error
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
     new = records[after : experiment.rounds]
@@ -125,7 +125,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return TrialOutcome(result.get("validation", result)["final_accuracy"], *cost)
     if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return TrialOutcome(None, *cost, str(result["error"]))
-    if len(records) >= experiment.rounds:  # a later rung extended the run
+    if len(records) >= experiment.rounds:  # the run may have more rounds, because a later rung has extended the run
         record = records[experiment.rounds - 1]
         accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
         assert accuracy is not None, "every round of a trial is evaluated"
@@ -175,7 +175,8 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
-            # The name is compared, too, because it depends on the records: equal settings may belong to other records.
+            # The names of the runs are compared, too. The name of a run depends on its records, and runs with equal
+            # settings may have different records.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
             if objection(earlier, folder, identity_of(experiment, data_root)):
                 continue

@@ -71,7 +71,7 @@ class TableState:
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Store the results of the hyperparameter search, and the plan of the table with the chosen values."""
         self.choices, self.plan = choices, plan
-        for name in ("_flat_settings", "_titles"):  # delete cached values of the old plan
+        for name in ("_flat_settings", "_titles"):  # delete the cached values that were computed from the old plan
             vars(self).pop(name, None)
 
     @cached_property
@@ -87,7 +87,8 @@ class TableState:
         plan = self.plan
         alone = self._alone()
         results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
-        settings = json.loads(self.settings.model_dump_json())  # model_dump alone would return inf, which JSON lacks
+        # the method model_dump would return inf, which JSON lacks
+        settings = json.loads(self.settings.model_dump_json())
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
             reference=plan.reference, alone=frozenset(cell.row for cell in plan.cells if _is_alone(cell)),
@@ -111,7 +112,7 @@ class TableState:
     def _result(self, cell: Cell, alone: Mapping[str, Any] | None) -> SeedResult:
         """Return the result of a cell for one seed.
 
-        ``alone``: the result of the run in which every client trains alone, on the same split.
+        ``alone``: the result of the run with the same partition in which every client trains alone.
         """
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
@@ -190,7 +191,7 @@ def fill(
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
                     state.outcomes[event.name] = event
-                elif number:  # the files are written after the first event and after each ended run
+                elif number:  # the files of the table are written after the first event, and after each run that ends
                     continue
                 is_behind = time.monotonic() - written < WRITE_SECONDS
                 if not is_behind:
@@ -366,7 +367,7 @@ def _reached(result: Mapping[str, Any]) -> str:
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
     chosen_on = result.get("best_chosen_on", "test")
-    if chosen_on == "last":  # only the last round was tested
+    if chosen_on == "last":  # in this case, only the last round was tested
         return f"{100 * last:.1f} %"
     records = "the test set" if chosen_on == "test" else "validation"
     return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"

@@ -161,7 +161,7 @@ def in_time(seconds: float) -> str:
 
 def rounds_done(directory: Path) -> int:
     """Return the number of finished rounds of the run in ``directory``; 0 for a missing or damaged run."""
-    with suppress(UserError):  # a damaged run is reported when it is resumed
+    with suppress(UserError):  # the error of a damaged run is reported when the run is resumed
         return len(read_rounds(directory))
     return 0
 
@@ -194,7 +194,7 @@ def search_forecasts(
         assert settings.tune is not None, "a table that tunes nothing"
         trials = [proposed_trial(search, settings.tune, number, ()) for number in trial_batches(settings.tune)[0]]
         shortest = search.rungs[0].rounds
-        directories = dict.fromkeys(  # without the trials that Optuna will propose
+        directories = dict.fromkeys(  # the later trials of Optuna are left out, because they are not known yet
             trial_directory(experiment_of(settings, trial, shortest), out / TRIALS, data_root) for trial in trials
         )
         rounds, before = 0, 0
@@ -308,7 +308,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # raised if ``may_begin`` forbids a PLD computation for a note
+        with suppress(NoTimeError):  # this error is raised if ``may_begin`` forbids a PLD computation for a note
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)

@@ -101,7 +101,7 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 
 
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
-    """Return the label of a method: its preprocessing and algorithm, and its ``server`` setting unless default.
+    """Return the label of a method: its preprocessing, its algorithm, and a ``server`` that is not the default.
 
     A label states the parameters that differ from their defaults. Some parameters are stated even with their default
     values. ``varied``: such parameters of the preprocessing. ``own``: such parameters of the algorithm and of the
@@ -139,7 +139,8 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label always states.
     """
     changed = _changed(settings, also)
-    if not isinstance(vars(type(settings)).get("title", ""), str):  # a property, which states the first parameter
+    # such a class has a title that is a property, and the title already states the first parameter
+    if not isinstance(vars(type(settings)).get("title", ""), str):
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:
         changed.pop("over")
@@ -226,7 +227,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in _NOT_NAMED))
-    if experiment.evaluate == Evaluate():  # so old names of runs stay valid
+    if experiment.evaluate == Evaluate():  # this form keeps the names of older runs valid
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
@@ -240,7 +241,7 @@ def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
     """Return the name of the seed setting over which a table averages: one of ``SEEDS``.
 
     ``values``: {seed setting: its values in the table}. If exactly one seed setting has several values, return this
-    setting; else return ``seed``. Each value of any other seed setting has a row of its own.
+    setting. Otherwise return ``seed``. Each value of any other seed setting has a separate row.
 
     >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
     ('model_seed', 'seed')

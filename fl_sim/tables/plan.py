@@ -198,7 +198,8 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
                 grid[key] = value.split(",")
         else:
             base.append(override)
-    start = {"engine": "inprocess", **settings.base}  # not "auto": parallel runs already use all cores
+    # the engine is not "auto", because parallel runs already use all cores
+    start = {"engine": "inprocess", **settings.base}
     given = tuple(grids) if isinstance(settings.grid, tuple) else grids[0]
     return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
 
@@ -234,7 +235,8 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        seed = getattr(one.experiment, over)  # None for the row Centralized without this seed
+        # the seed is None if a run of the row Centralized does not use this seed setting
+        seed = getattr(one.experiment, over)
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
         if cells.setdefault(place, cell) != cell:
@@ -348,7 +350,8 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
     experiment = experiment_at(base, point)
     with _naming(point):
         look_for(experiment.data, data_root)
-        with importing():  # torch is imported only after the settings are checked, so that an error appears at once
+        # torch is imported only after the check of the settings, so that an error in a setting appears at once
+        with importing():
             from fl_sim.experiment.job import job_of  # noqa: PLC0415
             from fl_sim.simulation.engine_choice import check_trainer  # noqa: PLC0415
         job = job_of(experiment, data_root)
@@ -418,7 +421,8 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     if is_bound(point):
         job = job_at(settings.base, as_run(point), data_root)
     labels, note = job.dataset.test.labels, job.dataset.note
-    predicts = not job.dataset.vocabulary or job.predicts_classes  # only models of tokens are built here
+    # job.predicts_classes builds the model, so only models of tokens are asked
+    predicts = not job.dataset.vocabulary or job.predicts_classes
     largest_class = float(np.bincount(labels).max() / len(labels)) if predicts else None
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
 
@@ -486,7 +490,7 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point``, with the settings in ``instead`` in place of its own.
+    """Return ``point`` with the settings in ``instead``, which replace settings of ``point``.
 
     A setting of ``point`` is removed if the first part of its key is in ``instead``.
     """

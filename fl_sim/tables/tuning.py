@@ -156,7 +156,7 @@ def trial_batches(tune: Tune) -> list[range]:
     """Return the batches of trials, as ranges of trial indices (from 0).
 
     The values of all trials in a batch are drawn at the same time. A random search is one batch. The search by Optuna
-    begins with a batch of random trials, a quarter of all trials. Each later trial is a batch of its own, because its
+    begins with a batch of random trials, a quarter of all trials. Each later trial is a separate batch, because its
     values depend on the results of all earlier trials.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
@@ -268,7 +268,8 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    for part in ("algorithm", "preprocess"):  # the row's name states which parameters differ from their defaults
+    # the name of the row states the parameters that differ from their defaults
+    for part in ("algorithm", "preprocess"):
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
         spanned |= {f"{part}.{name}" for name, default in defaults.items() if getattr(value, name) != default}
@@ -333,7 +334,7 @@ def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
     if tune.data:
         judged = {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds"}
         if is_own(tune.data) and cell.experiment.is_private:
-            judged["evaluate.test_is_public"] = True  # all records of tune.data are public
+            judged["evaluate.test_is_public"] = True  # all records of the data set tune.data are public
     whole = {"rounds": rounds, "evaluate_every": 1, "evaluate.patience": 0, "evaluate.target_accuracy": 0}
     return dict(as_run({**cell.point, **trial.values, **whole, **judged}))
 

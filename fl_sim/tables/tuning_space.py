@@ -31,11 +31,11 @@ class Tune(Settings):
     """A hyperparameter search for every method in every column, with the same numbers of trials and rounds for each.
 
     ``trials``: the number of trials per method and column. ``rounds``: number of rounds of the longest trials (0: as
-    many as the runs of the table). ``halving``: the factor n of successive halving: the best 1/n of the trials of a
-    stage continue in the next stage, which has n times the rounds. ``validation``: the share of every client's training
-    records that is held out to evaluate trials ("given": the validation records of the data set). ``search``: "random"
-    draws the values, "optuna" lets Optuna's TPE propose them from earlier results. ``seed``: the seed of the drawn
-    values.
+    many as the runs of the table). ``halving``: the factor n of successive halving. The search has several stages. The
+    best 1/n of the trials of a stage continue in the next stage, which has n times as many rounds. ``validation``: the
+    share of every client's training records that is held out to evaluate trials ("given": the validation records of the
+    data set). ``search``: "random" draws the values at random. With "optuna", the method TPE of the library Optuna
+    proposes values from earlier results. ``seed``: the seed of the drawn values.
 
     ``space``: the settings to search for all methods, each with a list of values or a range {low, high, log}.
     ``spaces``: the settings to search for single methods, by the kind of the algorithm or the name of the row.
@@ -122,7 +122,8 @@ class ValueList:
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("must be a number")
-    return value  # not converted, because ``low = 1`` gives integers and ``low = 1.0`` floats
+    # pydantic must not convert numbers here, because ``low = 1`` gives integers and ``low = 1.0`` gives floats
+    return value
 
 
 Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
@@ -162,7 +163,7 @@ class Range(Settings):
     def is_at_end(self, value: float) -> bool:
         """Return True if ``value`` is in the first or last tenth of the range.
 
-        If ``log`` is True, the tenths are those of the range on a log scale.
+        If ``log`` is True, the first and the last tenth are measured on a logarithmic scale.
         """
         low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
         return not 0.1 < (at - low) / (high - low) < 0.9
@@ -256,7 +257,7 @@ def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: i
         else:
             kind = distributions.IntDistribution if dimension.is_whole else distributions.FloatDistribution
             kinds[key] = kind(dimension.low, dimension.high, log=dimension.log)
-    # The first trials of the search are random, so Optuna needs no random startup trials.
+    # The first trials of the search are random already. Therefore Optuna needs no random trials at its start.
     number = int(rng(seed, "tuning optuna", len(tried)).integers(2**31))
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=number, n_startup_trials=0)
@@ -290,7 +291,7 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
-    def is_dimension(value: Any) -> bool:  # False for a nested table of settings
+    def is_dimension(value: Any) -> bool:  # the result is False for a nested table of settings
         return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
     return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}

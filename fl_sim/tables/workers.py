@@ -193,8 +193,8 @@ def run_all(
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
     """Return ``experiment`` with as many threads for clients as its share of the cores: cores / ``jobs``.
 
-    ``jobs``: the number of parallel runs. An experiment on another engine is returned unchanged. So is an experiment
-    whose number of threads the user chose.
+    ``jobs``: the number of parallel runs. An experiment on another engine is returned unchanged. If the user chose the
+    number of threads, the experiment is also returned unchanged.
     """
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
@@ -249,7 +249,7 @@ class _Worker:
         """
         try:
             event: Event | str = self.connection.recv()
-        except (EOFError, OSError):  # OSError if the process was killed while it sent a message
+        except (EOFError, OSError):  # this call raises OSError if the process was killed while it sent a message
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_SECONDS_TO_STOP)
             self.close()
@@ -379,7 +379,7 @@ def _attempt(
     observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, tracking: Tracking
 ) -> Event:
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
-        shutil.rmtree(directory)  # an earlier process was killed before it wrote the first file
+        shutil.rmtree(directory)  # the file is missing if an earlier process was killed before it wrote the first file
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
         return Finished(observer.name, run(experiment, directory, data_root, tracking.of(directory, observer)))
@@ -394,8 +394,8 @@ def _attempt(
 def _die_with_parent() -> None:
     """Wait until the parent process ends for any reason, then end this process.
 
-    Without this, the worker would continue after the parent. The worker and a resumed table would then write the same
-    files.
+    Without this function, the worker would continue after the end of the parent. The worker and a resumed table would
+    then write the same files.
     """
     while os.read(_STANDARD_INPUT, 1):
         pass

@@ -103,7 +103,8 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
       fl-sim privacy global-dp --clients 1000 --groups 10 --noise-bands 10 --rounds 100 --epsilon 8
     """
     if groups is None or sampling_rate is not None or cohort is not None:
-        _sampling("client", sampling_rate, cohort, clients)  # raises an error for options that contradict each other
+        # this check raises an error for options that contradict each other
+        _sampling("client", sampling_rate, cohort, clients)
     rounds_of = load_object("strategies.private_plan:global_rounds", "planner")
     sampling = rounds_of(
         sampling_rate, cohort, clients, groups=groups, noise_bands=noise_bands, adaptive=adaptive,
@@ -415,7 +416,7 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return the distribution of the number of synthetic labels of one class, its moments and its privacy cost."""
+    """Return facts about the number of synthetic labels of a class: its distribution, moments and privacy cost."""
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")
     if not 0 < epsilon < math.inf:
@@ -448,7 +449,7 @@ def _label_costs(
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:
-    """Return the result of ``_label_costs`` as lines of text.
+    """Return the facts ``found`` by the function ``_label_costs`` as lines of text.
 
     If the distribution has many values, only the values around its mean are shown.
     """

@@ -11,11 +11,11 @@ from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, roun
 
 @dataclass(frozen=True)
 class SumsRequest:
-    """The quantities of a plan.
+    """The quantities of a privacy plan for sums by secure aggregation, without a trusted server.
 
-    ``grid``: the grid of the sums, whose noise multiplier is not read. ``noise``: the noise multiplier. ``target``: the
-    epsilon. At most one of ``noise``, ``rounds`` and ``target`` may be None. ``dropped``: the number of clients that
-    drop out in each round.
+    ``grid``: the settings of the grid on which clients round their updates. The noise multiplier in ``grid`` is
+    ignored. ``noise``: the noise multiplier. ``target``: the largest allowed epsilon. At most one of ``noise``,
+    ``rounds`` and ``target`` may be None. ``dropped``: the number of clients that drop out in each round.
     """
 
     grid: SumGrid

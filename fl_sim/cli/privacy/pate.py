@@ -27,15 +27,16 @@ _NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "gnmax": ("--sigma",),
     "confident": ("--sigma", "--threshold", "--sigma-threshold"),
 }
-_MOMENTS_2017: Final = np.arange(2.0, 10.0)  # Renyi orders of the moments 1 to 8 in the paper of 2017
+# the Renyi orders that belong to the moments 1 to 8 in the PATE paper of 2017
+_MOMENTS_2017: Final = np.arange(2.0, 10.0)
 
 
 @dataclass(frozen=True)
 class LabellingRequest:
-    """A PATE mechanism with the user's parameters. All noise is in units of votes (Laplace noise: scale 1 / gamma).
+    """A PATE mechanism with the user's parameters. Noise has the unit votes; Laplace noise has the scale 1 / ``gamma``.
 
-    ``target``: an epsilon. The number of queries whose privacy cost is at most this epsilon is computed. None: this
-    number is not computed.
+    ``target``: an epsilon, or None. If an epsilon is given, the plan also has the number of queries that cost at most
+    this epsilon.
     """
 
     mechanism: Name
@@ -79,7 +80,8 @@ def read_votes(path: Path) -> labelling_cost.Counts:
             votes = np.lib.format.read_array(file, allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (votes are a .npy file, written with numpy.save)") from error
-    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # a header is Python code
+    # the header of a .npy file is Python code, which numpy evaluates
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:
         raise UserError(f"{path} is no .npy file of numbers ({error}): write the counts with numpy.save") from error
     try:
         return labelling_cost.valid_counts(votes)
@@ -95,7 +97,8 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
     cost = request.cost()
     found = labelling_cost.analyse(counts, cost, request.delta)
     confident = request.mechanism == "confident"
-    advice = delta_advice(request.delta, float(counts[0].sum()))  # there are at least as many records as teachers
+    # each teacher has at least one record, so this is a lower bound of the number of records
+    advice = delta_advice(request.delta, float(counts[0].sum()))
     bill = {
         "unit": "record", "mechanism": request.mechanism, **asdict(cost),
         "queries": len(counts), "teachers": int(counts[0].sum()), "classes": counts.shape[1], "delta": request.delta,
@@ -123,7 +126,7 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
 def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
     """Return a noisy upper bound on the data-dependent epsilon. This bound may be published.
 
-    Every call publishes one more noisy output about the records, with a privacy cost of its own.
+    Every call publishes a new noisy output about the records. Each of these outputs has a separate privacy cost.
     """
     cost = request.cost()
     if request.mechanism == "confident":
@@ -198,7 +201,7 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
 def _as_published(
     request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
 ) -> dict[str, Any]:
-    """Return the epsilons that the bounds and the conversion of the PATE papers give.
+    """Return the epsilons by the bounds in the PATE papers and by their conversion from RDP to epsilon.
 
     The epsilons can be compared with the tables in these papers.
     """

@@ -50,7 +50,10 @@ class Sampling:
         return amplify_fixed_size(event, self.cohort, self.population)
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
-        """Return the releases of ``steps`` steps, {event: number}. ``noise``: the noise multiplier."""
+        """Return the privacy events of ``steps`` steps as {event: number of its releases}.
+
+        ``noise``: the noise multiplier.
+        """
         return {self.amplify(dp_event.GaussianDpEvent(noise)): steps}
 
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
@@ -62,7 +65,7 @@ class Sampling:
         return steps_that_fit(self.amplify(dp_event.GaussianDpEvent(noise)), target, delta, accountant=accountant)
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return further facts for the user, {label: sentence}; here none."""
+        """Return further facts for the user, {label: sentence}. This class has no further facts."""
         del noise
         return {}
 
@@ -82,7 +85,7 @@ class PlannedReleases(Protocol):
         """Return the privacy event of one step: ``event`` with the privacy amplification by sampling."""
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
-        """Return all releases of ``steps`` steps, {event: number}."""
+        """Return the privacy events of ``steps`` steps as {event: number of its releases}."""
 
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
         """Return the least noise multiplier with which all releases cost at most epsilon ``target``."""
@@ -98,9 +101,9 @@ class PlannedReleases(Protocol):
 class BudgetRequest:
     """The quantities of a privacy plan.
 
-    ``sampling``: the releases, whose units are sampled. ``noise``: the noise multiplier. ``target``: the epsilon. At
-    most one of ``noise``, ``steps`` and ``target`` may be None. The plan computes this missing quantity from the other
-    two.
+    ``sampling``: the releases of the plan, with the sampling of privacy units. ``noise``: the noise multiplier.
+    ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None. The plan computes this
+    missing quantity from the other two.
     """
 
     sampling: PlannedReleases
@@ -220,12 +223,14 @@ def _check(request: BudgetRequest) -> None:
 
 
 def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
-    """Return the mu of Gaussian DP of all releases together; None if one of them is sampled."""
+    """Return the parameter mu of Gaussian DP for all releases together. Return None if a release uses sampled units."""
     if any(events.sampling_rate(event) != 1 for event in counts):
         return None
     total = 0.0
     for event, number in counts.items():
-        moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2  # in clipping norms; 2 if a unit is replaced
+        # the largest change of a release by one privacy unit, in clipping norms; it is 2 if all data of the unit may be
+        # replaced
+        moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2
         total += number * (moved / event.noise_multiplier) ** 2
     return math.sqrt(total)
 

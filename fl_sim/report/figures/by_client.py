@@ -1,4 +1,4 @@
-"""Figures of clients: the accuracy of each client's model in a table's row, and of its model trained alone.
+"""Figures of clients: the accuracy of each client's model in a row of a table, and after training alone.
 
 A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. The lists with
 one share for each client come from stages (``fl_sim.simulation.stage.Stage.titles``).
@@ -51,7 +51,7 @@ class ClientPanel:
 
     @property
     def below(self) -> float:
-        """Return the share of clients, in percent, whose model is worse than the model trained alone."""
+        """Return the share of clients, in percent, whose model is worse than the model that they trained alone."""
         return 100 * sum(own < alone for alone, own in self.pairs) / len(self.pairs)
 
 

@@ -83,8 +83,8 @@ class Curve:
 def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Picture]:
     """Return the figures of accuracy over rounds, loss over rounds, and accuracy over virtual time.
 
-    Up to four panels are drawn together in one figure. If there are more than four panels, each panel is a figure of
-    its own. Panels of the same data set have the same vertical axis. ``full_axis``: True if the accuracy axis goes from
+    Up to four panels are drawn together in one figure. If there are more than four panels, each panel is a separate
+    figure. Panels of the same data set have the same vertical axis. ``full_axis``: True if the accuracy axis goes from
     0 to 100 %.
     """
     styles, timed = styles_of(panels), _timed(panels)
@@ -107,7 +107,10 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with only the methods whose runs have virtual times. A panel without any is left out."""
+    """Return the panels with only the methods whose runs have virtual times.
+
+    Panels without such methods are left out.
+    """
     kept = []
     for panel in panels:
         timed = tuple(line for line in panel.lines if not line[1].is_bound and curve(line[1], "accuracy").times)
@@ -182,14 +185,14 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # no ticks below the error bars to the right of the last round
+        if entries:  # error bars may be to the right of the last round; no ticks are there
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if handles:
-        # The upper bound (centralized training) comes after the methods.
+        # The legend names the upper bound (centralized training) after all methods.
         bounds = {plain(names[label]) for panel in panels for label, one in panel.lines if one.is_bound}
         ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(
@@ -254,7 +257,8 @@ def _draw_panel(
             places, line.mean, label=shown, color=color, linewidth=layout.line,
             dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
             markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
-            # Each line begins its markers at another round, so that markers of equal lines do not hide each other.
+            # The markers of each line begin at a different round, so that the markers of equal lines do not hide each
+            # other.
             markevery=(number % every, every),
         )  # fmt: skip
         if len(one.drawn) > 1 and _has_bars(panel):
@@ -294,7 +298,7 @@ def _scale(axes: "Axes", measure: Measure, curves: Sequence[Curve], *, full_axis
         percent_axis(axes, lows, highs, full=full_axis)
     elif values and min(values) > 0 and max(values) > _SKEWED * min(values):
         axes.set_yscale("log")
-        # Mean minus deviation may be 0 or less, which a logarithmic axis cannot show.
+        # The mean minus the deviation may be 0 or less. A logarithmic axis cannot show such a number.
         axes.set_ylim(max(min(lows), min(values) / 3) / 1.5, 1.5 * max(highs))
         axes.yaxis.set_major_formatter("{x:g}")
         if max(values) < 1000 * min(values):

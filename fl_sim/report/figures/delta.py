@@ -1,6 +1,7 @@
-"""Figure of privacy: the delta of a run's planned releases over epsilon, beside the pair in its privacy statement.
+"""Figure of privacy: the delta of a run's planned releases over epsilon, and the stated pair (epsilon, delta).
 
-A pair (epsilon, delta) is one point of this curve. The curve is computed from the events in the statement, by PLD.
+The pair (epsilon, delta) in the run's privacy statement is one point of this curve. The curve is computed by PLD from
+the privacy events in the statement.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ _FARTHEST: Final = 1.5
 class DeltaCurve:
     """The curve of one privacy statement: a delta for each value in ``epsilons``.
 
-    ``epsilon``, ``delta``: the stated pair.
+    ``epsilon``, ``delta``: the values in the privacy statement.
     """
 
     unit: str
@@ -66,7 +67,7 @@ def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
 
 
 def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
-    """Return the curve of a statement; None if it has no planned events, or if no PLD of them is computed.
+    """Return the curve of a privacy statement; None if it has no planned events, or if they cannot be computed by PLD.
 
     If the guarantee is a budget, the planned events are no upper bound of the releases. Then the result is None, too.
     """
@@ -76,7 +77,8 @@ def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     try:
         counts = counted(statement.planned_events)
         is_known = bounds(counts, delta).pld is not None
-    except (RunError, UserError, KeyError, TypeError, ValueError):  # the bill of all runs reports damaged statements
+    # nothing is reported here, because the privacy bill of all runs reports damaged statements
+    except (RunError, UserError, KeyError, TypeError, ValueError):
         return None
     if not is_known:
         return None
@@ -96,6 +98,7 @@ def _draw(curves: Sequence[DeltaCurve], layout: Layout) -> "Figure":
         )
         axes.plot([curve.epsilon], [curve.delta], color=color, marker=marker)
     axes.set(xlabel="epsilon", ylabel="delta", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")  # in 10^x, the exponent x would be too small to read
+    # numbers are not written as 10^x, because the exponent x would be too small to read
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     return with_legend(figure)

@@ -1,6 +1,7 @@
 """Figure of a partition: the number of records of each class on each client.
 
-Partitions with few clients are drawn as bubbles, as in NIID-Bench (Li et al. 2022), and others as a heat map.
+Partitions with few clients are drawn as bubbles, as in NIID-Bench (Li et al. 2022). Other partitions are drawn as a
+heat map.
 """
 
 import textwrap
@@ -105,7 +106,7 @@ def _heat_map(counts: NDArray[np.int64], title: str) -> "Figure":
         np.ma.masked_equal(counts.T, 0),
         aspect="auto",
         origin="lower",
-        interpolation="nearest",  # no smoothing between classes
+        interpolation="nearest",  # the image has no smoothing between classes
         cmap="Blues",
         norm=PowerNorm(0.5, vmin=0, vmax=int(counts.max())),
     )

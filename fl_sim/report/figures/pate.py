@@ -63,8 +63,8 @@ Points: TypeAlias = Mapping[float, Sequence[float]]
 class Plot:
     """The definition of a figure.
 
-    ``stem``: part of the file name. ``x_value``, ``y_value``, ``line``: functions that return for a run its x value,
-    its y value and the name of its line.
+    ``stem``: part of the file name. ``x_value``, ``y_value``, ``line``: functions of a run. They return its x value,
+    its y value, and the name of its line in the figure.
     """
 
     stem: str
@@ -148,7 +148,8 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
         axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
     else:
-        axes.xaxis.set_major_formatter("{x:g}")  # in 10^x, the exponent x would be too small to read
+        # numbers are not written as 10^x, because the exponent x would be too small to read
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
     return with_legend(figure)
@@ -236,8 +237,10 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
 def _votes(path: Path) -> NDArray[np.int64]:
     """Return the numbers of votes, shape (queries, classes). Raise OSError or ValueError if the file is damaged."""
     try:
-        votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a memory map checks that the file is long enough
-    except (SyntaxError, TokenError) as error:  # numpy parses the header as Python code
+        # opening the file as a memory map checks that the file is long enough
+        votes = np.load(path, mmap_mode="r", allow_pickle=False)
+    # numpy evaluates the header of the file as Python code, which may raise these errors
+    except (SyntaxError, TokenError) as error:
         raise ValueError(f"{path.name} has a damaged header") from error
     if (
         not isinstance(votes, np.ndarray)

@@ -65,7 +65,7 @@ class Point:
 class SweepLine:
     """One line of the figure.
 
-    Its ``points`` differ only in the varied setting, and are sorted by the value of this setting.
+    The ``points`` of a line differ only in the varied setting, and are sorted by the value of this setting.
     """
 
     label: str
@@ -219,7 +219,7 @@ def _draw_line(axes: "Axes", line: SweepLine, style: Style, infinity: float, lay
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
-    # The part between the last finite value and infinity is dotted, because it has no scale.
+    # The part of a line between the last finite value and infinity is dotted, because this part has no scale.
     axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
     bars = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
     draw_points(axes, places, means, bars, style, layout, line.label)
