@@ -70,7 +70,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 def _library() -> Any:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if os.environ.get("FL_SIM_OFFLINE"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library reads this variable when it is imported
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library ``datasets`` reads this variable during its import
     try:
         import datasets  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:
@@ -189,8 +189,8 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
     """Return the name of the column of type ``kind``.
 
-    If several columns have this type, return ``usual`` if it is one of them, otherwise "". If no column has the type,
-    return "".
+    If several columns have this type, return ``usual`` if this name is among their names, otherwise "". If no column
+    has the type, return "".
     """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""

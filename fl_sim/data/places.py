@@ -101,7 +101,8 @@ def _found_own(own: OwnName) -> DataSource | None:
     path = _absolute(own.place)
     # Path.is_dir would raise an error for a long name.
     is_there = os.path.isdir if own.kind in PLACES else os.path.isfile
-    found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None  # hf: a name on the hub
+    # Kind hf: a name on Hugging Face's hub.
+    found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None
     return DataSource(own.kind, found) if found else None
 
 
@@ -184,9 +185,9 @@ def download(known: KnownSet, data_root: Path | None) -> DataSource:
 
     splits: list[dict[str, Any]] = [{"split": "train"}, {"split": "test"}] if known.layout == "mat" else [{}]
     stall = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision sets no timeout
+    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision itself sets no timeout for downloads
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is only for the command's result
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for the result of the command
             for split in splits:
                 dataset(root, download=True, **split)
     except (OSError, RuntimeError, HTTPException) as error:

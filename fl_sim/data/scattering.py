@@ -314,7 +314,10 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(values: torch.Tensor) -> torch.Tensor:
-    """Split ``values`` (..., height, width) into quarters, which subsampling adds: (..., 4, height / 2, width / 2)."""
+    """Split ``values`` (..., height, width) into four quarters: (..., 4, height / 2, width / 2).
+
+    Subsampling adds these quarters.
+    """
     down, across = values.shape[-2] // 2, values.shape[-1] // 2
     return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
 

@@ -478,7 +478,7 @@ def _oddities(plan: TablePlan) -> list[str]:
 
 
 def lacking(plan: TablePlan) -> str:
-    """Return the property of the records that ``data.missing=drop`` leaves out, for messages."""
+    """Return a phrase for messages that describes the records that ``data.missing=drop`` leaves out."""
     return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
 
 

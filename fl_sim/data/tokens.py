@@ -180,7 +180,7 @@ class Vocabulary:
         try:
             library.enable_truncation(most)
             found = library.encode_batch([*texts])
-        except Exception as error:  # the library raises plain exceptions
+        except Exception as error:  # the library ``tokenizers`` raises only plain Exceptions
             raise UserError(
                 f"data.tokenizer={shortened(self.written)} cannot tokenize these texts ({in_one_line(error)}); take "
                 "another tokenizer, or a larger data.max_length"
@@ -348,7 +348,7 @@ def _tokenizer_in(path: Path, digest: str) -> Any:
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
+    except Exception as error:  # the library ``tokenizers`` raises only plain Exceptions
         raise UserError(f"data.tokenizer: {path} is no {_FILE} ({in_one_line(error)}); name another file") from error
 
 

@@ -91,7 +91,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
             exported = Path(folder) / "exported"
-            exported.write_text("{ global: fl_sim_*; local: *; };")  # all other symbols are hidden
+            exported.write_text("{ global: fl_sim_*; local: *; };")  # the linker hides all other symbols
             link = [f"-Wl,--version-script={exported}", "-shared", "-s", *(str(made) for *_, made in objects)]
             _call([*compiler, *link, "-o", str(partial)])
             partial.replace(library)
@@ -124,7 +124,8 @@ def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
 
 
 def _options(lanes: int) -> list[str]:
-    return [f"-m{feature}" for feature in WIDTHS[lanes] if feature != "asimd"]  # every 64-bit ARM processor has asimd
+    # Every 64-bit ARM processor has asimd, so the compiler needs no option for asimd.
+    return [f"-m{feature}" for feature in WIDTHS[lanes] if feature != "asimd"]
 
 
 def _call(command: list[str]) -> None:

@@ -15,7 +15,7 @@ from fl_sim.native.kernel import Kernel
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _STRANGE = 3  # the value of ``Outcome`` in gan.cpp for rows or classes that do not exist
 
-_LEAST = 1e-8  # Adam's epsilon
+_LEAST = 1e-8  # the constant epsilon of Adam
 
 
 class _Linear(ctypes.Structure):

@@ -98,7 +98,8 @@ def audit_profile(
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Bonferroni: two directions with two probabilities each, for every epsilon and for the bound on epsilon itself.
+    # Bonferroni correction: every epsilon, and the bound on epsilon itself, has two directions with two probabilities
+    # each.
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -270,7 +271,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # this test holds also where the spread is 0
+    if spread * 500 <= shift:  # this test holds also where the standard deviation of the scores is 0
         return math.inf
     distance = shift / spread
 

@@ -28,7 +28,7 @@ from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
 
-_MOST_BY_PLD: Final = 12  # kinds of events; the PLD accountant needs about a second for each of them
+_MOST_BY_PLD: Final = 12  # maximum number of kinds of events; the PLD accountant needs about a second for each kind
 _NEIGHBOURS: Final = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
     Adjacency.REPLACE_ONE: "replacing one",
@@ -387,7 +387,8 @@ def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
     if len(_stated_under(payments[0])) > 1:
-        return math.inf, delta  # a statement may convert events to its own adjacency, but two adjacencies never compose
+        # A privacy statement may convert its events to another adjacency, but events of two adjacencies never compose.
+        return math.inf, delta
     return _composed([one.charged for one in payments], delta), delta
 
 

@@ -91,7 +91,8 @@ def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
     assert numerator == variance * VARIANCE_STEPS
-    last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1  # by Bernstein's inequality
+    # The last entry of the table, by Bernstein's inequality.
+    last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1
     weights = (_skellam_weights if mechanism == "skellam" else _gaussian_weights)(numerator, last)
     total, cumulative = weights[0] + 2 * sum(weights[1:]), -weights[0]
     high, low = np.empty(last + 1, np.uint64), np.empty(last + 1, np.uint64)

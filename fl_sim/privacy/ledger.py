@@ -39,9 +39,9 @@ from fl_sim.privacy.terms import Terms, none_if_infinite
 from fl_sim.store.files import sync_folder
 
 _FORMAT: Final = 2
-_LONGEST_LINE: Final = 64 * 1024  # bytes; a line that this program writes has a few hundred
+_LONGEST_LINE: Final = 64 * 1024  # maximum length of a line in bytes; a line of fl-sim has a few hundred bytes
 _PAUSE: Final = 0.01  # seconds between two tries for the lock
-_LARGEST: Final = 256 * 1024**2  # bytes, enough for about a million charges
+_LARGEST: Final = 256 * 1024**2  # maximum size of the charge log in bytes, enough for about a million charges
 _CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which is charged again"
 
 
@@ -234,7 +234,7 @@ class Ledger:
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # the log names the charged releases; the ledger computes their cost
+            if news:  # the log names the charged releases, and the ledger computes the cost of these releases
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append
@@ -245,8 +245,8 @@ class ChargeLog:
 
     ``terms``: the terms of the ledger as plain JSON values; a log with other terms is refused. ``receipt``: with a
     receipt, the log must exist and must begin with the charges of this receipt. ``holder``: a name, for error messages,
-    of what these charges paid for. Raises UserError for other terms. Raises RunError for a log that is missing, cut,
-    edited or damaged.
+    of the results that these charges paid for. Raises UserError for other terms. Raises RunError for a log that is
+    missing, cut, edited or damaged.
     """
 
     def __init__(self, path: Path, terms: Mapping[str, Any], receipt: Receipt | None, holder: str) -> None:

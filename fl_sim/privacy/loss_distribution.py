@@ -24,10 +24,10 @@ Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
 
 _INTERVAL: Final = 1e-4  # the default grid spacing of dp_accounting
 _INTERVALS_PER_EPSILON: Final = 200_000
-_MOST_INTERVALS: Final = 300_000  # grid intervals across the privacy loss of one release
+_MOST_INTERVALS: Final = 300_000  # maximum number of grid intervals across the privacy loss of one release
 _MOST_STEPS: Final = 10**6
-_MOST_NOISE: Final = 1e50  # the square of this number does not overflow
-_LEAST_RATE: Final = 1e-15  # the inverse of this number does not overflow
+_MOST_NOISE: Final = 1e50  # the square of this noise multiplier does not overflow
+_LEAST_RATE: Final = 1e-15  # the inverse of this sampling rate does not overflow
 _MOST_EPSILON: Final = 200.0
 # Rounding errors of delta, for each kind of event and for each release: at least 20 times the largest errors that were
 # measured in 1,568 compositions.

@@ -57,12 +57,12 @@ CLOSE: Final = 2.0**-43
 U is above ``DECIDED``, so its digits behind the 63rd are less than 2^-46 of it.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
-_GUARD: Final = 32  # extra binary digits of a boundary's probability, compared with the digits of U
+_GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with the digits of U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
 _LEAST_NOISE: Final = 1e-6  # least standard deviation, in clipping norms; epsilon is above 10^11 for it
 _ZEROS: Final = memoryview(bytes(2**19))  # plain text of zeros, which ChaCha20 encrypts to its key stream
-_BLOCK_WORDS: Final = 8  # 64-bit words in a block of ChaCha20, whose counter numbers the blocks
-_STREAM_LIMIT: Final = 2**37  # bytes; half of the range of a ChaCha20 counter
+_BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20, whose counter numbers the blocks
+_STREAM_LIMIT: Final = 2**37  # maximum length of a stream in bytes: half of the range of a ChaCha20 counter
 
 
 class Normals(Protocol):
@@ -206,7 +206,10 @@ class Noise:
         return steps
 
     def _exactly(self, law: Law, ratio: float, number: tuple[int, int, int], purpose: str, server_round: int) -> float:
-        """Return one number of a stream in grid steps. ``number``: its index, its first word, the count of numbers."""
+        """Return one number of a stream in grid steps, rounded exactly.
+
+        ``number``: the index of this number, its first word, and the count of all numbers.
+        """
         place, word, count = number
         # The stream holds the first words of all numbers, then their second words, which few numbers need.
         [second] = self._words(1, purpose, server_round, behind=count + place)

@@ -33,7 +33,7 @@ from fl_sim.seeding import rng
 MOST_TRIES: Final = 500
 """The number of tries of rounding, which fail together with a probability below 10^-100. Then zeros are sent."""
 
-_BLOCK: Final = 2**15  # numbers, a multiple of 8, so that a block fills whole bytes
+_BLOCK: Final = 2**15  # numbers per block: a multiple of 8, so that a block fills whole bytes
 
 EDGE: Final = 0.75
 """A number of the sum lies near the edge if it exceeds this part of half of the modulus."""

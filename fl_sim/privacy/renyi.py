@@ -52,7 +52,8 @@ Its error is at most 1e-12 for the noise multipliers and sampling rates to which
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
-_LEAST_STD: Final = 0.5  # grid steps; the bound for a discrete Gaussian share is proven from this value up
+# Standard deviation in grid steps. The bound for a share of discrete Gaussian noise is proven from this value up.
+_LEAST_STD: Final = 0.5
 
 
 @lru_cache(maxsize=512)
@@ -187,7 +188,8 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
     below = np.floor(orders)
     share = orders - below
     line = (1 - share) * scaled(below) + np.where(share > 0, share * scaled(below + 1), 0.0)
-    return np.where(np.isnan(line), math.inf, line / (orders - 1))  # NaN is infinity times 0, after an overflow
+    # A NaN comes from infinity times 0, after an overflow.
+    return np.where(np.isnan(line), math.inf, line / (orders - 1))
 
 
 def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -275,7 +277,7 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
         )
     noise, rate = event.noise_multiplier, event.truncated_batch_size / event.dataset_size
     plain = 4 * _gaussian_curve(noise)
-    if rate == 1 or noise < 1e-3:  # with so little noise amplification by sampling is negligible
+    if rate == 1 or noise < 1e-3:  # with so little noise, amplification by sampling is negligible
         return plain
     return np.minimum(plain, [_mixture_divergence(order, rate, 2 / noise) for order in ORDERS])
 

@@ -25,7 +25,7 @@ class ChosenModels(Stage):
         return SeveralModels.applies(experiment)
 
     def after(self, run: Run) -> None:
-        """Store the round layer, which knows the model of each client, for the result."""
+        """Keep the round layer for the result, because the round layer knows the model of each client."""
         self._layer = found_in(run.strategy.layer, SeveralModels)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:

@@ -77,7 +77,7 @@ class TstrProcedure(Procedure):
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
-        # No bytes down: clients do not train, so they do not receive the pool.
+        # The server sends nothing to clients: clients do not train, so they do not receive the pool.
         log.before = {what: traffic and Traffic(0, traffic.up) for what, traffic in log.before.items()}
         self.settings.check_size(log.pooled.count)
         found = []
@@ -86,7 +86,8 @@ class TstrProcedure(Procedure):
             observer.preparing(f"classifier {classifier.name}: {100 * accuracy:.2f} % on held-out synthetic records")
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
-        chosen = max(found, key=lambda one: one.held_out.accuracy)  # with equal accuracies, the first classifier
+        # If accuracies are equal, the first classifier is chosen.
+        chosen = max(found, key=lambda one: one.held_out.accuracy)
         log.facts["tstr"] = {
             "chosen": chosen.name,
             "classifiers": [one.facts() for one in found],
@@ -166,7 +167,8 @@ class TstrProcedure(Procedure):
             kept = "scattering"
             try:
                 made, real = features_of(made), features_of(real)
-            except UserError:  # no scattering features: tables, and images that are too small or too large
+            # These records have no scattering features: tables, and images that are too small or too large.
+            except UserError:
                 return None
         scale = math.sqrt(made.shape[1])  # as in training: the scaled features have a standard deviation of about 1
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))

@@ -152,7 +152,7 @@ def gradient_in(trained: Trained) -> Params:
     return {**zeros_like(trained.params), **found}
 
 
-@lru_cache(maxsize=256)  # the steps of all clients have few different settings
+@lru_cache(maxsize=256)  # cached, because the steps of all clients have only a few different settings
 def _changed(settings: LocalSettings, **changes: Any) -> LocalSettings:
     return replace(settings, **changes)
 

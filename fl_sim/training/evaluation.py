@@ -322,7 +322,8 @@ class OwnTests:
         Returns None if several clients share a group, and one of these clients also has records of another group.
         """
         known, numbers = np.unique(groups[shards.records], return_inverse=True)
-        pairs = np.unique(numbers * len(shards) + shards.owners)  # sorted by group, then by client
+        # Pairs (group, client), sorted by group, then by client.
+        pairs = np.unique(numbers * len(shards) + shards.owners)
         holders, of_group = pairs % len(shards), pairs // len(shards)
         num_holders, num_groups = np.bincount(of_group), np.bincount(holders)
         if ((num_holders[of_group] > 1) & (num_groups[holders] > 1)).any():

@@ -323,7 +323,8 @@ def _check(plan: LocalPlan, settings: LocalSettings, weights: Params, inputs: to
             )
     check_optimizer(plan, settings)
     buffers = plan.momentum_buffers or {}
-    moved = {name: weight for name, weight in weights.items() if name in buffers}  # frozen weights have no buffers
+    # Frozen weights have no momentum buffers.
+    moved = {name: weight for name, weight in weights.items() if name in buffers}
     check_layout("the momentum buffers", buffers, layout_of(moved))
     for what, offset in (("gradient", plan.gradient_offset), ("step", plan.step_offset)):
         if offset:

@@ -78,7 +78,8 @@ def uphill(
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
-    # keepdim: under vmap, products with a tensor of shape () copy numbers to the device, which CUDA graphs do not allow
+    # keepdim=True, because under vmap products with a tensor of shape () copy numbers to the device. CUDA graphs do not
+    # allow such copies.
     length = torch.linalg.vector_norm(torch.cat([value.flatten() for value in scaled]), dim=0, keepdim=True)
     reach = ascent.radius / (length + _TINY_ASCENT)
     return {name: weights[name] + (reach * step.flatten()).view_as(step) for name, step in steps.items()}
@@ -101,7 +102,7 @@ def clipped(gradients: Mapping[str, torch.Tensor], clip_norm: float) -> dict[str
     """Return ``gradients``, scaled down together if their joint L2 norm exceeds ``clip_norm``; 0 means no clipping."""
     if not clip_norm:
         return dict(gradients)
-    # keepdim: see ``uphill``
+    # keepdim=True: see ``uphill``
     lengths = [torch.linalg.vector_norm(value.flatten(), dim=0, keepdim=True) for value in gradients.values()]
     length = torch.linalg.vector_norm(torch.cat(lengths), dim=0, keepdim=True)
     factor = (clip_norm / (length + _TINY_NORM)).clamp(max=1.0)

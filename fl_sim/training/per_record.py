@@ -162,7 +162,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    twin = copied(model)  # functional_call does not restore a module that a model uses twice
+    twin = copied(model)  # a copy, because functional_call does not restore a module that a model uses twice
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
 
@@ -173,7 +173,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
-    # Unknown before the first batch with records. Recurrent layers have no batching rule.
+    # Before the first batch with records, it is unknown whether ``vmap`` works. Recurrent layers have no batching rule.
     works: bool | None = False if any(isinstance(part, nn.RNNBase) for part in model.modules()) else None
 
     def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:

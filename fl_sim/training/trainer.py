@@ -341,7 +341,8 @@ class Trainer:
         from fl_sim.training.private_steps import is_compiled  # noqa: PLC0415 (its cryptography loads slowly)
 
         has_all = self._kernel is not None and self._precision == "float32" and not self._has_frozen
-        stack = self._stack(input_shape) if has_all else None  # compiled steps add noise to all parameters
+        # Compiled private steps add noise to all parameters, so no parameter may be frozen.
+        stack = self._stack(input_shape) if has_all else None
         return stack if stack is not None and is_compiled(stack, plan, settings) else None
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:

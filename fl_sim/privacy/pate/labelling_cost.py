@@ -398,7 +398,8 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
         log_a = log_stays - np.log1p(-np.exp((log_q + epsilon_2) * (1 - 1 / mu_2)))
         log_b = epsilon_1 - log_q / (mu_1 - 1)
         holds = (mu_2 > 1) & (log_q <= steepest) & (log_q + epsilon_2 < 0)
-    holds &= np.isfinite(log_a) & np.isfinite(log_b)  # False where the votes are so clear that q underflows
+    # ``holds`` is False where the votes are so clear that q underflows.
+    holds &= np.isfinite(log_a) & np.isfinite(log_b)
     stays, q, a, b, most = (np.where(holds, value, 0.0)[:, None] for value in (log_stays, log_q, log_a, log_b, mu_1))
     less = orders - 1
     curves = np.maximum(_log_of_sum(stays + less * a, q + less * b) / less, 0.0)

@@ -36,7 +36,8 @@ Answered: TypeAlias = NDArray[np.bool_]
 PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 
 _CELLS_PER_VOTE: Final = 8
-_SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # the most cells by which one vote moves a gap; one cell is for rounding
+# Largest number of cells by which one vote moves a gap; one of the cells is for rounding.
+_SHIFT: Final = 2 * _CELLS_PER_VOTE + 1
 # The terms that ``planned`` tries: Renyi orders, products of order and smoothness, and noise.
 _ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
 _PRODUCTS: Final = (0.05, 0.1, 0.2)
@@ -84,7 +85,7 @@ class PublicationTerms:
         """Return the Renyi divergence of the publication itself at each of ``orders``; ``inf`` for no bound."""
         costs = np.full(len(orders), np.inf)
         for place, order in enumerate(orders):
-            with suppress(UserError):  # the smoothness is too large for this order
+            with suppress(UserError):  # UserError: the smoothness is too large for this order
                 costs[place] = replace(self, order=float(order)).divergence()
         return costs
 

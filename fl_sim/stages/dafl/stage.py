@@ -101,7 +101,7 @@ class Synthesize:
         return Begun(remote.Ticket(noise.key, noise.simulation_only, tuple(counts.tolist())), (releasing, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the synthetic records in a worker's answer; return the message for the server."""
+        """Store the synthetic records that a worker's answer contains, and return the message for the server."""
         from clients.dafl.share import finish_share  # noqa: PLC0415 (the accountants load slowly)
 
         releasing, paid = begun.paid
