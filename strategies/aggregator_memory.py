@@ -20,7 +20,7 @@ MEMORY: Final = "aggregator"
 
 
 class AggregatorMemory(Layer):
-    """Gives the aggregator its memory of the last round, and stores its new memory in the server state."""
+    """The round layer that gives the aggregator its memory of the last round, and stores its new memory."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

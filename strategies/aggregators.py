@@ -75,7 +75,7 @@ def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
 class Robust(Settings):
     """Base class of robust aggregators, which compare single updates so that a few hostile clients have little effect.
 
-    They treat all payloads of a client as one vector.
+    A robust aggregator treats all payloads of a client as one vector.
     """
 
     layer: ClassVar[str] = "strategies.aggregator_memory:AggregatorMemory"
@@ -122,7 +122,7 @@ class Robust(Settings):
         return Aggregate(payloads, cohort.participation(len(rows)), self.no_effect(rows, taken), memory)
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). ``cohort``: the reply per row."""
+        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). ``cohort``: has a reply per row."""
         raise NotImplementedError
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
@@ -170,7 +170,7 @@ def as_rows(replies: Sequence[Reply]) -> torch.Tensor:
 
 
 def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
-    """Return the payloads that one row of the matrix from ``as_rows`` holds, with the names and shapes of ``like``."""
+    """Convert one row of the matrix from ``as_rows`` back to payloads, with the names and shapes of ``like``."""
     parts = [flattened(params) for params in like.values()]
     cut = row.split_with_sizes([part.flat.numel() for part in parts])
     return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}
@@ -178,7 +178,7 @@ def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:
     """Return the squared distances between all pairs of ``rows``, float64 (n, n)."""
-    centred = (rows - rows.mean(dim=0)).double()  # the same distances, with less rounding in the products
+    centred = (rows - rows.mean(dim=0)).double()  # the same distances, but products with less rounding
     products = centred @ centred.T
     squares = products.diagonal()
     distances: torch.Tensor = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)
@@ -193,7 +193,7 @@ def as_named(payloads: Payloads) -> Params:
 def row_like(named: Params, like: Payloads, prefix: str = "") -> torch.Tensor:
     """Return the tensors in ``named`` as one row, with the names and shapes of ``like``; missing tensors are zeros.
 
-    ``prefix``: the beginning of their names in ``named``.
+    ``prefix``: the beginning of each tensor's name in ``named``.
     """
     parts = [named.get(prefix + name, torch.zeros_like(value)).flatten() for name, value in as_named(like).items()]
     return torch.cat(parts)

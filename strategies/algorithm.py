@@ -93,7 +93,7 @@ class Central(Protocol):
 class Alone(Protocol):
     """An algorithm in which every client trains alone.
 
-    Tables compare the client models of other algorithms with those of this one.
+    Tables compare the client models of other algorithms with the client models of this algorithm.
     """
 
     is_alone: ClassVar[bool]
@@ -234,7 +234,7 @@ class Sizing(Protocol):
 
 @runtime_checkable
 class Alternating(Protocol):
-    """An algorithm whose updates change names and shapes from round to round; these repeat after ``turns`` rounds."""
+    """An algorithm whose updates change names and shapes from round to round. Both repeat after ``turns`` rounds."""
 
     turns: ClassVar[int]
 

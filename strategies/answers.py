@@ -98,9 +98,10 @@ def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Rea
 def by_client(
     replies: Iterable[Message], client_of: Callable[[int], int | None], *, strict: bool
 ) -> dict[int, list[Message]]:
-    """Return {client: its replies}; a correct client sends one reply. ``client_of``: node id -> client, or None.
+    """Return {client: its replies}; a correct client sends one reply. ``client_of``: a function, node id -> client.
 
-    A reply from a node without a client is ignored. If ``strict``, such a reply raises RunError.
+    For a node without a client, ``client_of`` returns None. A reply from such a node is ignored. If ``strict``, such a
+    reply raises RunError.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:

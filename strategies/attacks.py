@@ -195,7 +195,7 @@ class Knowing(Forging):
     """Base class of attacks that compute forged updates from several honest updates.
 
     ``knows``: "own" for the honest updates of the hostile clients, "all" for the updates of all honest clients of the
-    round. If a round has no honest client, the attack uses those of the hostile clients.
+    round. If a round has no honest client, the attack uses the honest updates of the hostile clients.
     """
 
     knows: Literal["own", "all"] = "all"
@@ -225,8 +225,8 @@ class ALittleIsEnough(Knowing):
     on z below which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with s =
     floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0: exactly 0
     for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100 on.
-    ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for those of all honest
-    clients. If only one update is known, there is no deviation, and hostile clients send their honest updates.
+    ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for the updates of all
+    honest clients. If only one update is known, there is no deviation, and hostile clients send their honest updates.
     """
 
     kind: Literal["alie"] = "alie"

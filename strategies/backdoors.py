@@ -19,19 +19,20 @@ from strategies.attacks import HostileClients, Seen, with_row
 
 
 class Backdoor(HostileClients):
-    """Hostile clients stamp a trigger on a share of their images and label these ``target`` (Gu et al. 2017, BadNets).
+    """Hostile clients stamp a trigger on a share of their images, and label these images ``target`` (Gu et al. 2017).
 
-    The trigger is a white square of ``size`` x ``size`` pixels in the lower right corner. ``poisoned_share``: the share
-    of a hostile client's records, rounded up and drawn from the run's seed, that get the trigger. With ``parts`` 4 the
-    square has four parts, and each hostile client stamps one of them (DBA, Xie et al. 2020); models are tested with the
-    whole square. ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients), for n clients
-    of equal weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a
-    number a. Hostile clients minimise a times their loss plus (1 - a) times the squared distance to the received model,
-    so that their updates stay short (constrain-and-scale, equation 4, with a Euclidean distance).
+    With the default settings this is the attack BadNets. The trigger is a white square of ``size`` x ``size`` pixels in
+    the lower right corner. ``poisoned_share``: the share of a hostile client's records, rounded up and drawn from the
+    run's seed, that get the trigger. With ``parts`` 4 the square has four parts, and each hostile client stamps one
+    part (DBA, Xie et al. 2020); models are tested with the whole square. ``boost``: the factor of hostile updates. A
+    factor of n / (number of hostile clients), for n clients of equal weight, replaces the model by the hostile one
+    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise a times their loss plus
+    (1 - a) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
+    equation 4, with a Euclidean distance).
 
     Each tested round and ``result.json`` have the attack success rate beside the accuracy. For this rate the test
     records of all other classes get the trigger. The rate is the share of these records for which the model predicts
-    ``target``. They have no feature skew.
+    ``target``. These test records have no feature skew.
     """
 
     kind: Literal["backdoor"] = "backdoor"

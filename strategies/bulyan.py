@@ -17,9 +17,10 @@ from strategies.krum import scores_of
 class Bulyan(Robust):
     """Krum selects n - 2 ``hostile`` updates; the aggregate is a mean of the selected values near each median.
 
-    In each coordinate it is the mean of the n - 4 ``hostile`` selected values that are nearest to their median. Krum
-    selects one update after the other. If scores are equal, it selects the update that is nearest to all others. The
-    last scores may be equal, because they are sums over few neighbours or none. Every round needs n >= 4 ``hostile`` +
+    n is the number of clients with records in the round. Each coordinate of the aggregate is the mean of the n - 4
+    ``hostile`` selected values that are nearest to their median. Krum selects one update after the other. If several
+    updates have the lowest score, Krum selects the one of them that is nearest to all others. The last scores may be
+    equal, because each is a sum over few neighbours or none. Every round needs n >= 4 ``hostile`` +
     3 clients with records. No privacy guarantee.
     """
 
@@ -35,7 +36,7 @@ class Bulyan(Robust):
         """Return the mean of the selected values around the median of every coordinate."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not decide between ties
+        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding decides no ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)

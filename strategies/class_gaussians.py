@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from clients.moments import Array, shrunk, symmetric
 
-_TELLABLE: Final = 4.0  # below 1 + this many standard deviations of the noise, a class may be absent
+# A class is left out if its noisy count is at most 1 plus this number of standard deviations of the noise.
+_TELLABLE: Final = 4.0
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ class CorrelatedNoise:
     def release(self, total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``total``, the clipped sum of a round, with correlated noise.
 
-        ``std``: standard deviation of the fresh noise. ``steps``: the fresh noise, as integer multiples of the step of
-        the grid to which noised values are rounded. The Gaussian mechanism releases (C x)_t on the grid; all later
-        computations are post-processing.
+        ``std``: standard deviation of the fresh noise. Noised values are rounded to a grid. ``steps``: the fresh noise,
+        as whole numbers of grid steps. The Gaussian mechanism releases (C x)_t on the grid; all later computations are
+        post-processing.
         """
         if self.bands == 1:
             return add_noise(total, std, steps)

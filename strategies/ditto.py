@@ -30,9 +30,10 @@ def near(start: Params, centre: Params, strength: float) -> LocalPlan:
 class Ditto(Averaging):
     """FedAvg trains the global model x; each client also makes steps v <- v - eta (grad F(v) + ``strength`` (v - x)).
 
-    The client's own model v begins at the run's initial model, and is trained in the rounds in which the client takes
-    part: as many steps as the global model, on the same batches. ``strength``: the paper's lambda, chosen among 0.1, 1
-    and 2 on validation records; 0 trains v alone. In the released code x and v are trained in turns, one batch each.
+    F is the client's loss, and eta the local learning rate. The client's own model v begins at the run's initial model,
+    and is trained in the rounds in which the client takes part: as many steps as the global model, on the same batches.
+    ``strength``: the paper's lambda, chosen among 0.1, 1 and 2 on validation records; 0 trains v alone. In the released
+    code x and v are trained in turns, one batch each.
     """
 
     kind: Literal["ditto"] = "ditto"

@@ -14,12 +14,13 @@ from strategies.algorithm import Averaging, Weighting
 class FedExP(Averaging):
     """x <- x + eta_g mean(D_i) with eta_g = max(1, mean ||D_i||^2 / (2 (||mean D_i||^2 + epsilon))); equal weights.
 
-    D_i = y_i - x is the update of client i. ``epsilon``: the released code has 0.001 on CIFAR-10 and CIFAR-100, and 0.1
-    on EMNIST. The released code also weights clients by records and multiplies epsilon by the number of clients. There
-    epsilon decays with the square of the learning rate. ``average_two``: the model that is evaluated after a round and
-    saved after the last round is the mean of the last two models, as in the released code and, from memory, in the
-    paper. After the first round it is that round's model. Clients always continue from the last model, not from the
-    mean. An interrupted run saves the last model, too.
+    x is the global model, y_i the trained model of client i, and D_i = y_i - x its update. ``epsilon``: the released
+    code has 0.001 on CIFAR-10 and CIFAR-100, and 0.1 on EMNIST. The released code also weights clients by records and
+    multiplies epsilon by the number of clients. There epsilon decays with the square of the learning rate.
+    ``average_two``: the model that is evaluated after a round and saved after the last round is the mean of the last
+    two models, as in the released code and, from memory, in the paper. After the first round, the model of that round
+    is evaluated. Clients always continue from the last model, not from the mean. An interrupted run saves the last
+    model, too.
     """
 
     kind: Literal["fedexp"] = "fedexp"

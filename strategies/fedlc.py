@@ -22,9 +22,9 @@ class FedLC(Averaging):
     n_c is the client's number of records of class c. ``tau``: the paper tries 0.01, 0.1, 0.5 and 1; with 0, absent
     classes are still left out of the softmax. The loss of a client with one class is 0, so 1-Label clients learn
     nothing. ``exclude_true``: if true, a record's own class is left out of the softmax's denominator, as in the paper's
-    equation (from memory, the paper was not read again). All released code that was read keeps the class. Without the
-    class the loss, log(sum over the other classes of exp f_c) - f_y, has no lower bound. The compiled C++ trainer does
-    not support this loss, so PyTorch computes it.
+    equation (from memory, the paper was not read again). All released code that was read keeps the class. Let f_c be
+    the logit of class c, and y the record's own class. Without class y the loss, log(sum over the other classes of exp
+    f_c) - f_y, has no lower bound. The compiled C++ trainer does not support this loss, so PyTorch computes it.
     """
 
     kind: Literal["fedlc"] = "fedlc"

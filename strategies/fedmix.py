@@ -44,14 +44,14 @@ class _Mixing(Averaging):
 class FedMix(_Mixing):
     """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>, dl/dx at (1-lam)x and y.
 
-    (x, y) is a record of the client, (x_bar, y_bar) an average, and lam is ``mixing_weight``. The loss approximates
-    NaiveMix's loss by an expansion at (1-lam)x, with an error of second order in lam (derived, and tested). The exact
-    first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>. It also differs by lam^2, so
-    the factors lam and lam (1-lam) are equally good. The paper's text was not available; what follows is from memory.
-    The paper's equation has the factor lam, as here. The paper's algorithm takes the gradient of (1-lam) l, which gives
-    the factor lam (1-lam). Flower's baseline has lam (1-lam), and divides by the batch size, which is a mistake. Every
-    client draws from the averages of all clients, including its own. The paper may exclude a client's own averages;
-    this is not known.
+    l is the cross-entropy, and f the model. (x, y) is a record of the client, (x_bar, y_bar) an average of records, and
+    lam is ``mixing_weight``. The loss approximates NaiveMix's loss by an expansion at (1-lam)x, with an error of second
+    order in lam (derived, and tested). The exact first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at
+    y_bar, x_bar>. It also differs by lam^2, so the factors lam and lam (1-lam) are equally good. The paper's text was
+    not available; what follows is from memory. The paper's equation has the factor lam, as here. The paper's algorithm
+    takes the gradient of (1-lam) l, which gives the factor lam (1-lam). Flower's baseline has lam (1-lam), and divides
+    by the batch size, which is a mistake. Every client draws from the averages of all clients, including its own. The
+    paper may exclude a client's own averages; this is not known.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.
@@ -77,7 +77,8 @@ class FedMix(_Mixing):
 class NaiveMix(_Mixing):
     """Local loss (1-lam) l(f(x_m), y) + lam l(f(x_m), y_bar) at x_m = (1-lam) x + lam x_bar.
 
-    (x, y) is a record of the client, (x_bar, y_bar) a shared average of records, and lam is ``mixing_weight``.
+    l is the cross-entropy, and f the model. (x, y) is a record of the client, (x_bar, y_bar) a shared average of
+    records, and lam is ``mixing_weight``.
     """
 
     kind: Literal["naivemix"] = "naivemix"

@@ -20,9 +20,9 @@ class FedNova(Averaging):
     """x <- x - tau_eff sum_i p_i (x - y_i) / a_i, with p_i = n_i / n.
 
     y_i is the trained model of client i, n_i its number of records, and n the sum of n_i. a_i is the distance of client
-    i's local steps with a constant unit gradient, divided by the learning rate. ``tau_eff``: None takes sum_i p_i a_i
-    of the round, as the paper does by default. A number is fixed and public; clients then do not send a_i. (The paper
-    lets the server choose tau_eff, section 4.2.)
+    i's local steps with a constant unit gradient, divided by the learning rate. x is the global model. ``tau_eff``:
+    None takes sum_i p_i a_i of the round, as the paper does by default. A number is fixed and public; clients then do
+    not send a_i. (The paper lets the server choose tau_eff, section 4.2.)
     """
 
     kind: Literal["fednova"] = "fednova"

@@ -1,4 +1,4 @@
-"""FedPer: each client has a head of its own (Arivazhagan et al. 2019, algorithm 1)."""
+"""FedPer: each client has its own head (Arivazhagan et al. 2019, algorithm 1)."""
 
 from collections.abc import Collection
 from typing import ClassVar, Literal

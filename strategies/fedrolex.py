@@ -8,7 +8,8 @@ from strategies.heterofl import HeteroFL
 class FedRolex(HeteroFL):
     """HeteroFL whose small models begin at channel t mod K in round t, counted from 0, so all entries are trained.
 
-    After channel K - 1, the window continues at channel 0. The settings are those of ``heterofl``.
+    K is the number of channels of a layer. After channel K - 1, the window continues at channel 0. The settings are
+    those of ``heterofl``.
     """
 
     kind: Literal["fedrolex"] = "fedrolex"  # type: ignore[assignment]  # another kind than its base class

@@ -14,8 +14,9 @@ from strategies.low_rank import STARTS_WITH, factors_in
 class FlexLoRA(Averaging):
     """Clients train and send adapters; the server averages their products, and sends the best factors of rank r.
 
-    U S V^T is the singular value decomposition of sum p_i B_i A_i. The new factors are B = U S and A = V^T, cut to the
-    r largest singular values. They are exact if the sum has rank r or less. All clients have the same rank here.
+    B_i and A_i are the factors of client i, and p_i is its weight. U S V^T is the singular value decomposition of sum
+    p_i B_i A_i. The new factors are B = U S and A = V^T, cut to the r largest singular values. They are exact if the
+    sum has rank r or less. All clients have the same rank here.
     """
 
     kind: Literal["flexlora"] = "flexlora"

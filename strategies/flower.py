@@ -170,7 +170,7 @@ class FederatedStrategy(Strategy):
         return Traffic(round(total.down / self.num_clients), round(total.up / self.num_clients))
 
     def traffic_of(self, size: float) -> Traffic:
-        """Return the bytes to and from one client in a round; a mean if rounds differ. ``size``: that of its model."""
+        """Return the bytes to and from one client in a round; a mean if rounds differ. ``size``: the model size."""
         content, turns = self.content(self.order, self.sized(self.server, size)), turns_of(self.algorithm)
         ups = [self._expected(server_round, size).num_bytes for server_round in range(1, turns + 1)]
         return Traffic(arrays.num_bytes(content), round(sum(ups) / turns))

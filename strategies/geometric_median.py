@@ -43,7 +43,8 @@ class GeometricMedian(Robust):
         """Return a sentence for the user if the result is the mean of ``rows``, else an empty string."""
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        if len(rows) > 2 and 2 * float(far) > self.smoothing:  # 2: also the starting point may be ``far`` from the mean
+        # The factor 2: not only an update but also the starting point may be at the distance ``far`` from the mean.
+        if len(rows) > 2 and 2 * float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:
             return off("aggregator geometric-median", "at most two clients had records, and their median is their mean")

@@ -1,9 +1,10 @@
 """Global DP: clip every client's update, sum, add noise, divide by a fixed number (Geyer et al. 2017, algorithm 1).
 
-w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with m the expected cohort size, S the
-clipping norm and z the noise multiplier. The privacy cost of a round depends on the sampling of clients. Adaptive
-clipping (Andrew et al. 2021, algorithm 1) replaces the paper's median of norms, which is computed without noise. With
-cyclic sampling of clients, the noise may be correlated over rounds (``strategies.correlated_noise``).
+w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), where w is the model, Delta_k the update of
+client k, m the expected cohort size, S the clipping norm and z the noise multiplier. The privacy cost of a round
+depends on the sampling of clients. Adaptive clipping (Andrew et al. 2021, algorithm 1) replaces the paper's median of
+norms, which is computed without noise. With cyclic sampling of clients, the noise may be correlated over rounds
+(``strategies.correlated_noise``).
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ class GlobalDP(Settings):
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
         count_noise, std = self.count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
-        # SENSITIVE: total and centred never leave this method without noise.
+        # SENSITIVE: both sums below are exact, and never leave this method without noise.
         total, centred = self.sums(cohort, template, clipping_norm)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)

@@ -28,7 +28,7 @@ TELL_LOSS: Final = "tell-loss"
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts by ``Feedback``. If the sampler has probabilities, updates are divided by these.
+    """Samples cohorts by facts on clients (``Feedback``). Updates are divided by the sampler's probabilities, if any.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update.
     """
@@ -93,7 +93,7 @@ class GuidedCohorts(Layer):
             replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
             cohort = replace(cohort, replies=replies)
         found = self.inner.aggregate(cohort, algorithm, server)
-        for reply in trained:  # only now, because the aggregator refuses numbers that are not finite
+        for reply in trained:  # after the aggregator, which refuses numbers that are not finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
         return found
 

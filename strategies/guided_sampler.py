@@ -106,9 +106,9 @@ class GuidedSampler(Settings):
 def smallest(drawn: NDArray[np.float64], weights: NDArray[Any], count: int) -> NDArray[np.int64]:
     """Return ``count`` clients, ascending, drawn without replacement in proportion to ``weights``, shape (clients,).
 
-    ``drawn``: a random number for each client. The clients with the smallest -log(1 - u) / weight are chosen
-    (Efraimidis and Spirakis 2006): with equal weights, those with the smallest numbers. A client of weight 0 is left
-    out.
+    ``drawn``: a random number u for each client. The clients with the smallest -log(1 - u) / weight are chosen
+    (Efraimidis and Spirakis 2006): with equal weights, these are the clients with the smallest random numbers. A client
+    of weight 0 is left out.
     """
     holders = np.flatnonzero(weights > 0)
     waits = -np.log1p(-drawn[holders]) / weights[holders]

@@ -16,9 +16,9 @@ from strategies.algorithm import Weighting
 class Krum(Robust):
     """Selects the update with the least sum of squared distances to its n - ``hostile`` - 2 nearest other updates.
 
-    ``hostile``: the paper's f, the number of hostile clients in a round that Krum tolerates. Every round needs
-    n >= 2 ``hostile`` + 3 clients with records. Under label skew honest updates are far from each other, too, and the
-    same client may be selected again and again. No privacy guarantee.
+    n is the number of clients with records in the round. ``hostile``: the paper's f, the number of hostile clients in a
+    round that Krum tolerates. Every round needs n >= 2 ``hostile`` + 3 clients with records. Under label skew honest
+    updates are far from each other, too, and the same client may be selected again and again. No privacy guarantee.
     """
 
     kind: Literal["krum"] = "krum"

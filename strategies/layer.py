@@ -53,7 +53,7 @@ _USUAL: Final = {
     "attack": "strategies.attacks:HostileUpdates",
     "devices": "strategies.timed:TimedRounds",
     "evaluate": "strategies.early_stopping:EarlyStopping",
-}  # the layer of each setting whose class names no other layer
+}  # the default layer of each setting, for settings classes that name no layer
 
 
 class Layered(Protocol):

@@ -1,4 +1,4 @@
-"""LG-FedAvg: each client has a body of its own, and the head is averaged (Liang et al. 2020, algorithm 1)."""
+"""LG-FedAvg: each client has its own body, and the head is averaged (Liang et al. 2020, algorithm 1)."""
 
 from collections.abc import Collection
 from typing import ClassVar, Literal

@@ -17,8 +17,8 @@ class LocalDP(ClientPrivacy):
     All tensors that a client sends in a round are one vector: the update, and other payloads of the algorithm, such as
     SCAFFOLD's control variates. The vector is clipped to the L2 norm ``clipping_norm``. Gaussian noise is added to each
     number. Its standard deviation is ``noise_multiplier`` times ``clipping_norm``. Two clipped vectors differ by up to
-    two clipping norms, and this sensitivity is charged. Loss and number of records are not sent: all clients have the
-    same weight.
+    two clipping norms. The privacy cost is computed with this sensitivity. Loss and number of records are not sent: all
+    clients have the same weight.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by any other data. It is public which
     clients hold records, and which clients take part in a round. A client's cost is the cost of all rounds in which it

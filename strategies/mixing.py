@@ -19,13 +19,13 @@ from strategies.algorithm import Weighting
 
 
 class _Mixed(Robust):
-    """Base class of aggregators that apply the aggregator ``over`` to means of updates, which differ less."""
+    """Base class of aggregators that apply the aggregator ``over`` to means of updates. Means differ less."""
 
     if TYPE_CHECKING:
-        over: Any  # each subclass declares this field after the field that its short form sets
+        over: Any  # subclasses declare this field second: the short form of a kind sets the first field
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if ``over`` is no rule for single updates, or if rounds have too few clients."""
+        """Raise ValueError if the aggregator ``over`` cannot aggregate means, or if rounds have too few clients."""
         if (isinstance(self.over, Promising) and self.over.is_private) or (
             isinstance(self.over, Robust) and self.over.needs_names
         ):
@@ -37,7 +37,7 @@ class _Mixed(Robust):
 
     @property
     def has_memory(self) -> bool:
-        """Return True if ``over`` has a memory."""
+        """Return True if the aggregator ``over`` has a memory."""
         return isinstance(self.over, Robust) and self.over.has_memory
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
@@ -49,7 +49,7 @@ class _Mixed(Robust):
         return self.over.fewest() if isinstance(self.over, Robust) else 1
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the aggregate by ``over`` of the means, or None if no client has records; see ``Aggregator``."""
+        """Apply the aggregator ``over`` to the means. Return None if no client has records; see ``Aggregator``."""
         if (taken := self.taken(cohort)) is None:
             return None
         like, means = taken.replies[0].payloads, self.means(as_rows(taken.replies), cohort)
@@ -63,11 +63,12 @@ class _Mixed(Robust):
 
 
 class Bucketing(_Mixed):
-    """The rule ``over``, applied to means of ``size`` random updates (Karimireddy, He, Jaggi 2022, algorithm 1).
+    """The aggregator ``over``, applied to means of ``size`` random updates (Karimireddy, He, Jaggi 2022, algorithm 1).
 
-    The last bucket has fewer updates if ``size`` does not divide their number. The buckets come from the run's seed.
-    Buckets of hostile and honest updates count as hostile, so ``over`` must withstand as many hostile buckets as there
-    are hostile clients. With ``size`` 1 the result is that of ``over``. No privacy guarantee.
+    These random updates form a bucket. The last bucket has fewer updates if ``size`` does not divide their number. The
+    buckets come from the run's seed. A bucket with a hostile update counts as hostile, so the aggregator ``over`` must
+    withstand as many hostile buckets as there are hostile clients. With ``size`` 1 the result is that of ``over``
+    alone. No privacy guarantee.
     """
 
     kind: Literal["bucketing"] = "bucketing"
@@ -77,7 +78,7 @@ class Bucketing(_Mixed):
     lower: ClassVar[str] = "aggregator.size or aggregator.over.hostile"
 
     def fewest(self) -> int:
-        """Return the smallest number of updates that fill as many buckets as ``over`` needs."""
+        """Return the smallest number of updates that fill as many buckets as the aggregator ``over`` needs."""
         return self.size * (self._fewest_means - 1) + 1
 
     def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
@@ -87,11 +88,11 @@ class Bucketing(_Mixed):
 
 
 class NearestNeighbourMixing(_Mixed):
-    """The rule ``over``, applied to the means of each update and its nearest others (Allouah et al. 2023, alg. 2).
+    """The aggregator ``over``, applied to the means of each update and its nearest others (Allouah et al. 2023).
 
-    Each mean is over n - ``hostile`` updates, including the update itself. With ``hostile`` 0 all means are the mean of
-    all updates. A round needs 2 ``hostile`` + 1 clients with records, or as many as ``over`` needs. No privacy
-    guarantee.
+    This is algorithm 2 of the paper. Each mean is over n - ``hostile`` of the n updates, including the update itself.
+    With ``hostile`` 0 all means are the mean of all updates. A round needs 2 ``hostile`` + 1 clients with records, or
+    as many as the aggregator ``over`` needs. No privacy guarantee.
     """
 
     kind: Literal["nnm"] = "nnm"
@@ -101,7 +102,7 @@ class NearestNeighbourMixing(_Mixed):
     lower: ClassVar[str] = "aggregator.hostile or aggregator.over.hostile"
 
     def fewest(self) -> int:
-        """Return the smallest number of updates: 2 ``hostile`` + 1, or the number for ``over`` if that is more."""
+        """Return the smallest number of updates: 2 ``hostile`` + 1, or more if the aggregator ``over`` needs more."""
         return max(2 * self.hostile + 1, self._fewest_means)
 
     def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:

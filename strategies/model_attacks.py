@@ -38,6 +38,8 @@ class InnerProductManipulation(Knowing):
 class _Farthest(Knowing):
     """Base class of Min-Max and Min-Sum: all hostile clients send mean + g p, with the largest allowed g.
 
+    The mean is the mean of the known updates, p is a direction, and g is a number.
+
     ``direction``: p is minus the deviation of every coordinate, minus the "sign" of the mean, or minus the unit vector
     of the "mean".
     """
@@ -113,7 +115,7 @@ class FangTrim(Knowing):
         """Return different random values for every hostile client."""
         rows = self.known(hostile, seen).double()
         mean = rows.mean(dim=0)
-        outward = torch.where(mean < 0, 1.0, -1.0).double()  # 1: hostile values above the honest values; -1: below
+        outward = torch.where(mean < 0, 1.0, -1.0).double()  # 1: hostile values are above the honest values; -1: below
         if self.knows == "all":
             near = torch.where(mean < 0, rows.max(dim=0).values, rows.min(dim=0).values)
             far = torch.where(near * outward > 0, near * self.spread, near / self.spread)

@@ -23,8 +23,8 @@ _OWN, _MEAN = "own-model", "mean"
 class MRMTL(Averaging):
     """Each client makes steps v <- v - eta (grad F(v) + ``strength`` (v - mean)); the mean is over all v.
 
-    The server's model is the mean. A client's own model begins at the run's initial model. ``strength``: the paper's
-    lambda; 0 is local training alone.
+    F is the client's loss, v its own model, and eta the local learning rate. The server's model is the mean. A client's
+    own model begins at the run's initial model. ``strength``: the paper's lambda; 0 is local training alone.
     """
 
     kind: Literal["mr-mtl"] = "mr-mtl"

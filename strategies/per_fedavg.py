@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class PerFedAvg(Averaging):
     """FedAvg on the loss after one step, F_i(w - alpha grad F_i(w)) (MAML; algorithm 1).
 
-    A local step draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then w <- w - eta g with g = grad
-    f(w'; B') for the ``variant`` "first-order" (FO), and g = (I - alpha Hessian f(w; B'')) grad f(w'; B') for "exact".
+    F_i is the loss of client i, f(w; B) the loss of the model w on a batch B, and eta the learning rate. A local step
+    draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then w <- w - eta g with g = grad f(w'; B')
+    for the ``variant`` "first-order" (FO), and g = (I - alpha Hessian f(w; B'')) grad f(w'; B') for "exact".
     ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper. ``local.learning_rate``: eta, the paper's beta, 0.001
     to 0.01. The batches B' are those of FedAvg, and ``local.epochs`` counts them; B and B'' come from further shuffles
     of the client's records. A local step computes two gradients. The variant "exact" also computes a product with the
@@ -80,7 +81,7 @@ class PerFedAvg(Averaging):
         return Trained(w, {}, len(losses), loss, statistics=statistics)
 
     def adapted(self, task: LocalTask) -> FurtherModel:
-        """Return one step of alpha from the received model, on a batch of the client's training records."""
+        """Return the received model after one step with rate alpha, on a batch of the client's training records."""
         settings = replace(task.settings, learning_rate=self.personal_learning_rate, steps=1, weight_decay=0.0)
         return FurtherModel(task.params, LocalPlan(), settings)
 

@@ -44,7 +44,7 @@ class GlobalRounds:
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
         """Return the least noise multiplier with which all releases cost at most epsilon ``target``.
 
-        It is that of ``aggregator.noise_multiplier=from-epsilon``.
+        A run with ``aggregator.noise_multiplier=from-epsilon`` uses this noise multiplier.
         """
         self._check_start(target, delta, accountant)
         aggregator = self.aggregator.model_copy(update={"delta": delta, "accountant": accountant})

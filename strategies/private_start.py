@@ -149,7 +149,8 @@ class PrivateStart(Settings):
 class Classes:
     """Differentially private class statistics in the coordinates of a ``Frame``.
 
-    ``shares``: the share of records of each class, shape (C,). ``means``: the mean of each class, shape (C, d).
+    There are C classes and d frequencies. ``shares``: the share of records of each class, shape (C,). ``means``: the
+    mean of each class, shape (C, d).
     """
 
     shares: Array

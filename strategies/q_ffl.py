@@ -21,10 +21,11 @@ _LEAST: Final = 1e-10
 class QFFL(SendingLoss):
     """x <- x + sum_i F_i^q D_i / sum_i (F_i^q + q F_i^(q-1) ||D_i||^2 / eta), to lower the mean of F_i^(q+1).
 
-    D_i = y_i - x is the update of client i, and F_i the loss of x on all its training records. eta is the local
-    learning rate; 1 / eta is the paper's L. All clients of a round have the same weight in both sums, whatever their
-    number of records. ``q``: 0 is FedAvg with equal weights. The paper takes 0.1 to 15. As in the released code, 1e-10
-    is added to each F_i, because 0^(q-1) is not defined for q < 1. The server sees every F_i.
+    x is the global model, y_i the trained model of client i, D_i = y_i - x its update, and F_i the loss of x on all its
+    training records. eta is the local learning rate; 1 / eta is the paper's L. All clients of a round have the same
+    weight in both sums, whatever their number of records. ``q``: 0 is FedAvg with equal weights. The paper takes 0.1 to
+    15. As in the released code, 1e-10 is added to each F_i, because 0^(q-1) is not defined for q < 1. The server sees
+    every F_i.
     """
 
     kind: Literal["q-ffl"] = "q-ffl"

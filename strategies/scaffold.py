@@ -19,13 +19,15 @@ from strategies.samplers import Everyone
 class Scaffold(Averaging):
     """Local steps y <- y - eta (g(y) - c_i + c); every client has the same weight. The paper has no local momentum.
 
-    c and c_i are the control variates of the server and of client i; c_i+ is the new c_i. ``server_learning_rate``: the
-    paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K steps. "momentum" is our extension
-    to local momentum: a constant gradient g then moves the model by a_i eta g, not K eta g (Wang et al. 2020, section
-    4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published benchmark (Li et al. 2022): the
-    correction is added to the step after momentum, c_i+ divides by K eta, and models are weighted by records. The
-    result equals that program's if all clients take part in every round. Otherwise results differ: the program starts c
-    and all c_i at one random model, not at 0, and a part of this model stays in c until every client has taken part.
+    x is the received model, y the client's model, y_i its trained model, g the gradient, and eta the local learning
+    rate. c and c_i are the control variates of the server and of client i; c_i+ is the new c_i.
+    ``server_learning_rate``: the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K
+    steps. "momentum" is our extension to local momentum: a constant gradient g then moves the model by a_i eta g, not K
+    eta g (Wang et al. 2020, section 4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published
+    benchmark (Li et al. 2022): the correction is added to the step after momentum, c_i+ divides by K eta, and models
+    are weighted by records. The result equals that program's if all clients take part in every round. Otherwise results
+    differ: the program starts c and all c_i at one random model, not at 0, and a part of this model stays in c until
+    every client has taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"

@@ -167,7 +167,7 @@ class OneUpdate(SeveralModels):
             )
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Note which model each client chose, and return the updates that the inner round layer returns."""
+        """Store which model each client chose, and return the updates from the inner round layer."""
         found = {one.client: int(one.payloads[CHOSEN]["share"].abs().argmax()) for one in replies if one.num_examples}
         self.chosen |= found
         count = Counter(found.values())

@@ -20,9 +20,10 @@ class SignGuard(Robust):
 
     A norm is usual from ``lowest`` to ``highest`` times the median norm. For the signs, the rule draws a
     ``coordinate_share`` of the coordinates and computes each update's shares of positive, zero and negative values
-    there. Mean shift (scikit-learn, bandwidth of quantile 0.5, as in the authors' program) clusters these triples, and
-    the largest cluster is usual. If no update is usual in both ways, those with usual norms are taken. The coordinates
-    come from the run's seed. More than half of the clients must be honest. No privacy guarantee.
+    there. Mean shift (scikit-learn, bandwidth of quantile 0.5, as in the authors' program) clusters these triples. The
+    updates of the largest cluster have usual signs. If no update has a usual norm and usual signs, all updates with
+    usual norms are taken. The coordinates come from the run's seed. More than half of the clients must be honest. No
+    privacy guarantee.
     """
 
     kind: Literal["signguard"] = "signguard"
@@ -54,7 +55,7 @@ def _in_largest_cluster(points: NDArray[np.float64]) -> NDArray[np.bool_]:
     from sklearn.cluster import MeanShift, estimate_bandwidth  # noqa: PLC0415 (a second to import)
 
     if not (bandwidth := estimate_bandwidth(points, quantile=0.5)):
-        return np.ones(len(points), dtype=bool)  # 0 if at least half of the points are equal, or if there is one point
+        return np.ones(len(points), dtype=bool)  # for one point, or if at least half of the points are equal
     labels = MeanShift(bandwidth=bandwidth).fit(points).labels_
     largest: NDArray[np.bool_] = labels == np.bincount(labels).argmax()
     return largest

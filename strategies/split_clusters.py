@@ -31,7 +31,7 @@ DELTA: Final = "delta"
 
 
 def check_single_updates(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError if a setting hides single updates from the server, or changes what they tell."""
+    """Raise ValueError if a setting hides single updates from the server, or changes their directions or lengths."""
     what = f"algorithm {kind_of(algorithm)} cannot run"
     local = experiment.local
     if hides_clients(experiment.aggregator):
@@ -137,7 +137,7 @@ class SplitClusters(SeveralModels):
         return self._seen[1][cluster]
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean update of each cluster, after all splits of this round. The names are those of ``_delta``."""
+        """Return the mean update of each cluster, after all splits of this round. For names see ``_delta``."""
         means, norms, self._parents = dict[int, Aggregate](), list[list[float]](), {}
         self._next = np.array(list(self.chosen.values()))
         self._missing = cohort.num_clients - len(cohort.replies)

@@ -33,7 +33,7 @@ def _known_classifier(name: str) -> str:
 class Tstr(Settings):
     """The server trains classifiers on the clients' synthetic records alone, and the best classifier is tested.
 
-    ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" (linear) and
+    ``classifiers``: names of models, "model" for the experiment's own model, and "discriminant" (linear) and
     "quadratic-discriminant" for discriminant analysis in closed form. Models are trained with the experiment's
     ``local`` settings. ``holdout``: the share of the synthetic records that is left out of training, and on which the
     best classifier is chosen. No test record is used for this choice. No client trains: nothing but the synthetic

@@ -28,7 +28,7 @@ CLASSES: Final = "classes"
 
 
 def check_one_size(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError for settings that are for models of one size, and do not fit ``algorithm``."""
+    """Raise ValueError for settings that need models of one size, and so do not fit ``algorithm``."""
     local, what = experiment.local, f"algorithm {kind_of(algorithm)} cannot run with"
     if (aggregator := kind_of(experiment.aggregator)) != "mean":
         why = "this aggregator compares or bounds updates of one shape"
@@ -60,7 +60,7 @@ class MeanOfHolders(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError beside a round layer of the user's own, which may expect updates of one shape."""
+        """Raise UserError beside a user's own round layer, because such a layer may expect updates of one shape."""
         del beginning
         if own := [kind for kind in layer_kinds(experiment) if is_own(kind)]:
             raise UserError(

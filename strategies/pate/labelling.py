@@ -44,7 +44,7 @@ DOES_NOT_COVER: Final = (
 
 
 class VotingMechanism(Protocol):
-    """A noisy majority vote. ``votes``: votes per class on one query, shape (classes,); ``query``: its number."""
+    """A noisy majority vote. ``votes``: votes per class, shape (classes,). ``query``: the number of the query."""
 
     def cost(self) -> "Cost":
         """Return the privacy cost of one query as Renyi curves, from which data-dependent epsilons are computed."""
@@ -269,7 +269,7 @@ class Labelling(Settings):
 
 @dataclass(frozen=True)
 class Labelled:
-    """Noisy labels of all queries: a class or ``UNANSWERED``. After the first ``num_asked`` all are unanswered."""
+    """Noisy labels of all queries: a class or ``UNANSWERED``. Only the first ``num_asked`` queries were asked."""
 
     labels: NDArray[np.int64]
     num_asked: int
@@ -336,7 +336,8 @@ def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.
 def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "dp_event.DpEvent":
     """Return one Gaussian event that costs as much as a Gaussian test and a Gaussian answer together.
 
-    Its 1 / z^2 is the sum of 1 / z^2 of both events, for noise multipliers z.
+    Let z be the noise multiplier of an event. The value 1 / z^2 of the joint event is the sum of the values 1 / z^2 of
+    both events.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 

@@ -104,7 +104,7 @@ class FixMatch(Settings):
         with torch_kept():
             seed_torch(seed, "fixmatch student")
             generator = generator_for(seed, "fixmatch student")
-            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # this takes a third less time on a CPU
+            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # a third less time on a CPU
             return _FixMatchRun(self, data, fast, generator).result(watch).to(memory_format=torch.contiguous_format)
 
 
@@ -121,7 +121,7 @@ class _FixMatchRun:
         self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
         if settings.neighbours:
             shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # squared, because the shares are too close to uniform
+            shares = shares[len(data.labels) :].square()  # squared, because the shares alone are too close to uniform
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> torch.nn.Module:
@@ -257,11 +257,11 @@ class _Game:
     def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             fake = self._forged(len(real))
-        # In one pass, as every pass normalises the weights again.
+        # All records are in one pass, because every pass normalises the weights again.
         logits = self.head(self.body(torch.cat([labelled, real, fake])))
         ours, logits_real, logits_fake = torch.split(logits, [len(labelled), len(real), len(fake)])
         mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)
-        # -log D(real) = softplus(-mass), -log(1 - D(fake)) = softplus(mass)
+        # With mass = log Z: -log D(real) = softplus(-mass), and -log(1 - D(fake)) = softplus(mass).
         is_real = torch.nn.functional.softplus(-mass_real).mean() + torch.nn.functional.softplus(mass_fake).mean()
         return torch.nn.functional.cross_entropy(ours, labels) + is_real / 2
 

@@ -52,18 +52,19 @@ class PublicSplit:
 class Pate(Settings):
     """Clients are the teachers; each trains once, on its shard, with the experiment's ``model`` and ``local``.
 
-    ``teachers``: the model that clients train, networks or forests. ``labelling``: the rule that turns their votes into
-    noisy labels, and its privacy budget. ``student``: the model that learns from these labels. ``queries``: the number
-    of records of the public pool that teachers vote on, within the labelling's budget. ``asking`` "representative":
-    first the records that resemble many others, chosen by looking at the pool alone. Teachers agree on most of these
-    records, and a student learns more from them. "in-order": in the pool's order, as in the papers. ``public`` "test":
-    the pool is the first ``public_records`` test records, and the other test records are for evaluation; "train": the
-    pool is drawn from the training records before these are split. ``public_records``: the size of the pool; None: nine
-    tenths of the test records, or a fifth of the training records. ``overlap``: what happens if a private record is
-    also in the pool, and so is public: the run is refused, or the record is left out of its teacher's shard.
-    ``student_seed``: the seed of the student's training alone, so that a new student learns from the same labels; None:
-    the run's seed. ``publish_cost``: also publish a noisy bound on the data-dependent epsilon. ``keep_private``: write
-    the votes and all values that are computed from them into the run directory, which then must not be published.
+    ``teachers``: the model that clients train, networks or forests. ``labelling``: the rule that turns the clients'
+    votes into noisy labels, and its privacy budget. ``student``: the model that learns from these labels. ``queries``:
+    the number of records of the public pool that teachers vote on, within the labelling's budget. ``asking``
+    "representative": first the records that resemble many others, chosen by looking at the pool alone. Teachers agree
+    on most of these records, and a student learns more from them. "in-order": in the pool's order, as in the papers.
+    ``public`` "test": the pool is the first ``public_records`` test records, and the other test records are for
+    evaluation; "train": the pool is drawn from the training records before these are split. ``public_records``: the
+    size of the pool; None: nine tenths of the test records, or a fifth of the training records. ``overlap``: what
+    happens if a private record is also in the pool, and so is public: the run is refused, or the record is left out of
+    its teacher's shard. ``student_seed``: the seed of the student's training alone, so that a new student learns from
+    the same labels; None: the run's seed. ``publish_cost``: also publish a noisy bound on the data-dependent epsilon.
+    ``keep_private``: write the votes and all values that are computed from them into the run directory, which then must
+    not be published.
     """
 
     kind: Literal["pate"] = "pate"

@@ -335,7 +335,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Coins:
-    """The state of all random generators: ``generator``, and torch's own for the CPU and the GPU in use."""
+    """The state of all random generators: ``generator``, and torch's global ones for the CPU and the GPU."""
 
     generator: torch.Generator
 
