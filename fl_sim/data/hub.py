@@ -29,8 +29,9 @@ from fl_sim.types import Dataset, Examples
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the data set ``path``, a local folder or a name on the hub. Raises UserError if the data set cannot be read.
 
-    Training records are the part ``data.train_part`` (default: train). Test records are the part ``data.test_part``
-    (default: test), or the share ``data.test`` of the training part. The note of the result lists all unused parts.
+    The setting ``data.train_part`` names the part with the training records (default: train). ``data.test_part`` names
+    the part with the test records (default: test). With ``data.test``, the test records are this share of the training
+    part. The note of the result lists all unused parts.
     """
     library = _library()
     parts = _parts(library, own, path)

@@ -5,8 +5,8 @@ return a data set: ``data=my_package.sets:hospitals``.
 
 A digest of the content (``content_of``) identifies the records. With the digest, a privacy ledger adds up the privacy
 costs of all outputs that were released about the same records. The digest does not depend on the path of a file or on
-the order of records. It is also independent of settings of reading (label column, ranges, test share, merged classes,
-features). A table with changed columns, or a subset of the records, has another digest.
+the order of records. The digest is also independent of the settings for reading (label column, ranges, test share,
+merged classes, features). A table with changed columns, or a subset of the records, has another digest.
 """
 
 import hashlib

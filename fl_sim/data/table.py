@@ -176,7 +176,7 @@ class TablePlan:
 
     @property
     def test_records(self) -> str:
-        """A description of the selection of test records, for ``Dataset.note``."""
+        """A description of how test records are selected, for ``Dataset.note``."""
         return self.test_part.described(self.roles.split, by_client=bool(self.clients))
 
 

@@ -122,11 +122,11 @@ class Kernel:
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
         """Return the logits, (n, classes), or the features, (n, d), of records.
 
-        They equal PyTorch's results up to rounding. ``params``: float32, one vector with the parameters in the order of
-        ``stack.layout``. ``inputs``: float32, (n, *input shape). ``what``: "logits" or "features". Features are the
-        inputs of the last layer. The same records in the same order give the same bits. The last bits of a record's
-        logits depend on the other records in its batch. Other Python threads can run meanwhile. Raises ValueError as
-        ``train`` does.
+        The results equal PyTorch's results up to rounding. ``params``: float32, one vector with the parameters in the
+        order of ``stack.layout``. ``inputs``: float32, (n, *input shape). ``what``: "logits" or "features". Features
+        are the inputs of the last layer. The same records in the same order give the same bits. The last bits of a
+        record's logits depend on the other records in its batch. Other Python threads can run meanwhile. Raises
+        ValueError as ``train`` does.
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))

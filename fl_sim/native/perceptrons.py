@@ -122,7 +122,7 @@ class Perceptron:
             self._layers[place] = _Linear(layer.weight.data_ptr(), bias, inputs, layer.out_features, inputs, slope)
 
     def described(self) -> _Perceptron:
-        """Return the C structure with the addresses of the weights. It is valid while this object exists."""
+        """Return the C structure with the addresses of the weights. The structure is valid while this object exists."""
         assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
@@ -181,7 +181,7 @@ class TwoWays:
         return [ctypes.byref(self.described()), ctypes.byref(discriminator.described())]
 
     def described(self) -> _Generator:
-        """Return the C structure with the addresses of the weights. It is valid while this object exists."""
+        """Return the C structure with the addresses of the weights. The structure is valid while this object exists."""
         return _Generator(self.curved.described(), self.straight.described())
 
     def generate(self, latents: Shown) -> NDArray[np.float32]:
@@ -209,7 +209,7 @@ def call(kernel: Kernel, name: str, *arguments: Any) -> None:
 
 
 def address(values: NDArray[Any]) -> int:
-    """Return the memory address of an array's numbers. It is valid while the array exists."""
+    """Return the memory address of an array's numbers. The address is valid while the array exists."""
     return values.ctypes.data
 
 

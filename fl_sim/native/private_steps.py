@@ -56,7 +56,7 @@ class ClippingBounds:
         return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
 
     def described(self, stack: Stack) -> _Bounds:
-        """Return the C structure. It is valid as long as these bounds exist.
+        """Return the C structure. The structure is valid as long as these bounds exist.
 
         Raises ValueError if the model ``stack`` has another number of layers.
         """

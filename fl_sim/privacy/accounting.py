@@ -50,8 +50,8 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the joint epsilon at ``delta`` of several releases. ``counts``: {privacy event: number of its releases}.
 
-    With ``accountant`` "pld" the result is the smaller of the two accountants' epsilons. It is the RDP accountant's
-    epsilon where no PLD is computed: see ``loss_distribution.reason_against``.
+    With ``accountant`` "pld" the result is the smaller of the two accountants' epsilons. Where no PLD is computed, the
+    result is the RDP accountant's epsilon: see ``loss_distribution.reason_against``.
     """
     by_rdp = _by_rdp(counts, delta)
     if accountant == "rdp" or math.isinf(by_rdp):
@@ -76,7 +76,7 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 
 @dataclass(frozen=True)
 class Bounds:
-    """Epsilon of the same releases by both accountants. Both epsilons are upper bounds, so the smaller one holds.
+    """Epsilon of the same releases by both accountants. Both epsilons are upper bounds, so the smaller epsilon holds.
 
     ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None where no PLD was
     computed. ``reason``: the reason why no PLD was computed.
@@ -188,7 +188,7 @@ def noise_multiplier(
 
     ``amplify``: a function that turns the privacy event of the Gaussian mechanism into the event of this mechanism on a
     sampled cohort, such as ``partial(amplify_poisson, sampling_rate=0.1)``. The result exceeds the exact minimum by at
-    most 0.01 %. It is never below 0.01.
+    most 0.01 %. The result is never below 0.01.
     """
     if steps < 1:
         raise UserError(f"{steps} steps: give at least 1")
@@ -233,8 +233,9 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    Take any unsampled Gaussian releases that together cost at most ``target_epsilon``. They cost less than this one
-    release. So the cost of this release is an upper bound on their cost.
+    Take any unsampled Gaussian releases that together cost at most ``target_epsilon``. These releases together cost
+    less than the one release with the returned noise multiplier. So the cost of this one release is an upper bound on
+    their joint cost.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:

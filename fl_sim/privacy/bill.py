@@ -282,7 +282,7 @@ def _under_replacement(counts: Counts) -> Counts:
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
     """Return the guarantee under replace-one that an (epsilon, delta) under add-or-remove-one gives.
 
-    It follows from group privacy for two units.
+    The guarantee follows from group privacy for two units.
     """
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 

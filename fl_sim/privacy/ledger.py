@@ -51,8 +51,8 @@ class Charge:
 
     ``release``: the name of the release, such as "round 7". ``noise``: an identity of the key from which the noise is
     drawn, so that a second charge of the same release is recognised. ``event``: the privacy event of the release.
-    ``epsilon``: the epsilon spent after this charge, None for no guarantee. It is for readers of the log; the ledger
-    computes it from the events.
+    ``epsilon``: the epsilon spent after this charge, None for no guarantee. Only readers of the log use this field; the
+    ledger computes epsilon from the events.
     """
 
     release: str
@@ -63,7 +63,9 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that the charge log ``ledger`` held certain charges (entries). It is stored with the results they paid for.
+    """Proof that the charge log ``ledger`` held certain charges (entries).
+
+    A receipt is stored with the results that the charges paid for.
 
     ``ledger``: the random id of the charge log. ``charges``: the number of charges, counted from the first one.
     ``digest``: the chain digest after the last of these charges.

@@ -177,7 +177,10 @@ def _noise(event: dp_event.DpEvent) -> float:
 
 
 def _widest_loss(event: dp_event.DpEvent) -> float:
-    """Return the approximate width of the range of one release's privacy losses, without tails of probability 2^-60."""
+    """Return approximately the width of the range of one release's privacy losses.
+
+    Tails of probability 2^-60 are left out.
+    """
     if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
         return 0.0
     shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)

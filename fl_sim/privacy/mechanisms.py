@@ -80,8 +80,8 @@ class Normals(Protocol):
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
         """Multiply the N(0, 1) numbers by ``ratio``, round the products to whole numbers, and write these to ``out``.
 
-        Returns the indices of the numbers whose rounding the words ``first`` alone do not decide. For these the caller
-        needs the second word, too.
+        Returns the indices of the numbers whose rounding the words ``first`` alone do not decide. For these numbers the
+        caller also needs the second word.
         """
         ...
 
@@ -184,7 +184,9 @@ class Noise:
         return self._words(count, purpose, server_round, behind=behind)
 
     def stream_key(self, *, purpose: str, server_round: int) -> bytes:
-        """Return the ChaCha20 key, 32 bytes, of the stream (purpose, round). It is as secret as the key of the source.
+        """Return the ChaCha20 key, 32 bytes, of the stream (purpose, round).
+
+        This key is as secret as the key of the source.
 
         The stream begins at block 0, with a nonce of zeros.
         """

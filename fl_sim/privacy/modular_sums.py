@@ -234,7 +234,10 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
 
 def unpacked(content: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
-    """Return the ``count`` numbers in bytes from ``packed``. Raises Malformed if an unused bit after them is not 0."""
+    """Return the ``count`` numbers that ``packed`` wrote as bytes.
+
+    Raises Malformed if a bit after the numbers is not 0.
+    """
     if bits == 16:
         return content.view("<u2").astype(np.int64)
     each = np.unpackbits(content, bitorder="little")

@@ -220,9 +220,9 @@ def _gaussian_curve(noise: float) -> Curve:
 def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: NDArray[np.float64]) -> Curve:
     """Return an upper bound on the Renyi divergences of the sampled Gaussian mechanism.
 
-    It follows section 3.3 of Mironov et al. 2019. Let D_a be the divergence at order a, and A(a) = exp((a - 1) D_a). At
-    a whole order A - 1 is a sum of positive terms, so a tiny divergence keeps its digits. log A is a convex function of
-    a, so a straight line between its values at two whole orders is an upper bound between these orders.
+    The bound follows section 3.3 of Mironov et al. 2019. Let D_a be the divergence at order a, and A(a) = exp((a - 1)
+    D_a). At a whole order A - 1 is a sum of positive terms, so a tiny divergence keeps its digits. log A is a convex
+    function of a, so a straight line between its values at two whole orders is an upper bound between these orders.
     """
     # dp_accounting alone is not an upper bound. The library computes A (see the docstring) instead of A - 1. So where A
     # is near 1, its divergence is rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6,
@@ -269,7 +269,7 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
     another unit, so the sum moves by at most 2S. The pair that dominates sampling without replacement is (1-q) N(0,
     z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in both directions. Without
     amplification, replacing one unit moves the sum by 2S: divergence 2 a / z^2 at order a. Both bounds hold, so the
-    smaller one holds.
+    smaller bound holds.
     """
     if event.sampling_probability != 1:
         raise UserError(
@@ -285,9 +285,9 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
 def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     """Return D_order((1-q) N(0,1) + q N(s,1) || (1-q) N(0,1) + q N(-s,1)), q = ``rate``, s = ``shift``.
 
-    The integral is computed by the trapezoid rule. The integrand has Gaussian tails. It is analytic in a strip of
-    half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2 pi
-    (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
+    The integral is computed by the trapezoid rule. The integrand has Gaussian tails. The integrand is analytic in a
+    strip of half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2
+    pi (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
     """
     reach = shift * (2 * order - 1)  # the position of the farthest peak of the integrand
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1

@@ -160,8 +160,8 @@ def promised_releases(
     """Return all releases that were fixed beforehand: the planned ones, or fewer where the budget ends earlier.
 
     Releases that were booked again after an interruption are added to the plan. Suppose that all releases are of one
-    kind. Then the number of releases that the budget allows is certain before the first release. It depends neither on
-    the outputs nor on the end of the run. ``charges``: all charges so far, as (name of the release, event).
+    kind. Then the number of releases that the budget allows is certain before the first release. This number depends
+    neither on the outputs nor on the end of the run. ``charges``: all charges so far, as (name of the release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again

@@ -124,7 +124,8 @@ class _Server:
     def resume(self, last_round: int) -> None:
         """Continue a run after the server step ``last_round``.
 
-        The method recomputes the arrival times of the updates. It reads the models that clients still train from files.
+        The method recomputes the arrival times of the updates. The method reads from files the models that clients
+        still train.
         """
         for _ in range(last_round):
             self.schedule.next_step()

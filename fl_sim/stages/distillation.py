@@ -67,7 +67,7 @@ class EnsembleDistillation(Stage):
         return Network(self.job.model().to(self.job.device).eval())
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the accuracy of the ensemble of the round's models, in rounds that are tested."""
+        """Return the accuracy of the ensemble of the round's models, in rounds whose model is tested."""
         experiment = self.job.experiment
         due = is_last or server_round % experiment.evaluate_every == 0
         if not (due and self._layer.models and experiment.evaluate.tests(is_last=is_last)):

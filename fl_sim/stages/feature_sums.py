@@ -82,7 +82,7 @@ class Summarise:
         return self.sums.shape(self.job.num_features, self.job.dataset.num_classes)
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the sums, float64. They are either exact or noisy.
+        """Return the message with the sums, float64. The sums are either exact or noisy.
 
         The privacy cost of noisy sums is first written into the client's privacy ledger.
         """
@@ -112,8 +112,8 @@ class Summarise:
         """Write the privacy cost of noisy sums into the client's privacy ledger.
 
         The driver, the process that started the workers, calls this method. A worker computes the sums afterwards. If
-        the sums are already stored, the method returns them. It returns None for sums without noise, because they have
-        no privacy cost. See ``PaidAtHome``.
+        the sums are already stored, the method returns them. For sums without noise it returns None, because such sums
+        have no privacy cost. See ``PaidAtHome``.
         """
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
@@ -187,7 +187,7 @@ def statement(
 
     ``covers``, ``limits``: sentences on what the cost covers and does not cover. ``identity``: a name that is different
     for each run, so that the privacy costs of several runs are added up. ``together``: the joint privacy cost of all
-    private outputs about the same records. It is None if this machine does not know that cost.
+    private outputs about the same records. ``together`` is None if this machine does not know that cost.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415

@@ -44,8 +44,8 @@ TITLES: Final = {
 class OwnMeasures:
     """The clients' answers after a round, and the measures that are computed from them.
 
-    ``answers``: one for each client; empty before the first measurement. ``members``: the clients that take part in
-    rounds. ``by_class``: False if a client counts right answers for all classes together.
+    ``answers``: one answer for each client; empty before the first measurement. ``members``: the clients that take part
+    in rounds. ``by_class``: False if a client counts right answers for all classes together.
     """
 
     answers: Sequence[OwnAnswer]

@@ -1,4 +1,4 @@
-"""A head in closed form, as a start of any method, and as the whole of AFL.
+"""The computation of a model's head (last layer) in closed form: a start for any method, and the whole method AFL.
 
 Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
 are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.

@@ -15,8 +15,8 @@ _NORMAL_95 = 1.959963984540054
 class Area:
     """The area under the ROC curve of a membership test, and its interval of 95 % confidence.
 
-    ``area``: the probability that a member has a smaller loss than a record of the same classes that is no member; .5
-    is chance. ``low``, ``high``: the interval by Hanley and McNeil 1982, equation 2.
+    ``area``: the probability that a member has a smaller loss than a non-member of the same classes; 0.5 is chance.
+    ``low``, ``high``: the interval by Hanley and McNeil 1982, equation 2.
     """
 
     area: float
@@ -92,8 +92,8 @@ def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | N
 def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:
     """Return the largest true-positive rate of any test about an (``epsilon``, ``delta``)-private record.
 
-    It is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1, where FPR
-    is the false-positive rate. It is 1 if ``epsilon`` is None (no guarantee).
+    The rate is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1,
+    where FPR is the false-positive rate. The rate is 1 if ``epsilon`` is None (no guarantee).
     """
     if epsilon is None or epsilon > _LARGEST_EPSILON:
         return 1.0

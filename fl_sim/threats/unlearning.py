@@ -95,7 +95,7 @@ def cohorts_known(job: Job) -> bool:
 
 
 def first_round(job: Job, client: int, rounds: int) -> int | None:
-    """Return the first of ``rounds`` rounds in which ``client`` takes part; None if there is none.
+    """Return the first round in which ``client`` takes part, of ``rounds`` rounds in all; None if there is none.
 
     The cohorts must be known (``cohorts_known``).
     """

@@ -167,7 +167,7 @@ class Sender:
 
 
 def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
-    """Send to each tracker the rounds and results in the run directory that it lacks.
+    """Send to each tracker the rounds and results of the run directory that the tracker lacks.
 
     Returns the sender; its ``failed`` lists the trackers that failed.
     """

@@ -1,8 +1,8 @@
 """The parts of the training loss of a batch. These parts are used for one client and for several stacked clients.
 
-Stacked training means that many clients are trained in one computation. It pads smaller batches with records of weight
-0. These padding records add nothing to the loss. No part of the loss computes an infinite number or NaN from padding
-records.
+Stacked training means that many clients are trained in one computation. Stacked training pads smaller batches with
+records of weight 0. These padding records add nothing to the loss. No part of the loss computes an infinite number or
+NaN from padding records.
 """
 
 from collections.abc import Callable, Sequence

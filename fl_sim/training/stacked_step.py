@@ -2,7 +2,7 @@
 
 For a CUDA graph, a step must use the same memory addresses each time. So all inputs and results are in buffers that
 stay at their addresses for all steps and rounds. The step allocates no lasting memory and never waits for the device.
-It reads the clients, their records and the number of clients still in training from these buffers only.
+The step reads the clients, their records and the number of clients still in training from these buffers only.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -253,7 +253,7 @@ class Trainer:
     ) -> Scores:
         """Return the scores of a model with weights ``params``.
 
-        They equal the scores of ``evaluation.evaluate`` up to rounding. The scores do not depend on the number of
+        The scores equal the scores of ``evaluation.evaluate`` up to rounding. The scores do not depend on the number of
         ``workers`` (threads). If the compiled code gives a loss that is not finite, PyTorch computes the scores.
         """
         if (logits_of := self._compiled(params, inputs)) is not None:

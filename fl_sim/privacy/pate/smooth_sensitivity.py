@@ -71,10 +71,10 @@ class PublicationTerms:
     def divergence(self) -> float:
         """Return the Renyi divergence at ``order`` of the publication itself, that is of both noisy numbers.
 
-        It is the divergence of N(B, (noise S)^2) and N(B', (noise S')^2) with |B - B'| <= min(S, S') and S within
-        e^(+-kappa) of S', plus the divergence of the noisy logarithm of S. Here S is the smooth sensitivity, and B' and
-        S' are the numbers for a neighbouring data set. The bound is theorem 23 of the paper, without its rounding up of
-        the Gaussians' divergence.
+        The result is the divergence of N(B, (noise S)^2) and N(B', (noise S')^2) with |B - B'| <= min(S, S') and S
+        within e^(+-kappa) of S', plus the divergence of the noisy logarithm of S. Here S is the smooth sensitivity, and
+        B' and S' are the numbers for a neighbouring data set. The bound is theorem 23 of the paper, without its
+        rounding up of the Gaussians' divergence.
         """
         order, kappa = self.order, self.smoothness
         scale = max(_scale_divergence(order, -kappa), _scale_divergence(order, kappa))

@@ -1,10 +1,10 @@
 """The pool of synthetic records on disk, made once and shared by all runs that need the same pool.
 
 A pool is a folder below ``$FL_SIM_POOLS`` (else the user's cache). Its name is a digest of everything that determines
-it. Runs that differ only in the algorithm or the rounds share one pool, so every client makes synthetic records only
-once. Clients' answers are checked before they are stored, and again when they are read. The file ``pool.json`` contains
-the privacy costs, and the receipts from the clients' privacy ledgers. A privacy ledger that lacks these costs is
-refused, because the stated cost of the pool would be too low.
+the pool. Runs that differ only in the algorithm or the rounds share one pool, so every client makes synthetic records
+only once. Clients' answers are checked before they are stored, and again when they are read. The file ``pool.json``
+contains the privacy costs, and the receipts from the clients' privacy ledgers. A privacy ledger that lacks these costs
+is refused, because the stated cost of the pool would be too low.
 """
 
 import hashlib
@@ -78,9 +78,9 @@ class Pool:
     """A pool of synthetic records at the server.
 
     ``path``: a safetensors file with the records, in the form of ``as_kept``, and int64 labels, sorted by client.
-    ``together``: the joint privacy cost of all synthetic records ever made from the clients' records. It includes other
-    settings, other seeds and deleted pools. It is None if not all privacy ledgers are on this machine. ``trainer``: a
-    description of the generators' trainer, empty if it is not known.
+    ``together``: the joint privacy cost of all synthetic records ever made from the clients' records. This cost
+    includes other settings, other seeds and deleted pools. It is None if not all privacy ledgers are on this machine.
+    ``trainer``: a description of the generators' trainer, empty if it is not known.
     """
 
     path: Path
@@ -297,7 +297,7 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
 def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
     """Return a description of the generators' trainer.
 
-    It is empty if there are no synthetic records, or if the generator has no compiled C++ trainer.
+    The description is empty if there are no synthetic records, or if the generator has no compiled C++ trainer.
     """
     generator, here = settings_of(job.experiment).generator, [one["here"] for one in said if one["receipt"] is not None]
     if not here or not isinstance(generator, CompiledGenerator):

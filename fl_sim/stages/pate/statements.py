@@ -115,9 +115,9 @@ def _published(
 ) -> dict[str, Any]:
     """Return the privacy statement that covers the labels and the published data-dependent epsilon together.
 
-    It contains a guarantee for the labels and the published epsilon together, and the published epsilon. ``certain``:
-    {event: count} of the largest privacy cost of all queries, for any votes. The cost in the privacy ledger is not
-    used, because it depends on which queries were answered.
+    The statement contains a guarantee for the labels and the published epsilon together, and the published epsilon.
+    ``certain``: {event: count} of the largest privacy cost of all queries, for any votes. The cost in the privacy
+    ledger is not used, because it depends on which queries were answered.
     """
     published, terms = publish_cost(settings, votes, released)
     delta = settings.labelling.delta
@@ -152,9 +152,9 @@ def _published(
 def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
     """Return a Renyi curve that bounds the privacy cost of the labels.
 
-    It is the curve of ``certain``, or the curve of the privacy budget if that is lower. Tests and answers of queries
-    are Gaussian mechanisms. All mechanisms within a budget together cost less than one Gaussian mechanism that exceeds
-    this budget. The curve of this one mechanism bounds the cost.
+    The result is the curve of the events ``certain``, or the curve of the privacy budget if that curve is lower. Tests
+    and answers of queries are Gaussian mechanisms. All mechanisms within a budget together cost less than one Gaussian
+    mechanism that exceeds this budget. The curve of this one mechanism bounds the cost.
     """
     curve = compose(certain)
     test, _ = labelling.mechanism.charges()
