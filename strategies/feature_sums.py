@@ -19,7 +19,8 @@ class SumsOfFeatures(Settings):
     ``sensitivity``: the largest L2 norm of one record's contribution to the sums.
     """
 
-    if TYPE_CHECKING:  # fields of each subclass, in its own order, which the names of runs depend on
+    # Each subclass declares these fields in its own order, because the names of runs depend on the order.
+    if TYPE_CHECKING:
         epsilon: float | None
         delta: float
         clipping_norm: float | None

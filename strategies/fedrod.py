@@ -86,5 +86,5 @@ class FedRoD(BalancedSoftmax):
 
 
 def _joined(generic: Params, personal: Params) -> Params:
-    """Return ``generic`` with the personal head added to its own."""
+    """Return the model ``generic`` with the personal head added to the generic head."""
     return {name: value + personal[name] if name in personal else value for name, value in generic.items()}

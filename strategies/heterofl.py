@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _several(value: object) -> object:
-    """Return a tuple of one number for a number, and any other value unchanged."""
+    """Return a single number as a tuple of length 1, and any other value unchanged."""
     return (value,) if isinstance(value, int | float) else value
 
 
@@ -65,7 +65,7 @@ class HeteroFL(Averaging):
     masked: bool = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that need updates of one shape, or that no sum over holders fits."""
+        """Raise ValueError for settings that do not fit updates of different shapes."""
         check_one_size(self, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:

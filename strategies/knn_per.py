@@ -23,13 +23,14 @@ _GRID: Final = tuple(step / 10 for step in range(11))
 class KNNPer(Averaging):
     """FedAvg trains the model; a client predicts by ``weight`` p_kNN + (1 - ``weight``) p, with the model's softmax p.
 
-    p_kNN(class c) is the sum of exp(-distance / ``scale``) over those of the ``neighbours`` nearest training records
-    that are of class c, divided by the sum over all of them. Distances are between features z, the inputs of the last
-    layer. ``distance``: "norm" is ||z - z'||, as in the paper; "mean" is ||z - z'||^2 / d for d features, as in the
-    released code. ``neighbours``: 10 in the paper. ``scale``: 1 in the released code. ``weight``: from 0, which is
-    FedAvg, to 1. "validation" takes for each client the best of 0, 0.1, ..., 1 on its own validation records, as in the
-    paper, and the smallest of equally good weights; 0 for a client without such records. The released code reports the
-    accuracy of every weight on test records. A client without training records uses the model alone.
+    Let N be the ``neighbours`` training records that are nearest to an input. p_kNN(class c) is the sum of
+    exp(-distance / ``scale``) over the records of class c in N, divided by the same sum over all records in N.
+    Distances are between features z, the inputs of the last layer. ``distance``: "norm" is ||z - z'||, as in the paper;
+    "mean" is ||z - z'||^2 / d for d features, as in the released code. ``neighbours``: 10 in the paper. ``scale``: 1 in
+    the released code. ``weight``: from 0, which is FedAvg, to 1. "validation" takes for each client the best of 0, 0.1,
+    ..., 1 on its own validation records, as in the paper, and the smallest of equally good weights; 0 for a client
+    without such records. The released code reports the accuracy of every weight on test records. A client without
+    training records uses the model alone.
     """
 
     kind: Literal["knn-per"] = "knn-per"

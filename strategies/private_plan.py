@@ -22,7 +22,7 @@ from strategies.samplers import AnySampler, Cyclic, FixedSize, Poisson
 
 @dataclass(frozen=True)
 class GlobalRounds:
-    """The rounds of ``aggregator`` with cohorts of ``sampler``, and the sums of a private start before them, if any.
+    """Rounds of the mechanism ``aggregator`` with cohorts from ``sampler``, after the sums of a private start, if any.
 
     ``population``: the number of clients, None if it is unknown. The noise multiplier of ``aggregator`` is not read.
     """
@@ -109,7 +109,8 @@ def global_rounds(
 ) -> GlobalRounds:
     """Return the rounds of Global DP that the options of ``fl-sim privacy global-dp`` describe.
 
-    ``rate`` or ``cohort`` is given, or neither beside ``groups``. Raises UserError for options that do not fit.
+    Without ``groups``, either ``rate`` or ``cohort`` is required. With ``groups``, ``rate`` is optional. Raises
+    UserError for options that do not fit.
     """
     if groups is not None and (groups < 1 or cohort is not None or (clients is not None and groups > clients)):
         raise UserError(

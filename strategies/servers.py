@@ -57,7 +57,8 @@ class _Asynchronous(Settings):
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
-    if TYPE_CHECKING:  # fields of both subclasses, declared there because the short form sets the first field
+    # Both subclasses declare these fields themselves, because the short form of a kind sets its first field.
+    if TYPE_CHECKING:
         concurrency: int
         staleness_exponent: float
 
