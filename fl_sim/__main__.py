@@ -62,7 +62,7 @@ def command() -> None:
 
 
 def _open_standard_files() -> None:
-    """Open stdin, stdout and stderr on the null device where the shell has closed them (``>&-``).
+    """Open those of stdin, stdout and stderr that the shell has closed (``>&-``), on the null device.
 
     If stdout stayed closed, the next file that the program opens would get the file number of stdout. Printed text
     would then go into that file.

@@ -71,7 +71,7 @@ _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u2
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters replaced by ASCII escapes, so that a terminal does not execute them."""
+    """Return ``text`` with ASCII escapes in place of control characters, which a terminal would execute."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

@@ -149,7 +149,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
 
     The model expects records as in training: normalised by the data set's mean and standard deviation. The data set is
     loaded, because its shape and classes are needed. ``data_root``: as for ``run``. Raises UserError if there is no
-    finished run, or if the run saved no model of its own.
+    finished run, or if the run saved no model.
     """
     out, root = Path(directory), _data_root(data_root)
     if not (out / run_directory.CONFIG).exists():

@@ -275,14 +275,13 @@ class Captioned(Protocol):
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
         """Return captions for the table, one sentence each. ``chosen``: all settings of this class in the table's runs.
 
-        ``values``: a function that takes the name of a field. It returns all different values of this field as one
-        text.
+        ``values``: a function that takes the values of one field, and returns them as text, each different value once.
         """
 
 
 @runtime_checkable
 class Choosing(Protocol):
-    """The marker of a settings field that accepts several settings classes, not only those of its annotation."""
+    """The marker of a settings field that accepts further settings classes, in addition to those in its annotation."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
         """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``."""

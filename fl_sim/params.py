@@ -24,7 +24,7 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class FlatParams(Params):
-    """Named tensors stored in one vector ``flat``, so that arithmetic on all of them is one operation.
+    """Named tensors stored in one vector ``flat``, so that arithmetic on all tensors is one operation.
 
     The named tensors are views of the vector, created at the first access. They are read-only, because other objects
     may share them.
@@ -72,7 +72,7 @@ def flattened(params: Params) -> FlatParams:
 
 
 def vector_in(params: Params, layout: Layout) -> torch.Tensor:
-    """Return ``params`` as one vector in the order of ``layout``; names and shapes must be those of ``layout``."""
+    """Return ``params`` as one vector in the order of ``layout``; ``params`` must have its names and shapes."""
     if isinstance(params, FlatParams) and params.layout == layout:
         return params.flat
     return _joined(params[name] for name, _ in layout)
@@ -367,11 +367,11 @@ def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
 class WriteGuard:
     """A guard that detects writes to tensors that an algorithm's code must only read.
 
-    The clients of a process may share these tensors: a write would change the global model for all of them. ``writes``:
-    PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over the bits of each
-    tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums take a hundredth of
-    the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the messages of all detected
-    writes. Errors show the first message, which names the code that made the first write.
+    The clients of a process may share these tensors: a write by one client would change the global model for all
+    clients. ``writes``: PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over
+    the bits of each tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums
+    take a hundredth of the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the
+    messages of all detected writes. Errors show the first message, which names the code that made the first write.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
@@ -398,14 +398,14 @@ class WriteGuard:
     def check(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError if PyTorch has counted a write to a tensor.
 
-        ``methods``: the methods that the message names.
+        ``methods``: the code that the message names.
         """
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
                 raise self._write_error(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if the bits of a tensor have changed. ``methods``: the methods that the message names."""
+        """Raise RunError if the bits of a tensor have changed. ``methods``: the code that the message names."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
                 raise self._write_error(name, methods)

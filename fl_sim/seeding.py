@@ -10,8 +10,9 @@ such as "batches", "local" (dropout), "hostile clients", "share", "generator", "
 forest's "teacher" and students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. The global generators are seeded for
-the purposes above, and for "data set" (by 0). In a round they are seeded for "plan" and "finish" of a client, and for
-"sampling", "merging" and "evaluation". They are not seeded for code that makes synthetic records.
+the purposes above, and for "data set" (by 0). In a round, these generators are seeded for "plan" and "finish" of a
+client, and for "sampling", "merging" and "evaluation". The global generators are not seeded for code that makes
+synthetic records.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    Call this function only in a process that fl-sim started, or inside ``torch_kept``. ``torch.manual_seed`` is slower:
-    it also queues a call with a stack trace for every unused GPU.
+    Call this function only in a process that belongs to fl-sim alone, or inside ``torch_kept``. ``torch.manual_seed``
+    is slower: it also queues a call with a stack trace for every unused GPU.
     """
     number = _key(seed, purpose, keys) >> 193  # the seed has 63 bits
     torch.default_generator.manual_seed(number)
@@ -123,14 +124,17 @@ def process_alone() -> Iterator[None]:
 
 @contextmanager
 def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
-    """Lock the global generators of torch, NumPy and Python in this block, seed them, and restore them afterwards."""
+    """Lock and seed the global generators of torch, NumPy and Python in this block. Restore their states afterwards."""
     with process_alone():
         seed_process(seed, purpose, *keys)
         yield
 
 
 def process_state() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, NumPy and Python, to detect whether code draws from them."""
+    """Return the states of the global generators of torch, NumPy and Python.
+
+    Code that draws from one changes its state.
+    """
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, words, *place = state
     return kind, words.tobytes(), *place, random.getstate(), torch.random.get_rng_state().numpy().tobytes()

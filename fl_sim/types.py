@@ -92,7 +92,7 @@ class Examples:
 
     @property
     def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        """Return inputs, labels and, if they are known, groups. A digest of the records reads them in this order."""
+        """Return inputs, labels and, if known, groups. A digest of the records reads these arrays in this order."""
         return (self.inputs, self.labels) if self.groups is None else (self.inputs, self.labels, self.groups)
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
@@ -135,16 +135,16 @@ class Dataset:
     constants of the data set, never computed from the clients' records. ``note``: facts about this copy that a reader
     must know (a subset, generated stand-in data), shown beside all results. ``counted``: private facts about the user's
     own records, such as the number of records left out; shown only if the run promises no privacy. ``columns``: the
-    columns of a table, in order, if they are known; the columns are public, as the constants are. ``classes``: the
+    columns of a table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the
     names of the classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content
     found in a file, its use). ``read_off``: facts that were computed from the records and are visible in results or in
     the model's shape. A fact comes with the setting that makes the fact public, if there is such a setting. Every
     privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such as its
     decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
     (tokens). ``validation``: records that no client holds and that are not for testing, for
-    ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced them;
-    else empty. ``sources``: the names of the sources of records, by their numbers (``Examples.groups``), if known.
-    ``text_of``: if records are texts, a function from one record (a row of tokens) to its text.
+    ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced the
+    images; else empty. ``sources``: the names of the sources of records, by their numbers (``Examples.groups``), if
+    known. ``text_of``: if records are texts, a function from one record (a row of tokens) to its text.
     """
 
     name: str
@@ -249,8 +249,8 @@ class LocalTask:
     the client state after this client's last round. ``pool``: the tensors that all clients shared before the first
     round. ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic
     records included. Only the client knows these numbers. ``initial``: the run's initial model, which every client
-    builds from the seed. ``statistics``: the received running statistics of BatchNorm layers; if they are empty, the
-    client resets its statistics.
+    builds from the seed. ``statistics``: the received running statistics of BatchNorm layers. If ``statistics`` is
+    empty, the client resets its running statistics.
     """
 
     server_round: int
@@ -326,7 +326,7 @@ class ClientUpdate:
     """The update of a client: its payload (``payloads``), and the client state for its next round (``state``).
 
     ``num_examples``: the client's weight in the mean, zero for an empty shard. ``loss``: the mean training loss; None
-    without a step. ``packed``: the groups of tensors that are sent compressed; they are not in ``payloads``.
+    without a step. ``packed``: the groups of tensors that are sent compressed. These groups are not in ``payloads``.
     """
 
     payloads: Payloads
@@ -372,7 +372,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The number of bytes of all arrays sent to clients (``down``) and received from them (``up``)."""
+    """The number of bytes of all arrays sent to clients (``down``) and received from clients (``up``)."""
 
     down: int
     up: int

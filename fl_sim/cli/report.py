@@ -55,9 +55,10 @@ def write_report(
 
     Warnings name the runs that are unfinished or cannot be shown. ``out``: the folder for the files; None: the default.
     ``paper``: True also writes the figures as PDF and SVG, as wide as one column and as two columns of a paper.
-    ``pictures``: True computes images that have nearly the given synthetic feature vectors, to show them. ``target``: a
-    test accuracy in [0, 1]. If ``target`` is given, the report also has the costs until a run reaches this accuracy.
-    ``full_axis``: True draws accuracies on an axis from 0 to 100 %. False draws them on an axis over their own range.
+    ``pictures``: True computes images for the synthetic feature vectors. The features of such an image are nearly equal
+    to its vector. ``target``: a test accuracy in [0, 1]. If ``target`` is given, the report also has the costs until a
+    run reaches this accuracy. ``full_axis``: True draws accuracies on an axis from 0 to 100 %. False draws them on an
+    axis over their own range.
     """
     found = _with_titles(find(directories))
     groups, doubles = group(found.runs)

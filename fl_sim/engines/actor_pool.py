@@ -65,9 +65,9 @@ class Worker:
     """A Ray actor with its node and its measured speed.
 
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
-    calls, in the order in which the actor answers them. ``has``: the numbers of the message contents that the actor
-    received with its last call and still keeps. ``is_warm``: True after the first answered call; that call also loads
-    the data. ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
+    calls, in the order of the actor's answers. ``has``: the numbers of the message contents that the actor received
+    with its last call and still keeps. ``is_warm``: True after the first answered call; that call also loads the data.
+    ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
     """
 
     actor: Any

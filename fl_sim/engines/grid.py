@@ -80,7 +80,7 @@ class LocalGrid(Grid):
         return [reply.metadata.reply_to_message_id for reply in replies]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the available replies to ``message_ids``, and remove them: every reply is returned once."""
+        """Return the available replies to ``message_ids``. Every reply is returned once, and then removed."""
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:

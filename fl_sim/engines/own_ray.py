@@ -108,7 +108,9 @@ def clear(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait until standard input is closed, then end the Ray whose folder is the first command-line argument.
+    """Wait until standard input is closed, then end the Ray whose folder is the first argument.
+
+    If this argument is empty, no Ray is ended.
 
     If the run's process did not end normally and Ray's node is gone, print an error message first.
     """

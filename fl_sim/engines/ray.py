@@ -220,7 +220,10 @@ class RayGrid(LocalGrid):
         return progress
 
     def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
-        """Return the replies for the server. If the driver keeps the client states, this method stores them first."""
+        """Return the replies for the server.
+
+        If the driver keeps the client states, this method first stores new states.
+        """
         if self._remote is None:
             return list(replies)
         of = {message.metadata.message_id: message for message in messages}

@@ -44,7 +44,7 @@ and answers go through the object stores of the nodes. That takes two more copie
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
-# the cleanup process of the Ray that this process started; None if there is none
+# a list with the cleanup process of the Ray that this process started; empty if there is no such Ray
 _cleanups: list["subprocess.Popen[bytes]"] = []
 
 
@@ -245,7 +245,7 @@ def _resource_warnings_off() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables to ``values`` within the ``with`` block, and restore them afterwards."""
+    """Set environment variables to ``values`` within the ``with`` block. Afterwards restore their former values."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

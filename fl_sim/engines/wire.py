@@ -239,7 +239,7 @@ def made_content(inputs: torch.Tensor) -> RecordDict:
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Return the synthetic records in a content that ``made_content`` made. The worker that sent them is trusted."""
+    """Return the synthetic records in a content that ``made_content`` made. The sender, a worker, is trusted."""
     return unpack(content[_POOL])["inputs"]
 
 
@@ -254,7 +254,7 @@ def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
 def read_synthetic(
     content: RecordDict, input_shape: tuple[int, ...], num_classes: int, most_rows: int
 ) -> tuple[torch.Tensor, str]:
-    """Return the pair (synthetic records, the client's facts about them as JSON).
+    """Return the pair (synthetic records, the client's facts about these records as JSON).
 
     The JSON object has the keys counts, refused, facts and receipt; the content of ``facts`` and ``receipt`` is not
     checked. Raises Malformed for more than ``most_rows`` records, for records of another shape than ``input_shape``,

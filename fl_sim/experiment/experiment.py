@@ -143,7 +143,8 @@ class Experiment(Settings):
             for key, value in starts_with.items():
                 given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
-                    given = {name: getattr(given, name) for name in given.model_fields_set}  # a kind of the user's own
+                    # only the fields that the user has set
+                    given = {name: getattr(given, name) for name in given.model_fields_set}
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = _laid_over(value, given) if both else filled.get(key, value)
         return filled
@@ -359,8 +360,8 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
 def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
     """Return the experiment of a stored ``config.toml``.
 
-    The file may come from an older version without some settings. Such a setting gets the value that has the behaviour
-    of the older version. Raises UserError as ``experiment_from`` does.
+    The file may come from an older version without some settings. Such a setting gets the value with which a run
+    behaves as in the older version. Raises UserError as ``experiment_from`` does.
     """
     filled = dict(table)
     for part in ("algorithm", "aggregator", "attack"):

@@ -50,7 +50,7 @@ class FrozenBody:
 
     ``model``: the whole model, in evaluation mode, on the device that computes features. ``head``: the head alone, on
     the CPU; its parameters have the same names as in ``model``. ``size``: the number of features of a record.
-    ``batch``: the number of records in a forward pass.
+    ``batch``: the number of records in one forward pass.
     """
 
     model: nn.Module

@@ -153,7 +153,7 @@ class Job:
         return self._placed(self.experiment.seed_of_model)
 
     def check_model(self) -> None:
-        """Raise UserError if the model cannot be trained on the job's data.
+        """Raise UserError if the job's model cannot be trained.
 
         A library's model is built once for all seeds.
         """
@@ -205,7 +205,7 @@ class Job:
 
     @cached_property
     def predicts_classes(self) -> bool:
-        """True if the model classifies records; False for a model with a loss of its own, such as a decoder."""
+        """True if the model classifies records; False for a model that computes its loss itself, such as a decoder."""
         dataset, local = self.dataset, self.experiment.local
         return not models.has_own_loss(
             self.experiment.model.name, dataset.input_shape, dataset.num_classes, local.batch_norm, dataset.vocabulary
@@ -588,7 +588,7 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
 
 
 def public_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return the public facts of ``dataset`` that nodes with records of their own need, as JSON values.
+    """Return the public facts of ``dataset`` that nodes with their own data sets need, as JSON values.
 
     The public facts are the shape of a record, the number of classes, and the constants of normalisation.
     """

@@ -55,7 +55,7 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
     divided by the number of all training records, and s is the smallest of these ratios. The test records of a client
     are all different. Two clients get the same test record only if a class has too few test records. ``keeps_sources``:
     True if each client has training records of one source only, such as a domain. In this case, the rules above hold
-    within each source, and a client gets test records of its own source only. Raises UserError if the sources of test
+    within each source, and a client gets test records of this source only. Raises UserError if the sources of test
     records are then unknown.
     """
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)

@@ -1,6 +1,6 @@
 """The reference of all settings (name, valid values, default, meaning), from the settings classes and their docstrings.
 
-A docstring explains a field in sentences that begin with the field's name, such as "``mu``: the paper tries 0.001".
+A docstring explains a field in sentences that contain the field's name, such as "``mu``: the paper tries 0.001".
 """
 
 import inspect
@@ -72,7 +72,7 @@ def groups() -> tuple[Group, ...]:
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
     """Yield the group of the class ``settings``, then all groups inside it.
 
-    ``defaults``: default values that replace those of the class.
+    ``defaults``: default values that replace the default values of the class.
     """
     prefix = f"{name}." if name else ""
     documentation, known = _documentation(settings), {field for field, *_ in _fields(settings)}
@@ -125,7 +125,7 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
 
 def _documentation(settings: type) -> str:
-    """Return the docstrings of the class ``settings``, and of the base classes of its fields, as one text."""
+    """Return one text: the docstrings of a class, and of the base classes from which it inherits fields."""
     own = [settings]
     for base in settings.__mro__[1:]:
         has_fields = is_dataclass(base) or (issubclass(base, BaseModel) and bool(base.model_fields))

@@ -35,12 +35,12 @@ class PrivacyStatement(FileModel):
     """One privacy statement of ``result.json``.
 
     ``unit``: the privacy unit, such as "client" or "record". ``epsilon``: None if there is no guarantee. ``covers``,
-    ``does_not_cover``: the outputs that the guarantee covers, and those that it does not cover. ``ledger``: the privacy
-    ledger into which the cost was written. ``planned_events``: all noisy outputs that were planned before the run.
-    Files of older versions lack ``ledger`` and ``planned_events``. ``budget``: the largest epsilon allowed. If the
+    ``does_not_cover``: the outputs that the guarantee covers, and the outputs that it does not cover. ``ledger``: the
+    privacy ledger into which the cost was written. ``planned_events``: all noisy outputs that were planned before the
+    run. Files of older versions lack ``ledger`` and ``planned_events``. ``budget``: the largest epsilon allowed. If the
     budget is smaller than the epsilon of all planned outputs, ``epsilon`` is the budget. ``epsilon_whole_run``,
-    ``delta_whole_run``: the privacy cost of everything that the run publishes about a unit, if this cost differs
-    from ``epsilon`` and ``delta``.
+    ``delta_whole_run``: the privacy cost of everything that the run publishes about a unit, if this cost differs from
+    ``epsilon`` and ``delta``.
     """
 
     unit: str
@@ -280,7 +280,7 @@ class ResultFile(FileModel):
     @model_validator(mode="before")
     @classmethod
     def _with_lists(cls, content: Any) -> Any:
-        """Collect the lists of shares of all fields. Other lists, such as those of a user's own stage, are left out."""
+        """Collect the lists of shares of all fields. Other lists, such as lists of a user's own stage, are left out."""
         if not isinstance(content, dict):
             return content
         found = {

@@ -227,7 +227,7 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the groups that have the setting ``place`` have different values of it.
+    """Return True if the setting ``place`` differs between the groups that can have this setting.
 
     ``flat``: for each group {setting: value}.
     """

@@ -52,7 +52,7 @@ _SEED: Final = 20_150_903
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of ``result.json`` as {dotted name: value}, such as {"seconds.train": 12.5}.
 
-    ``result``: the content of ``result.json``. Numbers in lists are left out, except those in the list of privacy
+    ``result``: the content of ``result.json``. Numbers in lists are left out, except numbers in the list of privacy
     statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are returned. They
     are the total privacy cost of all published outputs about the unit. If a unit has several statements, the epsilon of
     each statement is also returned: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get

@@ -114,7 +114,7 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the privacy events that clients wrote into their privacy ledgers when they made their synthetic records.
+    """Return the privacy events in the clients' privacy ledgers that belong to the making of synthetic records.
 
     A privacy event is a kind of noisy output, and is returned with the number of times it occurred. If several clients
     have equal events, these events are returned once. The result is empty if the events of any client are unknown.

@@ -269,7 +269,7 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 
 
 def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
-    """Return ``runs`` with the row, column and label that they have in ``tables``, {folder: table}.
+    """Return ``runs`` with the row, column and label of each run in ``tables``, {folder: table}.
 
     A name is empty if a run is in no table or has several names. For example, a run of centralized training belongs to
     several columns.

@@ -70,7 +70,7 @@ class Table:
     row and column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables.
     ``reference``: the row with which the other rows are compared; empty: the row with the highest mean. ``alone``: the
     rows in which every client trains alone. ``titles``: the titles of the measures of stages
-    (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store them.
+    (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store titles.
     """
 
     rows: tuple[str, ...]
@@ -158,7 +158,7 @@ def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison
 
 
 def compare(table: Table, column: str) -> Comparison:
-    """Compare the final accuracies of a column with those of the reference row.
+    """Compare the final accuracies of a column with the accuracy of the reference row.
 
     If the table has no reference row, the row with the highest mean takes its place.
     """

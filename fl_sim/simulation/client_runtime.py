@@ -92,7 +92,7 @@ def runtime_for(
         tasks=tasks,
         class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
-        # this value is the same for all clients of a round
+        # the settings are cached, because they are the same for all clients of a round
         local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -216,7 +216,7 @@ def _own_records(job: Job, client: int) -> Records:
 
 
 def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
-    """Return ``examples`` on the job's device as ``client`` sees them: with its own labels and its feature skew.
+    """Return ``examples`` on the job's device, with the labels and the feature skew that ``client`` sees.
 
     ``purpose``: the name of the random stream of the skew, such as "own test feature-noise" (see ``fl_sim.seeding``).
     """
@@ -275,10 +275,9 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return the validation records on the job's device, as the client that holds each record sees them.
+    """Return the validation records on the job's device. Each record has the form that its client sees.
 
-    A data set may contain validation records of its own. Such records belong to no client and are treated like test
-    records.
+    A data set may contain validation records. Such records belong to no client and are treated like test records.
     """
     if job.records.validation is not None:
         return _as_evaluated(job, job.records.validation, "validation feature-noise")
@@ -338,7 +337,7 @@ def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):
         return examples
-    # the changed records are the same for all clients of a group
+    # this generator gives the same random numbers to all clients, so that the clients of a group get the same change
     generator = rng(experiment.seed_of_partition, "client groups")
     inputs, labels = scheme.held_by(client, examples.inputs, examples.labels, num_classes, generator)
     for old, new in ((examples.inputs, inputs), (examples.labels, labels)):

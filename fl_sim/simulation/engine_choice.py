@@ -158,7 +158,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    # in a stack, the trainer is called once for each step of all clients together
+    # for such an algorithm, the trainer is called once for each step of all clients together
     if isinstance(job.experiment.algorithm, StepByStep):
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)
@@ -193,7 +193,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty if they can be faster."""
+    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty without such a reason."""
     if script := defined_in_script(job.experiment):
         return f"other processes cannot import {script}, which the running script defines"
     if job.device.type == "cuda":

@@ -157,7 +157,7 @@ class Measuring:
         return found
 
     def _test_records(self) -> TensorDataset:
-        """Return a copy of the test records, in the normalised form in which models receive them."""
+        """Return a copy of the test records in normalised form, which is the form that models receive."""
         job, test = self.job, self.test
         if job.records is not job.dataset:
             test = resident(job.dataset.test, job.dataset, job.device)

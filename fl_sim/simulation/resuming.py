@@ -179,7 +179,7 @@ def clean_up(experiment: Experiment, out: Path) -> None:
 
     Such files hold private errors and warnings, and the checkpoint of PATE's student. The run's checkpoint and client
     states stay, so that the run can be extended. If the checkpoint and client states are large, or the run promises
-    privacy, they are removed, too.
+    privacy, these files are removed, too.
     """
     if not _stays_extendable(experiment, out):
         if (out / run_directory.STATE).exists():
@@ -236,7 +236,7 @@ def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: I
 
 
 def _has_other_file(now: object, then: object) -> bool:
-    """Return True if two groups of settings differ only in the digest of a file that they name."""
+    """Return True if two groups of settings name a file, and differ only in the digest of this file."""
     if not isinstance(now, Mapping) or not isinstance(then, Mapping) or now.get("digest") == then.get("digest"):
         return False
     return {**now, "digest": ""} == {**then, "digest": ""}
@@ -343,7 +343,7 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
     """Raise UserError unless ``experiment`` has more rounds than ``records``.
 
-    Also raise UserError if its learning rates in the rounds of ``records`` differ from those of ``earlier``.
+    Also raise UserError if its learning rate in a round differs from the learning rate in ``records``.
     """
     if len(records) >= experiment.rounds:
         raise UserError(
@@ -387,8 +387,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
         # The order matters. If the process is killed between two moves, the next start finds a complete run in ``out``
-        # or refuses the files. It never takes the files for those of a run without a finished round, which it would
-        # delete.
+        # or refuses the files. The next start deletes the files of a run without a finished round, and must never do so
+        # here.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

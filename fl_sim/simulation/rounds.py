@@ -389,10 +389,9 @@ def procedure_of(job: Job) -> Procedure:
 def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> ClientRuntime:
     """Return the client runtime of a worker process. Each process makes its runtime once and caches it.
 
-    ``own``: the data set of a node with records of its own, empty for other nodes. A node with its own records executes
-    only the client ``client``. ``facts``: the public facts of the server's data set, as JSON. Raises UserError if the
-    node's records do not fit these facts. Raises UserError, too, if the experiment needs the server's records on every
-    node.
+    ``own``: the name of a node's own data set; empty for nodes without one. A node with its own records executes only
+    the client ``client``. ``facts``: the public facts of the server's data set, as JSON. Raises UserError if the node's
+    records do not fit these facts. Raises UserError, too, if the experiment needs the server's records on every node.
     """
     experiment = Experiment.model_validate_json(experiment_json)
     if not own:

@@ -412,7 +412,7 @@ def _bytes(log: RunLog) -> dict[str, Any]:
 
 
 def _sum(parts: Iterable[Traffic | None]) -> Traffic | None:
-    """Return the sum of all ``parts``; None if at least one of them is None."""
+    """Return the sum of all ``parts``; None if at least one part is None."""
     total = Traffic(0, 0)
     for part in parts:
         if part is None:
@@ -435,7 +435,8 @@ def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
-        found |= facts if is_json(facts) else {}  # facts that are not JSON values are left out: they have ended the run
+        # facts that are not JSON values are left out; such facts have ended the run
+        found |= facts if is_json(facts) else {}
     return found
 
 

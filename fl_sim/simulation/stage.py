@@ -396,8 +396,8 @@ MOST_HELD = 10**9
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
     """Return the task configuration that all messages of a run share.
 
-    On Flower's own runtime, nodes may have records of their own. Therefore the configuration then also contains the
-    run's name and the public facts of the data set.
+    On Flower's own runtime, a node may have its own data set. Therefore the configuration then also contains the run's
+    name and the public facts of the experiment's data set.
     """
     elsewhere = not isinstance(grid, LocalGrid)
     return TaskConfig(

@@ -51,7 +51,7 @@ class Work:
 
 
 def public_records(job: Job, count: int) -> Examples:
-    """Return ``count`` public test records. If the test set has fewer records, they are repeated."""
+    """Return ``count`` public test records. If the test set has fewer records, its records are repeated."""
     test = job.dataset.test
     return test.take(np.arange(count) % len(test))
 
@@ -89,7 +89,7 @@ A limit is a multiple of an equal share of the remaining time.
 class Timing:
     """The measured seconds of a computation, such as local training: ``turn`` per call, plus ``piece`` per step.
 
-    ``at_least``: True if the seconds are those of a smaller piece, because a whole piece exceeded the time budget.
+    ``at_least``: True if the seconds were measured for a smaller piece, because a whole piece exceeded the time budget.
     ``why_not``: the reason if there is no timing; else empty.
     """
 

@@ -1,4 +1,4 @@
-"""The run directory: its files, the order in which they are written, and how they are read after a crash.
+"""The run directory: its files, the order in which the files are written, and the reading of files after a crash.
 
 First ``config.toml`` is written. After every round a line is appended to ``rounds.jsonl``, then
 ``checkpoint.safetensors`` is replaced. At the end ``model.safetensors`` and ``result.json`` are written, also for a run

@@ -298,7 +298,10 @@ def _slots_of(state: Payloads) -> _Slots:
 
 
 def _create(state_dir: Path, wanted: _Slots) -> _Slots:
-    """Create the state file and its schema if they are missing; several processes may do so at the same time."""
+    """Create the state file and its schema if these files are missing.
+
+    Several processes may do this at the same time.
+    """
     path = state_dir / LAYOUT
     try:
         slots = _read_layout(read_whole(path))

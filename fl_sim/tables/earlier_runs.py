@@ -116,7 +116,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return None
     chosen = resolved(experiment, data_root)
     if objection(chosen, directory, identity_of(chosen, data_root)):
-        return None  # the worker that executes the trial reports the reason for this error
+        return None  # the worker that executes the trial reports the difference
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
     new = records[after : experiment.rounds]

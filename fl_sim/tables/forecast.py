@@ -36,9 +36,9 @@ class Forecast:
     """The forecast of one run.
 
     ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
-    the whole run. ``has_pool``: True if the run need not make its synthetic records: they exist already, or an earlier
-    run of the table makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
-    the privacy of the run.
+    the whole run. ``has_pool``: True if the run need not make its synthetic records, because these records exist
+    already, or because an earlier run of the table makes these records. ``paid``: planned privacy cost; None if it was
+    not computed. ``notes``: sentences about the privacy of the run.
     """
 
     name: str
@@ -194,7 +194,7 @@ def search_forecasts(
         assert settings.tune is not None, "a table that tunes nothing"
         trials = [proposed_trial(search, settings.tune, number, ()) for number in trial_batches(settings.tune)[0]]
         shortest = search.rungs[0].rounds
-        directories = dict.fromkeys(  # the later trials of Optuna are left out, because they are not known yet
+        directories = dict.fromkeys(  # the later trials of Optuna are left out, because their values are not known yet
             trial_directory(experiment_of(settings, trial, shortest), out / TRIALS, data_root) for trial in trials
         )
         rounds, before = 0, 0

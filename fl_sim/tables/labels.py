@@ -139,7 +139,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label always states.
     """
     changed = _changed(settings, also)
-    # such a class has a title that is a property, and the title already states the first parameter
+    # if the title of a class is a property, the title already states the first parameter
     if not isinstance(vars(type(settings)).get("title", ""), str):
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:

@@ -42,7 +42,7 @@ class Tune(Settings):
     ``data``: a public data set on which the search trains in place of the table's own data. Methods with a privacy
     guarantee require it. The trials are then evaluated on the test records of this data set.
 
-    ``partial``: True leaves the rows without a search space as they are, as papers do that tune only some methods.
+    ``partial``: True leaves rows without a search space unchanged. Papers that tune only some methods do the same.
     False refuses such rows, because only searches of the same effort make a fair comparison.
     """
 

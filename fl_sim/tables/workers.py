@@ -145,7 +145,7 @@ def run_all(
     budget: Budget | None = None,
     tracking: Tracking = NO_TRACKING,
 ) -> Generator[Event, None, None]:
-    """Execute ``runs``, {name: experiment}, in worker processes, and yield their events as they happen.
+    """Execute ``runs``, {name: experiment}, in worker processes, and yield each event of a run at once.
 
     The directory of a run is ``out / name``. ``jobs``: the largest number of parallel runs. ``budget``: the time
     budget. A run that would exceed the budget is not started, or stops after a round. ``tracking``: the trackers of the

@@ -80,7 +80,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
             votes = np.lib.format.read_array(file, allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (votes are a .npy file, written with numpy.save)") from error
-    # the header of a .npy file is Python code, which numpy evaluates
+    # the header of a .npy file is Python code, and numpy's parser may raise these errors
     except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:
         raise UserError(f"{path} is no .npy file of numbers ({error}): write the counts with numpy.save") from error
     try:

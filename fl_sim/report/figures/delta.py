@@ -67,7 +67,7 @@ def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
 
 
 def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
-    """Return the curve of a privacy statement; None if it has no planned events, or if they cannot be computed by PLD.
+    """Return the curve of a privacy statement. Return None without planned events, or if PLD cannot compute their cost.
 
     If the guarantee is a budget, the planned events are no upper bound of the releases. Then the result is None, too.
     """

@@ -239,7 +239,7 @@ def _votes(path: Path) -> NDArray[np.int64]:
     try:
         # opening the file as a memory map checks that the file is long enough
         votes = np.load(path, mmap_mode="r", allow_pickle=False)
-    # numpy evaluates the header of the file as Python code, which may raise these errors
+    # numpy parses the header of the file as Python code, and the parser may raise these errors
     except (SyntaxError, TokenError) as error:
         raise ValueError(f"{path.name} has a damaged header") from error
     if (
