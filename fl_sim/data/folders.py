@@ -239,7 +239,7 @@ def _subfolders(split: Path, what: str = "class") -> dict[str, Path]:
 
 
 def _files(part: _Part, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
-    """Return (file, label) of every image of ``part``. A class without a folder has no images."""
+    """Return (file, label) of every image in the folders of ``part``. A class without a folder has no images."""
     files = [
         (file, label)
         for label, name in enumerate(classes)

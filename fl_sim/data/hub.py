@@ -126,7 +126,7 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _table(where: str, part: Any, first: Any) -> TableReader:
-    """Return ``part`` as a table whose class codes have the same meaning as in ``first``, the training part.
+    """Return the part ``part`` as a table whose class codes have the same meaning as in the training part ``first``.
 
     Two parts may number their classes differently, such as cat 0 and dog 1, or dog 0 and cat 1. So codes are
     converted by the names of the classes.

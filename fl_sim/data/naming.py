@@ -330,7 +330,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Return True if some records of ``name`` are the user's own records, and not from a public data set."""
+    """Return True if some records of the data set ``name`` are the user's own, and not from a public data set."""
     return any(part not in NAMES for part in parts_of(name))
 
 

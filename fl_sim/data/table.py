@@ -432,7 +432,7 @@ def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index in ``values``, such as the class names, of each cell; 0 for an empty cell.
+    """Return the index of each cell in the list ``values``, such as the class names; 0 for an empty cell.
 
     The record of an empty cell is removed later.
     """

@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Characters:
-    """One token for each character of ``alphabet``, from 1, and the last token for all characters outside it."""
+    """One token for each character of ``alphabet``, from 1, and the last token for all other characters."""
 
     alphabet: str
 
@@ -93,7 +93,7 @@ class Characters:
         return Tokens(_in_rows(1 + places, [*map(len, cut)]), sum(len(text) > most for text in texts))
 
     def text(self, row: NDArray[np.float32]) -> str:
-        """Return the characters of ``row``."""
+        """Return the characters of the tokens in ``row``."""
         shown = self.alphabet + UNKNOWN
         return "".join(shown[int(token) - 1] for token in row[row > 0])
 

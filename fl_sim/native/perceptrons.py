@@ -377,7 +377,7 @@ def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> bool:
-    """Return True if ``weights``, in their order, occupy exactly the memory of ``vector`` without gaps."""
+    """Return True if the tensors ``weights``, in their order, occupy exactly the memory of ``vector``, without gaps."""
     starts = np.cumsum([0, *(weight.numel() for weight in weights)])
     places = [weight.data_ptr() - address(vector) for weight in weights]
     return places == [4 * start for start in starts[:-1]] and len(vector) == starts[-1]

@@ -62,7 +62,7 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 
 
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
-    """Return a fast upper bound on the RDP epsilon of ``steps`` releases of ``event`` at ``delta``.
+    """Return a fast upper bound on the RDP epsilon at ``delta`` of ``steps`` releases of the event ``event``.
 
     The search for a noise multiplier calls this function many times. The function ``epsilon`` is too slow for that. The
     bound is seldom above the exact RDP epsilon.
@@ -135,12 +135,12 @@ def epsilon_of_curve(curve: Curve, delta: float) -> float:
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
-    """Return True if the PLD accountant can compute the cost of ``event``."""
+    """Return True if the PLD accountant can compute the cost of the privacy event ``event``."""
     return loss_distribution.supported(unrolled(event)[0], _RELATION[adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE])
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return, for each of ``epsilons``, a delta such that ``events`` together are (epsilon, delta)-private, by PLD.
+    """Return, for each of ``epsilons``, a delta such that all ``events`` together are (epsilon, delta)-private, by PLD.
 
     An audit tests these pairs as the claim of a mechanism.
     """
@@ -247,7 +247,10 @@ def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant 
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:
-    """Return the largest number of releases of ``event`` that together cost at most ``target_epsilon``; 0 for none."""
+    """Return the largest number of releases of the event ``event`` that together cost at most ``target_epsilon``.
+
+    Return 0 if one release costs more.
+    """
     return most_that_fit(lambda steps: {event: steps}, target_epsilon, delta, accountant=accountant)
 
 

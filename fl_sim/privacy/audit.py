@@ -225,7 +225,9 @@ def guess(
 
 
 def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
-    """Return the largest epsilon that ``correct`` of ``guesses`` refute at ``delta``; 0 where none is refuted.
+    """Return the largest epsilon that the canaries' guesses refute at ``delta``; 0 where none is refuted.
+
+    ``guesses``: the number of guesses. ``correct``: the number of correct guesses.
 
     ``level``: the probability of a false refutation.
     """
@@ -240,7 +242,9 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
 
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of ``correct`` or more correct guesses under (epsilon, delta), by theorem 5.2.
+    """Return the largest probability of at least ``correct`` correct guesses about an (epsilon, delta)-private run.
+
+    The bound is theorem 5.2. ``guesses``: the number of guesses.
 
     At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses are.
     A positive delta adds to the result 2 m delta times the largest P(correct > W >= correct - i) / i over i = 1, 2,

@@ -229,7 +229,10 @@ def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Pa
 
 
 def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
-    """Return the bill of one run alone for ``unit``; ``payments`` are all payments of this run for the unit."""
+    """Return the bill of one run alone for the privacy unit ``unit``.
+
+    ``payments``: all payments of this run for the unit.
+    """
     return _bill("", unit, "", [RunPayments("", "", tuple(payments), bare=False)])
 
 

@@ -110,7 +110,9 @@ def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.D
 
 
 def amplify_fixed_size(event: dp_event.DpEvent, cohort: int, population: int) -> dp_event.DpEvent:
-    """Return the event of mechanism ``event`` on ``cohort`` units, drawn from ``population`` units without replacement.
+    """Return the event of the mechanism ``event`` on a cohort of a fixed size, drawn without replacement.
+
+    ``cohort``: the number of units in the cohort. ``population``: the number of all units.
 
     The returned event holds under replace-one adjacency.
     """
@@ -151,7 +153,10 @@ def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
 
 
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
-    """Return the adjacency of ``event``. None: ``event`` holds under both adjacencies (a zCDP bound, no guarantee)."""
+    """Return the adjacency of the privacy event ``event``.
+
+    None: the event holds under both adjacencies (a zCDP bound, no guarantee).
+    """
     match unrolled(event)[0]:
         case dp_event.TruncatedSubsampledGaussianDpEvent():
             return Adjacency.REPLACE_ONE
@@ -202,7 +207,7 @@ def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpE
 
 
 def pure_epsilon(event: dp_event.DpEvent) -> float:
-    """Return the epsilon of ``event`` at delta 0; ``inf`` where none is known."""
+    """Return the epsilon of the privacy event ``event`` at delta 0; ``inf`` where none is known."""
     match event:
         case BoundedRangeDpEvent(epsilon=epsilon):
             return epsilon

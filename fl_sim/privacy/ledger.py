@@ -148,7 +148,7 @@ class Ledger:
             pass
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return True if the ledger already holds the cost of ``release`` with the noise key ``noise``.
+        """Return True if the ledger already holds the cost of the release ``release`` with the noise key ``noise``.
 
         A second charge of the same release is then free.
         """

@@ -60,7 +60,7 @@ def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
 
 
 def rounding_error(steps: Steps) -> float:
-    """Return an upper bound on the rounding error that makes a computed delta of ``steps`` too small.
+    """Return an upper bound on the rounding error that makes a computed delta of the releases ``steps`` too small.
 
     The numbers of a Fourier transform have errors of about 2^-53. The transform of n releases of one event is the n-th
     power of such numbers, so the errors are n times as large. ``benchmarks/accounting_reference.py --sweep`` compares
@@ -85,7 +85,7 @@ def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
 
 @lru_cache(maxsize=256)
 def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
-    """Return the epsilon of ``steps`` at ``delta`` by PLD; ``inf`` where the grid proves none.
+    """Return the epsilon of the releases ``steps`` at ``delta`` by PLD; ``inf`` where the grid proves none.
 
     ``reason_against`` must return "" for the same arguments. ``by_rdp``: the epsilon of ``steps`` by RDP. Raises
     NoTimeError where ``begun_only_if`` forbids the computation.

@@ -225,7 +225,10 @@ def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
 
 
 def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
-    """Return the bytes of ``numbers`` from 0 to 2^``bits`` - 1, the lowest bit of each number first."""
+    """Return ``numbers`` as bytes, the lowest bit of each number first.
+
+    The numbers are whole, from 0 to 2^``bits`` - 1.
+    """
     if bits == 16:  # the usual case, which needs no slow operations on single bits
         return numbers.astype("<u2").view(np.uint8)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))

@@ -68,7 +68,7 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return an upper bound on ``rdp_curve`` in a fifth of the time, for searches.
+    """Return an upper bound on the Renyi divergences of ``rdp_curve``, for searches, in a fifth of the time.
 
     The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Far
     from that order, straight lines between whole orders replace the slow series.

@@ -193,7 +193,7 @@ def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _C
 
 
 def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
-    """Return the number of releases of ``event``, from ``least`` to ``most``, that the budget allows.
+    """Return the number of releases of the event ``event``, from ``least`` to ``most``, that the budget allows.
 
     Returns ``most`` where the budget does not allow ``least``. This happens with the log of an earlier version,
     which accepted a charge beyond the budget.

@@ -56,7 +56,10 @@ class FeatureSums(Protocol):
     def summed(
         self, features: NDArray[np.float64], labels: NDArray[np.int64], num_classes: int, noise: "Noise | None"
     ) -> NDArray[np.float64]:
-        """Return the sums of ``features`` (n, d) with ``labels`` (n,); n may be 0. ``noise``: None without noise."""
+        """Return the sums of ``features``, (n, d), with ``labels``, (n,).
+
+        n may be 0. ``noise``: the source of the noise; None for sums without noise.
+        """
 
     def model_dump(self, *, include: set[str]) -> dict[str, Any]:
         """Return the values of the settings whose names are in ``include``."""

@@ -198,7 +198,9 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
 
 
 def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:
-    """Write rounds 1 to ``last_round`` of a run into ``out``, as rounds of ``experiment``, with their kept states.
+    """Write rounds 1 to ``last_round`` of a run into the directory ``out``, with the kept states of these rounds.
+
+    The rounds are stored as rounds of the experiment ``experiment``.
 
     Measures that depend on the records of all clients are left out of these rounds, because they would tell something
     about the forgotten records.

@@ -241,7 +241,7 @@ class LiveTracker(Silent):
         self._sender.end(facts)
 
     def _waited(self) -> tuple[list[RoundRecord], Mapping[str, Any] | None]:
-        """Collect rounds from the queue for ``SECONDS_TOGETHER``.
+        """Collect rounds from the queue for ``SECONDS_TOGETHER`` seconds.
 
         Return these rounds, and the results if the run has ended.
         """

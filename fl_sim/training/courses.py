@@ -85,7 +85,7 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 
 
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
-    """Yield one job for every local step of ``job``. Each has one batch of records, and trains for one step.
+    """Yield one job for every local step of ``job``. Each new job has one batch of records, and trains for one step.
 
     ``number``: 0 for the batches that the trainer would draw for ``job``. Any other number gives other, independent
     batches. Images are augmented here, so that all jobs with the same batch use the same augmented images.
@@ -133,7 +133,9 @@ def at(
 def gradient_job(
     step: LocalJob, params: Params, plan: LocalPlan | None = None, *, statistics: Params | None = None, **settings: Any
 ) -> LocalJob:
-    """Return a job that computes the gradient at ``params`` on the batch of ``step``; ``gradient_in`` reads its result.
+    """Return a job that computes the gradient at the parameters ``params``, on the batch of the job ``step``.
+
+    ``gradient_in`` reads the gradient from the result of the job.
 
     The gradient includes the loss terms of the plan and clipping, but no weight decay.
     """

@@ -96,7 +96,7 @@ def evaluate(
 
 
 def ready(model: nn.Module, params: Params) -> nn.Module:
-    """Load ``params`` into ``model`` and return the model in evaluation mode.
+    """Load the tensors ``params`` into ``model``, and return the model in evaluation mode.
 
     ``params``: weights and, if the model has them, running statistics of normalisation layers.
     """
@@ -294,7 +294,7 @@ class Holdings:
         return found
 
     def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the accuracies of ``by_client``, without the clients whose accuracy is NaN."""
+        """Return the clients' accuracies (``by_client``), without the clients whose accuracy is NaN."""
         return known(self.by_client(recalls))
 
 

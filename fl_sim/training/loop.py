@@ -125,7 +125,7 @@ def train(
 
 
 def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that a training by ``plan`` changes, {name: parameter}."""
+    """Return the parameters of ``model`` that training by the local plan ``plan`` changes, {name: parameter}."""
     return {name: weight for name, weight in trainable(model).items() if plan.trained is None or name in plan.trained}
 
 

@@ -89,7 +89,10 @@ def mixed_losses(
 
 
 def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
-    """Return the loss terms of ``plan`` whose weight is not 0. The algorithm's own loss term, if any, comes last."""
+    """Return the loss terms of the local plan with a weight other than 0.
+
+    The algorithm's own loss term, if any, comes last.
+    """
     terms = []
     if (part := plan.distillation) is not None and part.weight:
         function = _With(distilled, (part.weight, part.temperature, part.exclude_true))

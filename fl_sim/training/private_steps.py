@@ -174,7 +174,7 @@ def train_privately(
 
 
 def _shaped(values: NDArray[np.float64], like: Params) -> dict[str, torch.Tensor]:
-    """Return the vector ``values`` as float32 tensors with the names, shapes and device of ``like``."""
+    """Return the vector ``values`` as float32 tensors with the names, shapes and device of the tensors ``like``."""
     parts = torch.split(torch.from_numpy(values).float(), [weight.numel() for weight in like.values()])
     pairs = zip(like.items(), parts, strict=True)
     return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}

@@ -325,7 +325,10 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _compiled_privately(self, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained | None:
-        """Train the client of ``job`` by private steps of the compiled trainer; None if they are not supported."""
+        """Train the client of ``job`` by private steps of the compiled trainer.
+
+        Return None if the compiled trainer does not support these steps.
+        """
         from fl_sim.training.private_steps import train_compiled  # noqa: PLC0415 (its cryptography loads slowly)
 
         kernel, warm = self._kernel, job.plan.momentum_buffers

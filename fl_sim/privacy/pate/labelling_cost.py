@@ -88,7 +88,9 @@ class AnswerCost(Cost):
 
     @abstractmethod
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q, as in ``log_q``, for votes in which each class has ``gaps`` votes fewer than the first class.
+        """Return ln q for votes in which every other class has ``gaps`` votes fewer than the first class.
+
+        ``log_q`` explains q.
 
         With a negative gap the other classes have more votes.
         """

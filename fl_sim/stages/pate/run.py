@@ -158,7 +158,7 @@ class _Training:
         return standing.steps
 
     def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
-        """Record the epoch that ends after ``step``, with measures of the student if due, and write its checkpoint.
+        """Record the epoch that ends after step ``step``, with the student's measures if due, and write its checkpoint.
 
         If no epoch ends after ``step``, nothing is done.
         """
@@ -291,7 +291,7 @@ def write_student(path: Path, standing: StudentCheckpoint, parts: Mapping[str, T
 
 
 def read_student(path: Path) -> tuple[StudentCheckpoint, Params]:
-    """Return the progress and the tensors of a file of ``write_student``. Raises UserError for a damaged file."""
+    """Return the progress and the tensors in a file of ``write_student``. Raises UserError for a damaged file."""
     content = read_whole(path)
     try:
         tensors, said = load(content), metadata_in(content)
