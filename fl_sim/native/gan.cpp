@@ -1,36 +1,12 @@
 // The steps of a DP conditional GAN of perceptrons (clients/dafl/dpcgan), for one client per call.
 
 #include <cmath>
-#include <new>
-#include <stdexcept>
 
 #include "adam.h"
 #include "generator.h"
 #include "normals.h"
+#include "outcome.h"
 #include "pairs.h"
-#include "subnormals.h"
-
-namespace {
-
-enum Outcome { DONE = 0, NO_MEMORY = 2, STRANGE = 3 };  // STRANGE: a row or a class does not exist
-
-// Executes ``work`` and returns the outcome: no exception may reach Python.
-template <class Work>
-int guarded(const Work& work) try {
-    const NoSubnormals none;
-    work();
-    return DONE;
-} catch (const std::bad_alloc&) {
-    return NO_MEMORY;
-} catch (const std::length_error&) {
-    return NO_MEMORY;
-}
-
-}  // namespace
-
-#define JOINED(name, lanes) name##_##lanes
-#define EXPANDED(name, lanes) JOINED(name, lanes)
-#define OF_WIDTH(name) EXPANDED(name, FL_SIM_LANES)
 
 extern "C" {
 

@@ -150,20 +150,14 @@ class Halving {
     // Computes the coarse images of the fine ones that entered: the convolution.
     void halve(long rows, View* images) {
         const long count = rows * tiles_;
-        float* const made = made_.at_least(0);
-        for (long at = 0; at < CORNERS; at++)
-            multiply(windows_.at_least(0) + at * rows_ * tiles_ * stride_, stride_, down_.at_least(0) + at * inputs_ * coarse_,
-                     made + at * count * coarse_, count, coarse_, inputs_);
+        const float* const made = products(windows_, stride_, inputs_, down_, coarse_, count);
         for (long row = 0; row < rows; row++) write_coarse(made + row * tiles_ * coarse_, count * coarse_, images[row]);
     }
 
     // Computes the fine images of the coarse ones that entered: the transposed convolution. The border receives other numbers.
     void redouble(long rows, View* images) {
         const long count = rows * tiles_;
-        float* const made = made_.at_least(0);
-        for (long at = 0; at < CORNERS; at++)
-            multiply(outputs_.at_least(0) + at * rows_ * tiles_ * coarse_, coarse_, up_.at_least(0) + at * coarse_ * stride_,
-                     made + at * count * stride_, count, stride_, coarse_);
+        const float* const made = products(outputs_, coarse_, coarse_, up_, stride_, count);
         for (long row = 0; row < rows; row++) write_fine(made + row * tiles_ * stride_, count * stride_, images[row]);
     }
 
@@ -208,6 +202,16 @@ class Halving {
     }
 
   private:
+    // Returns the products of transformed images and weights at every corner, [corner][tile][columns]. ``apart``: the numbers of a
+    // tile in memory, of which the first ``inner`` are multiplied.
+    const float* products(Numbers<float>& images, long apart, long inner, Numbers<float>& weights, long columns, long count) {
+        float* const made = made_.at_least(0);
+        for (long at = 0; at < CORNERS; at++)
+            multiply(images.at_least(0) + at * rows_ * tiles_ * apart, apart, weights.at_least(0) + at * inner * columns,
+                     made + at * count * columns, count, columns, inner);
+        return made;
+    }
+
     long tile_y(long tile) const { return tile / (side_ / 2) * 2; }
     long tile_x(long tile) const { return tile % (side_ / 2) * 2; }
 

@@ -1,27 +1,10 @@
 // The steps of a DP conditional GAN of convolutions (clients/dafl/dpcgan), for one client per call; gan.cpp has those of perceptrons.
 
-#include <new>
-#include <stdexcept>
-
 #include "adam.h"
 #include "images.h"
-#include "subnormals.h"
+#include "outcome.h"
 
 namespace {
-
-enum Outcome { DONE = 0, NO_MEMORY = 2, STRANGE = 3 };  // STRANGE: a row or a class does not exist
-
-// Executes ``work`` and returns the outcome: no exception may reach Python.
-template <class Work>
-int guarded(const Work& work) try {
-    const NoSubnormals none;
-    work();
-    return DONE;
-} catch (const std::bad_alloc&) {
-    return NO_MEMORY;
-} catch (const std::length_error&) {
-    return NO_MEMORY;
-}
 
 bool all_fit(const Painters& nets, const Shown& real, const int64_t* chosen, const Shown& others) {
     if (!nets.fits(others)) return false;
@@ -31,10 +14,6 @@ bool all_fit(const Painters& nets, const Shown& real, const int64_t* chosen, con
 }
 
 }  // namespace
-
-#define JOINED(name, lanes) name##_##lanes
-#define EXPANDED(name, lanes) JOINED(name, lanes)
-#define OF_WIDTH(name) EXPANDED(name, FL_SIM_LANES)
 
 extern "C" {
 
