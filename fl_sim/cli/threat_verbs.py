@@ -54,9 +54,9 @@ def attack_membership(run: RunDirectory, *, data_root: DataRoot = None, json_out
     """Tell the training records of a finished run from test records, by the loss of the final model.
 
     The command prints the area under the ROC curve, and the true-positive rates at .1 % and 1 % false positives, with
-    intervals of 95 % confidence. For a run that promises privacy of records, it prints beside them the largest rate
-    that epsilon and delta allow. This threshold attack is a weak one: a stronger attack may find more, up to that
-    bound.
+    intervals of 95 % confidence. If the run promises privacy of records for the model, it prints beside them the
+    largest rate that epsilon and delta allow. An epsilon of synthetic records alone is no such promise. This threshold
+    attack is a weak one: a stronger attack may find more, up to that bound.
 
     For example:
 
@@ -76,7 +76,8 @@ def attack_inversion(
     """Read training records and labels off the gradients of single records, for a model whose first layer is linear.
 
     The attacker sees the gradient of one record at the final model. Under local.privacy=dp-sgd, the gradient is clipped
-    and noisy as in a step of the run, so the attack fails. Global DP does not stop this attack, because the server,
+    and noisy as in a step of the run, so the attack fails. The command refuses other kinds of local.privacy and of
+    clipping, which it does not know. Global DP does not stop this attack, because the server,
     which is trusted, sees the updates without noise.
 
     For example:

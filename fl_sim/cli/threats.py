@@ -1,14 +1,20 @@
 """The code of ``fl-sim unlearn`` and ``fl-sim attack``: unlearning a client, and attacks on a run's privacy."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.importing import importing, torch
+from fl_sim.kinds import is_none, kind_of
+
+if TYPE_CHECKING:
+    from fl_sim.report.files import PrivacyStatement
 
 
 def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
@@ -70,12 +76,13 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
         Judged.of(torch.cat([logits_of(model, params, inputs) for inputs, _ in some]), torch.cat([y for _, y in some]))
         for some in (parts, [finished.test])
     )
-    area, privacy = area_by_loss(members, others), list(finished.facts["privacy"])
+    area = area_by_loss(members, others)
     found = [(share, rate_at(members, others, share)) for share in (0.001, 0.01)]
     facts: dict[str, Any] = {
         "attack": "membership", "run": str(run), "members": len(members.losses), "others": len(others.losses),
         "accuracy_of_members": members.accuracy, "accuracy_of_others": others.accuracy,
-        "area": area and asdict(area), "rates": [asdict(one) for _, one in found if one], "privacy": privacy,
+        "area": area and asdict(area), "rates": [asdict(one) for _, one in found if one],
+        "privacy": list(finished.facts["privacy"]),
     }  # fmt: skip
     if json_output:
         say(json.dumps(facts))
@@ -88,14 +95,11 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
         if one is None:
             say(f"true positives at {100 * share:g} % false positives: unknown, as too few test records are there")
             continue
-        # The epsilon of a client compares runs with and without this client. Such an epsilon says less about a single
-        # record.
-        of_records = [each for each in privacy if each["unit"] == "record"]
-        within = [most_allowed(each["epsilon"], each["delta"] or 0.0, share) for each in of_records]
-        bound = f"; the run's epsilon allows at most {_percent(min(within))}" if within else ""
+        within = [most_allowed(*statement.of_run, share) for statement in finished.covering]
+        bound = f"; the run's epsilon allows at most {_percent(max(within))}" if within else ""
         interval = f"[{100 * one.low:.2f}, {100 * one.high:.2f}]"
         say(f"true positives at {100 * share:g} % false positives: {_percent(one.rate)} {interval}{bound}")
-    _say_privacy(privacy)
+    _say_privacy(finished.privacy)
 
 
 def show_inversion(run: Path, records: int, data_root: Path | None, *, json_output: bool) -> None:
@@ -110,7 +114,12 @@ def show_inversion(run: Path, records: int, data_root: Path | None, *, json_outp
     finished.refuse_private_records("attack inversion")
     model, chosen = finished.job.whole_model().to(finished.job.device), finished.job.experiment.local.privacy
     model.load_state_dict(read_model(run), strict=False)
-    layers, privacy = linear_layers(model.eval()), list(finished.facts["privacy"])
+    layers = linear_layers(model.eval())
+    if not is_none(chosen) and getattr(chosen, "clipping", "") != "flat":
+        raise UserError(
+            f"the run in {run} has local.privacy={kind_of(chosen)}, and this attack knows local.privacy=dp-sgd with "
+            "local.privacy.clipping=flat alone: give such a run, or a run without local.privacy"
+        )
     clipping, noise = getattr(chosen, "clipping_norm", None), getattr(chosen, "noise_multiplier", None)
     if clipping is not None and noise is None:
         raise UserError(
@@ -129,7 +138,7 @@ def show_inversion(run: Path, records: int, data_root: Path | None, *, json_outp
     facts: dict[str, Any] = {
         "attack": "inversion", "run": str(run), "records": len(done), "median_error": errors[len(errors) // 2],
         "exact": sum(error <= _EXACT for error in errors), "labels_found": sum(one.label_found for one in done),
-        "noise_multiplier": noise, "privacy": privacy,
+        "noise_multiplier": noise, "privacy": list(finished.facts["privacy"]),
     }  # fmt: skip
     if json_output:
         say(json.dumps(facts))
@@ -139,14 +148,14 @@ def show_inversion(run: Path, records: int, data_root: Path | None, *, json_outp
         f"gradients of single records {protection}: {facts['exact']} of {len(done)} records are read off to 1e-6, "
         f"median error {facts['median_error']:.2g} of the largest value; {facts['labels_found']} labels are right"
     )
-    _say_privacy(privacy)
+    _say_privacy(finished.privacy)
 
 
 _EXACT = 1e-6
 
 
-def _say_privacy(privacy: Sequence[Mapping[str, Any]]) -> None:
+def _say_privacy(privacy: Sequence[PrivacyStatement]) -> None:
     if not privacy:
         say("privacy of the run: none (epsilon is not defined)")
     for one in privacy:
-        say(f"privacy of the run, unit {one['unit']}: {one['guarantee']}")
+        say(f"privacy of the run: {one.promise} {one.limits}")

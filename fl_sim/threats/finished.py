@@ -20,7 +20,8 @@ from fl_sim.experiment.experiment import experiment_of_run
 from fl_sim.experiment.frozen_body import FrozenBody
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import is_none, kind_of, replaces_records
+from fl_sim.report.files import PrivacyStatement
 from fl_sim.settings import read_table
 from fl_sim.simulation.client_runtime import evaluation_records
 from fl_sim.simulation.resuming import finished_result
@@ -55,10 +56,8 @@ class FinishedRun:
                 "run"
             )
         job = job_of(experiment_of_run(read_table(out / run_directory.CONFIG)), data_root)
-        facts, procedure = (
-            finished_result(job.experiment, out, identity_of(job.experiment, data_root)),
-            procedure_of(job),
-        )
+        facts = finished_result(job.experiment, out, identity_of(job.experiment, data_root))
+        procedure = procedure_of(job)
         if facts is None:
             raise UserError(f"{out} holds an unfinished run: repeat the run's command to finish it")
         if type(procedure) is not Rounds:
@@ -72,6 +71,22 @@ class FinishedRun:
                 "of a classifier whose parameters are all trained"
             )
         return cls(out, job, procedure, facts)
+
+    @property
+    def privacy(self) -> list[PrivacyStatement]:
+        """The privacy statements of the run."""
+        return [PrivacyStatement.model_validate(one) for one in self.facts["privacy"]]
+
+    @property
+    def covering(self) -> list[PrivacyStatement]:
+        """The privacy statements about a record, if they hold for the model; empty otherwise.
+
+        They hold for the model if clients protect their training, or train on synthetic records alone. A statement
+        about synthetic records says nothing about a model that is trained on raw records, too.
+        """
+        experiment = self.job.experiment
+        is_covered = replaces_records(experiment.preprocess) or not is_none(experiment.local.privacy)
+        return [one for one in self.privacy if one.unit == "record" and is_covered]
 
     @cached_property
     def runtime(self) -> ClientRuntime:

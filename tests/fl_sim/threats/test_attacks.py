@@ -69,3 +69,39 @@ def test_rates_count_members_below_the_threshold_and_stay_within_the_bound_of_ep
     found = told("membership", tmp_path / "open")
     assert found["area"]["low"] < 0.55
     assert found["privacy"] == []
+
+
+@pytest.mark.usefixtures("quick_accounting")
+@pytest.mark.parametrize(
+    ("settings", "is_bounded"),
+    [
+        ({"preprocess": {"kind": "da-fl", "epsilon": 1, "generator": "mean-embedding"}}, False),
+        ({"preprocess": {"kind": "da-fl", "epsilon": 1, "generator": "mean-embedding", "train_on": "synthetic"}}, True),
+        ({"local": {"batch_size": 32, "privacy": {"kind": "dp-sgd", "noise_multiplier": 4, "noise": "seeded"}}}, True),
+        (
+            {"local": {"batch_size": 32, "privacy": {"kind": "local-dp", "noise_multiplier": 4, "noise": "seeded"}}},
+            False,
+        ),
+    ],
+)
+def test_an_epsilon_bounds_the_attack_only_if_it_holds_for_the_model(
+    tmp_path: Path, settings: dict[str, Any], *, is_bounded: bool
+) -> None:
+    run(experiment_from({**QUICK, **settings}), tmp_path / "run")
+    said = CliRunner().invoke(app, ["attack", "membership", str(tmp_path / "run")]).stdout
+    assert ("the run's epsilon allows at most" in said) == is_bounded
+    assert "It does not cover: " in said
+
+
+@pytest.mark.usefixtures("quick_accounting")
+@pytest.mark.parametrize(
+    ("privacy", "named"),
+    [({"kind": "local-dp"}, "local-dp"), ({"kind": "dp-sgd", "clipping": "automatic", "clipping_norm": 1.0}, "dp-sgd")],
+)
+def test_a_protection_that_the_inversion_does_not_know_is_refused(
+    tmp_path: Path, privacy: dict[str, Any], named: str
+) -> None:
+    local = {"batch_size": 32, "privacy": {"noise_multiplier": 4, "noise": "seeded", **privacy}}
+    run(experiment_from({**QUICK, "local": local}), tmp_path / "run")
+    with pytest.raises(UserError, match=f"has local.privacy={named}, .*: give such a run, or a run without"):
+        CliRunner().invoke(app, ["attack", "inversion", str(tmp_path / "run")], catch_exceptions=False)
