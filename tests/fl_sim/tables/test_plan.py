@@ -395,6 +395,18 @@ def test_every_preset_is_a_valid_table_file() -> None:
         assert read_settings(PRESETS / f"{name}.toml", []).grid
 
 
+def test_the_joined_preset_of_da_fls_paper_has_the_runs_and_the_search_of_its_parts() -> None:
+    def runs(table: TableSettings) -> set[str]:
+        given = [one for grid in table.grids for one in points(table.base, grid, centralized=table.centralized)]
+        return {experiment_at(table.base, as_run(one)).model_dump_json() for one in given}
+
+    whole, *parts = (
+        read_settings(PRESETS / f"dafl-paper{part}.toml", []) for part in ("", "-mnist", "-fashion-mnist", "-cifar10")
+    )
+    assert runs(whole) == set().union(*map(runs, parts))
+    assert all(part.tune == whole.tune for part in parts)
+
+
 def test_a_grid_that_nobody_could_read_is_refused_before_it_is_checked() -> None:
     with pytest.raises(UserError, match=r"the grid has 1,000,000 cells, and a table may have at most 10,000"):
         plan_table(settings(seed=list(range(1000)), rounds=list(range(1, 1001))))
