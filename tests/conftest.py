@@ -39,6 +39,17 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def interruptible() -> Iterator[None]:
+    """No garbage collection in a test that sends SIGINT to its own process.
+
+    Hypothesis is called back at every collection, and Python drops a KeyboardInterrupt that arrives in such a callback.
+    """
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def install_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, dict[str, dict[str, str]]], Path]:

@@ -167,6 +167,7 @@ def test_the_exchange_ends_at_its_deadline_and_the_next_one_works(grid: RayGrid,
     assert failures(send(grid, misbehaving.order("", 0))) == {}
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_waiting_is_heard_at_once_and_the_next_exchange_works(
     grid: RayGrid, misbehaving: ModuleType
 ) -> None:

@@ -379,6 +379,7 @@ def test_a_run_leaves_torch_as_it_found_it(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_on_the_command_line_ends_cleanly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
