@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from fl_sim.cli.run import title_of
 from fl_sim.cli.verbs import app
 from fl_sim.experiment.reference import Group, groups
+from fl_sim.kinds import field_defaults
 from fl_sim.report.gallery import Entry, page_of, read_gallery
 from fl_sim.report.table import cell_text
 from fl_sim.settings import OneOf, kinds_of
@@ -39,11 +40,15 @@ _BESIDE = {
 """What a kind needs beside it: {a setting: before its kind, or a kind: after it}."""
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 _CODE = re.compile(r"^( *)<!-- code: ([\w.:]+) -->$", re.MULTILINE)
+_METHODS = {"methods.md", "partial-training.md"}
+"""Pages with tables of methods and attacks."""
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "sh", ".md": ""}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for every notebook, and for every file and folder outside of docs that a page links to."""
+    if (examples := str(TOP / "examples")) not in sys.path:  # here: mkdocs resets the path after it imported this file
+        sys.path.append(examples)
     tables = read_gallery(DOCS / "results") if (DOCS / "results").is_dir() else []
     waiting = {path for page in files.documentation_pages() for path in _outside(Path(page.abs_src_path))}
     waiting |= {TOP / entry.about.file for entry in tables} | {_source(group) for group in _kinds()}
@@ -70,6 +75,8 @@ def on_page_markdown(markdown: str, page: Any, **_rest: Any) -> str:
         if mark in markdown:
             markdown = markdown.replace(mark, made())
     markdown = _CODE.sub(_quoted, markdown)
+    if page.file.src_uri in _METHODS:
+        markdown = _with_parameters(markdown)
     uri = Path(page.file.src_uri)
     origin = TOP / uri.relative_to("source") if uri.is_relative_to("source") else DOCS / uri
 
@@ -90,6 +97,27 @@ def _quoted(mark: re.Match[str]) -> str:
     found = operator.attrgetter(name)(importlib.import_module(module))
     code = textwrap.dedent(inspect.getsource(found)).rstrip()
     return textwrap.indent(f"```python\n{code}\n```", mark[1])
+
+
+def _with_parameters(markdown: str) -> str:
+    """Add a column to the tables of methods and attacks: parameters with defaults. A kind's name links to its page."""
+    lines, setting = [], ""
+    for line in markdown.splitlines():
+        head, row = re.match(r"\| `(algorithm|attack)=` \|", line), re.match(r"\| `([\w-]+)` \|(.*)", line)
+        if head:
+            setting, lines = head[1], [*lines, f"{line} parameters |"]
+        elif setting and row:
+            first = f"| [`{row[1]}`](kinds/{setting}-{row[1]}.md) |"
+            lines.append(f"{first}{row[2]} {_parameters(kinds_of(setting)[row[1]])} |")
+        else:
+            setting = setting if line.startswith("|") else ""
+            lines.append(f"{line}---|" if setting else line)
+    return "\n".join(lines)
+
+
+def _parameters(kind: type) -> str:
+    given = {name: str(value).lower() for name, value in field_defaults(kind).items() if name != "kind"}
+    return ", ".join(f"`{name}` {value}" for name, value in given.items())
 
 
 def _kinds() -> list[Group]:

@@ -117,6 +117,21 @@ def test_a_methods_page_has_its_paper_parameters_deviations_and_accuracies(site:
         assert wanted in text
 
 
+def test_the_tables_of_methods_have_the_parameters_of_the_classes(site: Path) -> None:
+    table = (site / "methods.html").read_text()
+    for kind, wanted in (("algorithm-moon", "mu 5.0, tau 0.5"), ("attack-min-max", "knows all, direction deviation")):
+        [row] = [one for one in table.split("</tr>") if f'href="kinds/{kind}.html"' in one]
+        assert wanted in re.sub(r"<[^>]+>", "", row)
+
+
+def test_pages_show_the_code_of_the_examples(site: Path) -> None:
+    pages = [page.read_text() for page in (site / "adding").glob("*.html")]
+    texts = [html.unescape(re.sub(r"<[^>]+>", "", page)) for page in pages]
+    for quoted in ("@dataclass(frozen=True)\nclass OneBigClient", 'title: ClassVar[str] = "FedDyn"', "def rings("):
+        assert any(quoted in text for text in texts)
+    assert not any("<!-- code" in page for page in pages)
+
+
 def test_the_loop_is_quoted_from_its_source(site: Path) -> None:
     text = html.unescape(re.sub(r"<[^>]+>", "", (site / "how-it-works.html").read_text()))
     for quoted in (Rounds.run, run_round, Train.run):

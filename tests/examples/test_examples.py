@@ -220,8 +220,10 @@ def test_what_the_recipes_show_is_in_the_examples() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", recipes, re.MULTILINE | re.DOTALL)
     tested_there = "# "  # blocks with a file's name on top: tests/docs/test_own_model_page.py runs them
     shown = [block for block in blocks if "import check" not in block and not block.startswith(tested_there)]
-    assert len(shown) >= 5
     assert all(any(_lines(block) in _lines(text) for text in files.values()) for block in shown)
+    quoted = re.findall(r"^<!-- code: (\w+):(\w+) -->$", recipes, re.MULTILINE)  # tests/docs/test_site.py builds them
+    assert len(quoted) >= 5
+    assert all(re.search(rf"^(class|def) {name}\b", files[f"{file}.py"], re.MULTILINE) for file, name in quoted)
     elsewhere = {"sweep.py": "(../examples/sweep.py)"}
     pages = recipes + (docs / "from-python.md").read_text()
     assert all(elsewhere.get(name, f"(../../examples/{name})") in pages for name in files)
