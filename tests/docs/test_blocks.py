@@ -30,7 +30,6 @@ NOTEBOOK = PROJECT / "docs/notebooks/first_table.ipynb"
 ELSEWHERE = {
     "docs/data.md": "tests/docs/test_data_page.py runs it",
     "docs/flower.md": "tests/fl_sim/simulation/test_flower_deployment.py runs it on SuperLink and SuperNodes",
-    "docs/privacy/synthetic-records.md": "a policy, as in tests/clients/test_policy.py",
 }
 """Pages whose blocks other tests run."""
 
