@@ -141,6 +141,10 @@ class Choices(Protocol):
         """The stage before the first round."""
 
     @property
+    def calibrate(self) -> object:
+        """The stage after the last round, which changes the model."""
+
+    @property
     def compress(self) -> Compressing:
         """The compression of updates."""
 
@@ -247,6 +251,20 @@ class Promising(Protocol):
     """
 
     is_private: ClassVar[bool]
+
+
+@runtime_checkable
+class Withstanding(Protocol):
+    """A private settings class whose guarantee for honest clients does not depend on the messages of other clients."""
+
+    def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
+        """Raise ValueError if the guarantee would not hold beside ``attack``, the name of an attack.
+
+        ``sees_honest``: True if the attack computes forged updates from the updates of honest clients.
+        """
+
+    def despite_hostile(self) -> str:
+        """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
 
 
 @runtime_checkable

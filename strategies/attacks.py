@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,14 @@ from pydantic import Field
 from clients.client_layer import ClientLayer
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, Promising, is_none, kind_of, off
+from fl_sim.kinds import Choices, Promising, Withstanding, is_none, kind_of, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
 from fl_sim.types import Examples, LocalTask, Reply
 from strategies.aggregators import as_rows, cohort_size, from_row
 from strategies.algorithm import Central, Dealing, Sharing
-from strategies.layer import Layer, Tamper
+from strategies.layer import Beginning, Layer, Tamper
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,8 +94,9 @@ class HostilePlans(ClientLayer):
 class Seen:
     """The facts about a round that the strongest attacker knows.
 
-    ``honest``: the updates of the honest clients with records. ``cohort_size``: the number of clients in the round.
-    ``coins``: random numbers from the run's seed.
+    ``honest``: the updates of the honest clients with records; empty if ``sees_honest`` of the attack is False.
+    ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: random
+    numbers from the run's seed.
     """
 
     honest: Sequence[Reply]
@@ -124,7 +125,12 @@ class NoAttack(_Harmless):
 
 
 class HostileClients(_Harmless):
-    """Base class of attacks. ``clients``: the number of hostile clients."""
+    """Base class of attacks. ``clients``: the number of hostile clients.
+
+    Under Global DP and beside private local training, the epsilon of an honest client holds whatever hostile clients
+    send, and privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an
+    exception: under Global DP they need ``aggregator.noise=seeded``, with which an epsilon is about the method alone.
+    """
 
     clients: int = Field(2, ge=1)
 
@@ -141,12 +147,7 @@ class HostileClients(_Harmless):
                 f"attack {kind} by {self.clients} of {experiment.clients} clients leaves nobody to attack: set "
                 "attack.clients to less than clients"
             )
-        for part in (experiment.algorithm, experiment.aggregator, experiment.preprocess):
-            if isinstance(part, Promising) and part.is_private:
-                raise ValueError(
-                    f"attack {kind} cannot run with {kind_of(part)}: no single update is checked there, and a privacy "
-                    "cost is meaningless for clients that break the protocol; take another one, or attack=none"
-                )
+        check_promises(self, experiment)
         if isinstance(experiment.algorithm, Sharing | Dealing):
             raise ValueError(
                 f"attack {kind} cannot run with algorithm {kind_of(experiment.algorithm)}: attacks change the updates "
@@ -159,6 +160,7 @@ class LabelFlip(HostileClients):
     """Hostile clients train with label C - 1 - y in place of y, for C classes (Fang et al. 2020, section 5.1)."""
 
     kind: Literal["label-flip"] = "label-flip"
+    sees_honest: ClassVar[bool] = False
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
         """Return C - 1 - y for every label y."""
@@ -169,6 +171,7 @@ class SignFlip(HostileClients):
     """Hostile clients train honestly and send -``strength`` times their honest update (Li et al. 2019, section 5)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
+    sees_honest: ClassVar[bool] = False
     strength: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
@@ -201,6 +204,11 @@ class Knowing(Forging):
     knows: Literal["own", "all"] = "all"
     needs_two: ClassVar[bool] = True
     """True if a single known update has no effect, because the attack uses the deviation of updates."""
+
+    @property
+    def sees_honest(self) -> bool:
+        """Return True if the attackers know the updates of honest clients."""
+        return self.knows == "all"
 
     def known(self, hostile: Sequence[Reply], seen: Seen) -> torch.Tensor:
         """Return the updates that the attackers know, as rows."""
@@ -261,6 +269,30 @@ class ALittleIsEnough(Knowing):
         return NormalDist().inv_cdf(min(max(share, 0.5), 0.999))
 
 
+def sees_honest(attack: object) -> bool:
+    """Return True if ``attack`` may compute forged updates from the updates of honest clients."""
+    return bool(getattr(attack, "sees_honest", True))
+
+
+def check_promises(attack: object, experiment: Choices) -> None:
+    """Raise ValueError if a private part of ``experiment`` would promise something false beside ``attack``."""
+    for part in _promising(experiment):
+        if not isinstance(part, Withstanding):
+            raise ValueError(
+                f"attack {kind_of(attack)} cannot run with {kind_of(part)}: no single update is checked there, and a "
+                "privacy cost is meaningless for clients that break the protocol; take another one, or attack=none"
+            )
+        part.check_hostile(kind_of(attack), sees_honest=sees_honest(attack))
+
+
+def _promising(experiment: Choices) -> list[object]:
+    parts = (
+        experiment.algorithm, experiment.aggregator, experiment.preprocess, experiment.calibrate,
+        experiment.local.privacy,
+    )  # fmt: skip
+    return [part for part in parts if isinstance(part, Promising) and part.is_private]
+
+
 def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[int]:
     """Return the numbers of the hostile clients. They are the same in every round and on every engine."""
     if not attack.clients:
@@ -294,19 +326,28 @@ def with_row(reply: Reply, row: torch.Tensor) -> Reply:
     return replace(reply, payloads=from_row(row, reply.payloads))
 
 
+_HOLDS: Final = "An honest client's epsilon holds whatever they send"
+_KNOWN: Final = (
+    "They are assumed to know the updates of honest clients without noise, and put them into forged updates, which "
+    "readers of the models see. No epsilon covers that. Without this knowledge, an honest client's epsilon would hold "
+    "whatever they send"
+)
+
+
 class HostileUpdates(Layer):
     """Replaces the updates of hostile clients by the attack's forged updates, before the aggregation."""
 
-    def __init__(self, attack: Attack, hostile: frozenset[int], seed: int) -> None:
-        self._attack, self._hostile, self._seed = attack, hostile, seed
+    def __init__(self, attack: Attack, hostile: frozenset[int], seed: int, expected: float = 0.0) -> None:
+        """Create the layer. ``expected``: the public, expected number of clients in a round."""
+        self._attack, self._hostile, self._seed, self._expected = attack, hostile, seed, expected
         self._round, self._idle = 0, False
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
         """Return the round layer that replaces updates; the hostile clients are drawn from the experiment's seed."""
         del out, progress
-        attack = experiment.attack
-        return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed), experiment.seed)
+        attack, seed = experiment.attack, experiment.seed
+        return cls(attack, hostile_clients(attack, experiment.num_clients, seed), seed, cohort_size(experiment))
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -321,6 +362,29 @@ class HostileUpdates(Layer):
         if not isinstance(attack, Planning):
             return None
         return HostilePlans(attack, hostile_clients(experiment.attack, experiment.num_clients, experiment.seed))
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError if a promise of privacy would be false beside the attack, also if a user wrote the attack."""
+        del beginning
+        try:
+            check_promises(experiment.attack, experiment)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    @classmethod
+    def uncovered(cls, experiment: Any) -> Sequence[str]:
+        """Return sentences for the privacy statements: the protection of honest clients beside hostile ones."""
+        count, kind = experiment.attack.clients, kind_of(experiment.attack)
+        what = f"In this run there are {count} hostile clients (attack {kind})."
+        return [
+            f"{what} {_KNOWN if is_known else _HOLDS}, {part.despite_hostile()}. The epsilon is no promise to the "
+            "hostile clients themselves. It is about readers of released results; hostile clients also know what they "
+            "sent, and in which rounds."
+            for part in _promising(experiment)
+            if isinstance(part, Withstanding)
+            for is_known in (part is experiment.aggregator and sees_honest(experiment.attack),)
+        ]
 
     @classmethod
     def tampers(cls, experiment: Any, num_classes: int) -> Mapping[int, Tamper]:
@@ -355,12 +419,15 @@ class HostileUpdates(Layer):
         self._idle = not hostile and bool(self._hostile)
         if not hostile:
             return replies
-        honest = [reply for reply in trained if reply.client not in self._hostile]
-        seen = Seen(honest, len(replies), rng(self._seed, "forged updates", self._round))
+        honest = [reply for reply in trained if reply.client not in self._hostile and sees_honest(self._attack)]
+        size = round(self._expected) if self.hides_clients else len(replies)
+        seen = Seen(honest, size, rng(self._seed, "forged updates", self._round))
         forged = {reply.client: reply for reply in self._attack.forged(hostile, seen)}
         return tuple(forged.get(reply.client, reply) for reply in replies)
 
     def remarks(self) -> Sequence[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
+        if self.hides_clients:  # the cohort is secret
+            return self.inner.remarks()
         said = off(f"attack {kind_of(self._attack)}", "no hostile client with records took part")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

@@ -36,6 +36,7 @@ class Backdoor(HostileClients):
     """
 
     kind: Literal["backdoor"] = "backdoor"
+    sees_honest: ClassVar[bool] = False
     clients: int = Field(1, ge=1)
     target: int = Field(0, ge=0)
     size: int = Field(4, ge=1)

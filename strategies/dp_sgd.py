@@ -70,6 +70,13 @@ class ClientPrivacy(Settings):
         del stage
         return False
 
+    def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
+        """Accept every attack: an update has its noise before anybody else sees it."""
+
+    def despite_hostile(self) -> str:
+        """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
+        return "because a client adds its noise itself, before it sends"
+
     def check_alone(self, experiment: Choices) -> None:
         """Raise ValueError if another part of the experiment reads records, or promises privacy by itself."""
         what = f"cannot run with local.privacy={self.kind}"

@@ -219,6 +219,23 @@ class GlobalDP(Settings):
                 f"{self.noise_bands} rounds in a row: take sampler=cyclic sampler.groups={self.noise_bands} or more"
             )
 
+    def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
+        """Raise ValueError for an attack that puts honest clients' updates into forged updates, if noise is secret.
+
+        Such an update is in the sum once by its client, and once by each hostile client. So its client would move the
+        sum by more than the clipping norm.
+        """
+        if sees_honest and self.noise == "secret" and self.noise_multiplier:
+            raise ValueError(
+                f"attack {attack} computes forged updates from honest clients' updates without noise, so no epsilon "
+                "would hold for the models of this run: set aggregator.noise=seeded, with which an epsilon is about "
+                "the method (a simulation), or attack.knows=own if the attack has this setting"
+            )
+
+    def despite_hostile(self) -> str:
+        """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
+        return "because the server clips every single update before it adds noise"
+
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
         """Raise UserError if one round costs more than the budget ``epsilon``."""
         del records, num_classes

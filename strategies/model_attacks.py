@@ -149,6 +149,7 @@ class GaussianUpdates(Forging):
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
+    sees_honest: ClassVar[bool] = False
     deviation: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
@@ -164,6 +165,7 @@ class FreeRider(Forging):
     """
 
     kind: Literal["free-rider"] = "free-rider"
+    sees_honest: ClassVar[bool] = False
     deviation: float = Field(0.0, ge=0, le=1e6)
     title: ClassVar[str] = "free rider"
 

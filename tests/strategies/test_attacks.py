@@ -1,11 +1,14 @@
 """Hostile clients: who they are, what they train on and send, and where an attack has no place."""
 
+import json
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fl_sim
 from fl_sim.errors import UserError
@@ -14,7 +17,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.types import Reply
-from strategies.attacks import ALittleIsEnough, LabelFlip, Seen, SignFlip, hostile_clients
+from strategies.attacks import ALittleIsEnough, HostileUpdates, LabelFlip, Seen, SignFlip, hostile_clients
 from strategies.fedavg import FedAvg
 
 IID = {"partition": "iid", "rounds": 2, "model": "mlp"}
@@ -80,6 +83,59 @@ def test_an_attack_hurts_the_plain_mean_and_a_median_withstands_it(tmp_path: Pat
     assert accuracy(attack="sign-flip:4", aggregator="median") > harmed + 0.1
 
 
+def test_under_global_dp_a_forged_update_moves_the_mean_by_its_clipped_share(tmp_path: Path) -> None:
+    clipped = {"kind": "global-dp", "noise_multiplier": 0, "clipping_norm": 0.1}
+    settings = {**IID, "rounds": 1, "model": "logistic", "sampler": "full", "aggregator": clipped}
+
+    def ran(name: str, **attack: object) -> dict[str, torch.Tensor]:
+        attack = {"clients": 1, **attack}
+        found = fl_sim.run({**settings, "attack": attack}, out=tmp_path / name, progress=False)
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        [said] = result["privacy"]
+        assert "An honest client's epsilon holds whatever they send, because the server clips" in said["does_not_cover"]
+        assert not any("has no effect: no hostile client" in one for one in result["warnings"])  # the cohort is secret
+        return load_file(found.directory / "model.safetensors")
+
+    silent, loud = ran("silent", kind="free-rider"), ran("loud", kind="sign-flip", strength=1e6)
+    moved = torch.cat([(loud[name] - silent[name]).flatten().double() for name in loud]).norm()
+    assert float(moved) == pytest.approx(0.1 / 10, rel=1e-5)
+
+
+def test_attackers_that_see_no_honest_update_get_none_and_secret_cohorts_stay_secret() -> None:
+    class Secret:
+        hides_clients = True
+
+        def received(self, replies: Any) -> Any:
+            return replies
+
+        def remarks(self) -> list[str]:
+            return []
+
+    class Spy(SignFlip):
+        def forged(self, hostile: Any, seen: Seen) -> Any:
+            assert (len(seen.honest), seen.cohort_size) == (0, 7)
+            return super().forged(hostile, seen)
+
+    layer = HostileUpdates(Spy(), frozenset({0}), 0, 7.2)
+    layer.inner = Secret()  # type: ignore[assignment]
+    assert _sent(layer.received(tuple(_replies([[1.0], [2.0]])))) == [[-1.0], [2.0]]
+    layer.received(())
+    assert layer.remarks() == []
+
+
+def test_clients_that_add_noise_themselves_are_protected_beside_any_attack() -> None:
+    for kind in ("dp-sgd", "local-dp"):
+        made = experiment_from({"attack": "min-max", "local": {"privacy": {"kind": kind, "epsilon": 8}}})
+        [said] = HostileUpdates.uncovered(made)
+        assert "because a client adds its noise itself, before it sends" in said
+        assert "assumed to know" not in said
+    simulated = {"kind": "global-dp", "noise": "seeded"}
+    [said] = HostileUpdates.uncovered(experiment_from({"attack": "min-max", "aggregator": simulated}))
+    assert "assumed to know the updates of honest clients without noise" in said
+    assert "No epsilon covers that" in said
+    assert HostileUpdates.uncovered(experiment_from({"attack": "min-max"})) == []
+
+
 def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
     settings = TableSettings(base=IID, grid={"aggregator": ["mean", "krum:2"], "attack": ["none", "alie:3"]})
     plan = plan_table(settings)
@@ -94,7 +150,10 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
     ("settings", "why"),
     [
         ({"attack": "label-flip:10"}, "leaves nobody to attack: set attack.clients"),
-        ({"attack": "sign-flip", "aggregator": "global-dp"}, "cannot run with global-dp"),
+        ({"attack": "sign-flip", "aggregator": "distributed-dp:8"}, "cannot run with distributed-dp: no single update"),
+        ({"attack": "min-max", "aggregator": "global-dp"}, "no epsilon would hold .*aggregator.noise=seeded"),
+        ({"attack": "mimic", "aggregator": "global-dp"}, "no epsilon would hold .*aggregator.noise=seeded"),
+        ({"attack": "alie", "aggregator": "global-dp", "preprocess": "private-start"}, "cannot run with attack alie"),
         ({"attack": "sign-flip", "preprocess": "da-fl"}, "cannot run with da-fl"),
         ({"attack": "alie", "algorithm": "fedmix"}, "cannot run with algorithm fedmix"),
         (

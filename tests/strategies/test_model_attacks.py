@@ -122,6 +122,8 @@ def test_noise_and_free_riders() -> None:
 class Inner:
     """A layer's inner layer, which passes on what it is given."""
 
+    hides_clients = False
+
     def begin(self, server_round: int) -> None:
         pass
 

@@ -31,6 +31,8 @@ from strategies.global_dp import GlobalDP
 pytestmark = pytest.mark.usefixtures("quick_accounting")
 
 CLIENTS = 4
+HONEST = 5
+"""A seed with which the last client is honest, beside two and beside three hostile clients."""
 World = Literal["there", "nothing", "others"]
 
 
@@ -136,6 +138,8 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "pool, adaptive": {"preprocess": {**POOL, "train_on": "own-and-synthetic"}, "aggregator": ADAPTIVE},
     "control variates": {"algorithm": "scaffold", "rounds": 3, "local": {"momentum": 0.0, "learning_rate": 0.3}},
     "control variates, adaptive": {"algorithm": "scaffold", "rounds": 3, "aggregator": ADAPTIVE},
+    "hostile clients": {"attack": {"kind": "sign-flip", "strength": 1e6}, "seed": HONEST, "aggregator": ADAPTIVE},
+    "hostile clients together": {"attack": "alie", "seed": HONEST},
 }
 
 
@@ -153,6 +157,14 @@ def test_a_client_whose_records_are_replaced_by_nothing_moves_what_noise_is_adde
     assert max(found) > 1e-3  # the worlds differ
     if "adaptive" in mechanism:
         assert max(counts_moved(first, second)) == 0.5
+
+
+@pytest.mark.parametrize("kind", ["mimic", "min-max"])
+def test_forged_updates_from_those_of_honest_clients_break_the_bound_and_are_refused_with_secret_noise(
+    kind: str, both: Play
+) -> None:
+    assert max(moved(*both(attack={"kind": kind, "clients": 3}, seed=HONEST))) > 1.1
+    assert "no epsilon would hold" in refused(attack=kind, aggregator={"noise": "secret"})
 
 
 def test_where_updates_are_longer_than_the_norm_the_bound_is_reached(both: Play) -> None:
