@@ -127,7 +127,7 @@ class Client:
     @property
     def records(self) -> Records:
         """Return the client's own training records."""
-        return self.runtime.own_records(self.number)
+        return self.runtime.own_records(self.number, self.config.server_round)
 
     @cached_property
     def broadcast(self) -> "Broadcast":
@@ -237,15 +237,37 @@ class PaidAtHome(Protocol):
         ...
 
 
+class RecordsOf(Protocol):
+    """A function that returns the training records of a client in a round."""
+
+    def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> Records:
+        """Return the records of ``client``, with those of the pool in file ``synthetic`` if this is not empty."""
+
+
+class OwnRecordsOf(Protocol):
+    """A function that returns a client's own training records in a round."""
+
+    def __call__(self, client: int, server_round: int = 1, /) -> Records:
+        """Return the own records of ``client``."""
+
+
+class ClassCountsOf(Protocol):
+    """A function that counts a client's training records of each class in a round."""
+
+    def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> tuple[int, ...]:
+        """Return the counts of the records of ``RecordsOf``."""
+
+
 @dataclass(frozen=True)
 class ClientRuntime:
     """Everything that a worker needs to execute any client of an experiment.
 
     A client runtime is built once per process and experiment.
 
-    ``records(client, synthetic)``: the training records of a client; ``synthetic`` is the path of the pool of synthetic
-    records, or empty if there is no pool. ``own_records(client)``: the client's own records only.
-    ``class_counts(client, synthetic)``: the number of the client's training records in each class.
+    ``records(client, synthetic, server_round)``: the training records of a client in a round; ``synthetic`` is the path
+    of the pool of synthetic records, or empty if there is no pool. Records before the first round are those of round 1.
+    ``own_records(client, server_round)``: the client's own records only. ``class_counts(client, synthetic,
+    server_round)``: the number of the client's training records in each class.
     ``trains_on_own(synthetic)``: True if ``records`` contains the client's own records. ``tasks``: the tasks other than
     training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
@@ -257,8 +279,8 @@ class ClientRuntime:
 
     algorithm: LocalAlgorithm
     model: nn.Module
-    records: Callable[[int, str], Records]
-    own_records: Callable[[int], Records]
+    records: "RecordsOf"
+    own_records: "OwnRecordsOf"
     local_settings: Callable[[float], LocalSettings]
     num_clients: int
     seed: int
@@ -268,7 +290,7 @@ class ClientRuntime:
     graphs: bool = True
     layers: tuple[ClientLayer, ...] = ()
     trains_on_own: Callable[[str], bool] = lambda _: True
-    class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
+    class_counts: "ClassCountsOf" = lambda *_: ()
     read_tensors: Callable[[str], Params] = read_by_content
     initial: Params = field(default_factory=dict)
     ledger: Callable[[int], Path] = lambda _: Path()

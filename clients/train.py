@@ -89,7 +89,7 @@ class TrainingJob:
         """
         runtime, number, server_round = client.runtime, client.number, client.config.server_round
         algorithm = runtime.algorithm
-        records = runtime.records(number, client.config.synthetic)
+        records = runtime.records(number, client.config.synthetic, server_round)
         task = _received(client, len(records))
         came: list[LocalTask] = []
         for layer in reversed(runtime.layers):
@@ -197,7 +197,7 @@ def _received(client: Client, num_examples: int) -> LocalTask:
         broadcast={**client.broadcast.groups},
         state={**client.state},
         pool=runtime.read_tensors(config.pool) if config.pool else {},
-        class_counts=runtime.class_counts(number, config.synthetic),
+        class_counts=runtime.class_counts(number, config.synthetic, config.server_round),
         initial=runtime.initial,
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Prot
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from clients.client_layer import ClientLayer
 from fl_sim.errors import UserError
@@ -74,6 +74,20 @@ class Planning(Protocol):
         ...
 
 
+@runtime_checkable
+class Scheduled(Protocol):
+    """An attack that hostile clients make in some rounds only. In all other rounds they are honest."""
+
+    def hostile_in(self, server_round: int) -> bool:
+        """Return True if hostile clients attack in round ``server_round``, from 1."""
+        ...
+
+
+def hostile_in(attack: object, server_round: int) -> bool:
+    """Return True if the hostile clients of ``attack`` are hostile in round ``server_round``, from 1."""
+    return not isinstance(attack, Scheduled) or attack.hostile_in(server_round)
+
+
 @dataclass(frozen=True)
 class HostilePlans(ClientLayer):
     """The attack's half on clients: the ``hostile`` clients train by the plan of the attack."""
@@ -83,7 +97,8 @@ class HostilePlans(ClientLayer):
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
         """Return the plan of the attack for a hostile client, and ``plan`` for other clients."""
-        return self.attack.planned(plan) if came.client in self.hostile else plan
+        is_hostile = came.client in self.hostile and hostile_in(self.attack, came.server_round)
+        return self.attack.planned(plan) if is_hostile else plan
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
         """Return the plan of the attack, which every trainer of the run must support."""
@@ -127,12 +142,32 @@ class NoAttack(_Harmless):
 class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients.
 
+    They attack in the rounds ``first_round``, ``first_round`` + ``every``, and so on, up to ``last_round`` (None: the
+    last round of the run). In all other rounds they train on their own records and send their own updates. With
+    ``first_round`` = ``last_round`` there is one hostile round, as in single-shot model replacement (Bagdasaryan et al.
+    2020).
+
     Under Global DP and beside private local training, the epsilon of an honest client holds whatever hostile clients
     send, and privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an
     exception: under Global DP they need ``aggregator.noise=seeded``, with which an epsilon is about the method alone.
     """
 
     clients: int = Field(2, ge=1)
+    first_round: int = Field(1, ge=1)
+    last_round: int | None = Field(None, ge=1)
+    every: int = Field(1, ge=1)
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the schedule at its defaults, so that names and files of older runs stay valid."""
+        written: dict[str, Any] = write(self)
+        usual = {"first_round": 1, "last_round": None, "every": 1}
+        return {key: value for key, value in written.items() if key not in usual or value != usual[key]}
+
+    def hostile_in(self, server_round: int) -> bool:
+        """Return True if hostile clients attack in round ``server_round``, from 1."""
+        is_between = self.first_round <= server_round <= (self.last_round or server_round)
+        return is_between and (server_round - self.first_round) % self.every == 0
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for an algorithm, aggregator or stage beside which an attack has no meaning."""
@@ -147,12 +182,26 @@ class HostileClients(_Harmless):
                 f"attack {kind} by {self.clients} of {experiment.clients} clients leaves nobody to attack: set "
                 "attack.clients to less than clients"
             )
+        self._check_schedule(experiment.rounds)
         check_promises(self, experiment)
         if isinstance(experiment.algorithm, Sharing | Dealing):
             raise ValueError(
                 f"attack {kind} cannot run with algorithm {kind_of(experiment.algorithm)}: attacks change the updates "
                 "of rounds, and attacks before the first round are not modelled; take fedavg, fedprox, scaffold or "
                 "another"
+            )
+
+    def _check_schedule(self, rounds: int) -> None:
+        """Raise ValueError if no round of the run is hostile."""
+        if self.first_round > rounds:
+            raise ValueError(
+                f"attack.first_round={self.first_round} is after the last of the {rounds} rounds, so no round is "
+                f"hostile: set attack.first_round to {rounds} or less, or attack=none"
+            )
+        if self.last_round is not None and self.last_round < self.first_round:
+            raise ValueError(
+                f"attack.last_round={self.last_round} is before attack.first_round={self.first_round}, so no round is "
+                f"hostile: set attack.last_round to {self.first_round} or more, or attack=none"
             )
 
 
@@ -340,7 +389,7 @@ class HostileUpdates(Layer):
     def __init__(self, attack: Attack, hostile: frozenset[int], seed: int, expected: float = 0.0) -> None:
         """Create the layer. ``expected``: the public, expected number of clients in a round."""
         self._attack, self._hostile, self._seed, self._expected = attack, hostile, seed, expected
-        self._round, self._idle = 0, False
+        self._round, self._idle = 1, False
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
@@ -397,6 +446,11 @@ class HostileUpdates(Layer):
         }
 
     @classmethod
+    def tampers_in(cls, experiment: Any, server_round: int) -> bool:
+        """Return True if hostile clients are hostile in round ``server_round``."""
+        return hostile_in(experiment.attack, server_round)
+
+    @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Return a warning with the number of hostile clients that hold no records: these clients have no effect."""
         del rounds_done
@@ -416,8 +470,9 @@ class HostileUpdates(Layer):
         replies = self.inner.received(replies)
         trained = [reply for reply in replies if reply.num_examples > 0]
         hostile = [reply for reply in trained if reply.client in self._hostile]
-        self._idle = not hostile and bool(self._hostile)
-        if not hostile:
+        is_due = hostile_in(self._attack, self._round)
+        self._idle = is_due and not hostile and bool(self._hostile)
+        if not hostile or not is_due:
             return replies
         honest = [reply for reply in trained if reply.client not in self._hostile and sees_honest(self._attack)]
         size = round(self._expected) if self.hides_clients else len(replies)

@@ -174,6 +174,12 @@ class Layer:
         return {}
 
     @classmethod
+    def tampers_in(cls, experiment: Any, server_round: int) -> bool:
+        """Return True if the clients of ``tampers`` train on changed records in round ``server_round``, from 1."""
+        del experiment, server_round
+        return True
+
+    @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
         """Return the initial server state: the algorithm's state ``server`` with the layer's own tensors added."""
         del experiment, model

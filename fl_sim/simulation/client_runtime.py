@@ -57,9 +57,17 @@ def runtime_for(
     DP or compression.
     """
     experiment = job.experiment
-    own: Callable[[int], Records] = partial(_own_records, job)
+    tampers = _tampers(job)
+    held: Callable[[int, Tamper | None], Records] = partial(_own_records, job)
     if _num_bytes(job) <= _room(job.device):
-        own = _in_memory(job)
+        held = _in_memory(job, {client: tamper for client, (tamper, _) in tampers.items()})
+
+    def tamper_of(client: int, server_round: int) -> Tamper | None:
+        tamper, applies_in = tampers.get(client, (None, None))
+        return tamper if applies_in is not None and applies_in(max(1, server_round)) else None
+
+    def own(client: int, server_round: int = 1) -> Records:
+        return held(client, tamper_of(client, server_round))
 
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
@@ -70,10 +78,10 @@ def runtime_for(
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
 
-    def records(client: int, synthetic: str) -> Records:
+    def joined(client: int, synthetic: str, tamper: Tamper | None) -> Records:
         if synthetic and not _trains_on_own(experiment, synthetic):
             return pool(synthetic)
-        mine = own(client)
+        mine = held(client, tamper)
         return mine + pool(synthetic) if synthetic and (len(mine) or not hides) else mine
 
     hides, model = hides_clients(experiment.aggregator), job.model()
@@ -81,8 +89,14 @@ def runtime_for(
     model = model.to(job.device)
 
     @lru_cache(maxsize=2**16)  # the numbers are cached, because each computation of them waits for the GPU
-    def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
-        return records(client, synthetic).class_counts(job.dataset.num_classes)
+    def counted(client: int, synthetic: str, tamper: Tamper | None) -> tuple[int, ...]:
+        return joined(client, synthetic, tamper).class_counts(job.dataset.num_classes)
+
+    def records(client: int, synthetic: str, server_round: int = 1) -> Records:
+        return joined(client, synthetic, tamper_of(client, server_round))
+
+    def class_counts(client: int, synthetic: str, server_round: int = 1) -> tuple[int, ...]:
+        return counted(client, synthetic, tamper_of(client, server_round))
 
     return ClientRuntime(
         algorithm=algorithm,
@@ -205,9 +219,9 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def _own_records(job: Job, client: int) -> Records:
+def _own_records(job: Job, client: int, tamper: Tamper | None) -> Records:
     examples = _as_held_by(client, job.records.train.take(job.shards[client]), job)
-    if tamper := _tampers(job).get(client):
+    if tamper is not None:
         examples = tamper(examples)
     if not _is_skewed(job.experiment):
         return resident(examples, job.records, job.device).whole()
@@ -227,28 +241,48 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
     return Records.of(_as_seen_by(client, inputs, job, purpose).to(job.device), labels.to(job.device))
 
 
-def _in_memory(job: Job) -> Callable[[int], Records]:
-    """Return a function (client) -> records. The function slices one array with the records of all clients."""
-    bounds = job.shards.bounds
-    everybody = _as_held(job.records.train.take(job.shards.records), job.shards, job)
-    for client, tamper in _tampers(job).items():  # only the copies in ``everybody`` are changed, not the data set
-        place = slice(*bounds[client : client + 2])
-        changed = tamper(Examples(everybody.inputs[place], everybody.labels[place]))
-        everybody.inputs[place], everybody.labels[place] = changed.inputs, changed.labels
+def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None], Records]:
+    """Return a function (client, tamper) -> records. The function slices one array with the records of all clients.
+
+    The records that ``tampers``, {client: function}, have changed follow at the end of the array.
+    """
+    honest, bounds = _as_held(job.records.train.take(job.shards.records), job.shards, job), job.shards.bounds
+    changed = list[Examples]()
+    for client, tamper in tampers.items():
+        part = slice(*bounds[client : client + 2])
+        changed.append(tamper(Examples(honest.inputs[part], honest.labels[part])))
+    ends = np.concatenate([bounds, bounds[-1] + np.cumsum([len(one) for one in changed], dtype=np.int64)]).tolist()
+    holders = [*range(len(job.shards.sizes)), *tampers]
+    everybody = honest
+    if changed:
+        inputs, labels = (
+            np.concatenate([getattr(one, name) for one in (honest, *changed)]) for name in ("inputs", "labels")
+        )
+        everybody = Examples(inputs, labels)
     if _is_skewed(job.experiment):
-        inputs, labels = to_tensors(everybody, job.records)
-        for client, own in enumerate(torch.split(inputs, job.shards.sizes.tolist())):
+        seen, known = to_tensors(everybody, job.records)
+        for client, own in zip(holders, torch.split(seen, np.diff(ends).tolist()), strict=True):
             own.copy_(_as_seen_by(client, own, job))
-        source = Source(inputs.to(job.device), labels.to(job.device))
+        source = Source(seen.to(job.device), known.to(job.device))
     else:
         source = resident(everybody, job.records, job.device)
-    return lambda client: Records(((source, range(int(bounds[client]), int(bounds[client + 1]))),))
+    place_of = {client: place for place, client in enumerate(tampers, len(job.shards.sizes))}
+
+    def held(client: int, tamper: Tamper | None) -> Records:
+        place = client if tamper is None else place_of[client]
+        return Records(((source, range(ends[place], ends[place + 1])),))
+
+    return held
 
 
-def _tampers(job: Job) -> dict[int, Tamper]:
-    """Return {client: function that changes the client's records} for clients that train on changed records."""
+def _tampers(job: Job) -> dict[int, tuple[Tamper, Callable[[int], bool]]]:
+    """Return {client: (function that changes its records, function that is True for the rounds with this change)}."""
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
-    return {client: tamper for kind in kinds for client, tamper in kind.tampers(job.experiment, num_classes).items()}
+    return {
+        client: (tamper, partial(kind.tampers_in, job.experiment))
+        for kind in kinds
+        for client, tamper in kind.tampers(job.experiment, num_classes).items()
+    }
 
 
 def _num_bytes(job: Job) -> int:

@@ -42,7 +42,7 @@ def _without_dropout():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def _records(client, synthetic):
+def _records(client, synthetic, server_round=1):
     generator = torch.Generator().manual_seed(client)
     size = 0 if client == 3 else 5 + client
     return Records.of(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
@@ -80,7 +80,7 @@ class _Share:
 TASKS = {"synthesize": _Synthesize(), "share": _Share()}
 
 
-def _own(client):
+def _own(client, server_round=1):
     return _records(client, "")
 
 
@@ -133,7 +133,7 @@ def test_a_task_says_how_many_records_are_of_each_class(tmp_path: Path) -> None:
             return super().plan(task)
 
     told, play = [], Play(Told(), tmp_path, pool="")
-    object.__setattr__(play.runtime_of("", ""), "class_counts", lambda client, synthetic: (client, len(synthetic)))
+    object.__setattr__(play.runtime_of("", ""), "class_counts", lambda client, synthetic, _: (client, len(synthetic)))
     play.train(1, 0, 2)
     assert told == [(0, (0, 0)), (2, (2, 0))]
 
@@ -204,7 +204,7 @@ def test_the_broadcast_reaches_the_algorithm(tmp_path: Path):
     assert (_flat(corrected.payloads["delta"]) < _flat(plain.payloads["delta"])).all()
 
 
-def _records_of_which_one_is_broken(client, synthetic):
+def _records_of_which_one_is_broken(client, synthetic, server_round=1):
     records = _records(client, synthetic)
     if client == 1:
         raise ValueError("a broken disk")
@@ -283,7 +283,7 @@ def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_pa
 
 
 def test_what_is_trained_together_looks_at_its_deadline(tmp_path: Path):
-    def slow(client, synthetic):
+    def slow(client, synthetic, server_round):
         time.sleep(0.1)
         return _records(client, synthetic)
 

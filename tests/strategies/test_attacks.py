@@ -1,6 +1,7 @@
 """Hostile clients: who they are, what they train on and send, and where an attack has no place."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -14,10 +15,15 @@ import fl_sim
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.rounds import Rounds
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import kept_path
 from fl_sim.tables.plan import TableSettings, plan_table
-from fl_sim.types import Reply
-from strategies.attacks import ALittleIsEnough, HostileUpdates, LabelFlip, Seen, SignFlip, hostile_clients
+from fl_sim.types import LocalTask, Reply
+from strategies.algorithm import ONE_STEP
+from strategies.attacks import ALittleIsEnough, HostilePlans, HostileUpdates, LabelFlip, Seen, SignFlip, hostile_clients
+from strategies.backdoors import Backdoor
 from strategies.fedavg import FedAvg
 
 IID = {"partition": "iid", "rounds": 2, "model": "mlp"}
@@ -33,6 +39,22 @@ def _seen(cohort_size, honest=()):
 
 def _sent(replies):
     return [reply.payloads["delta"]["w"].tolist() for reply in replies]
+
+
+@dataclass
+class Passing:
+    """A layer's inner layer, which passes on what it is given."""
+
+    hides_clients: bool = False
+
+    def begin(self, server_round: int) -> None:
+        pass
+
+    def received(self, replies: Any) -> Any:
+        return replies
+
+    def remarks(self) -> list[str]:
+        return []
 
 
 def test_as_many_as_were_asked_for_are_hostile_and_always_the_same():
@@ -102,22 +124,13 @@ def test_under_global_dp_a_forged_update_moves_the_mean_by_its_clipped_share(tmp
 
 
 def test_attackers_that_see_no_honest_update_get_none_and_secret_cohorts_stay_secret() -> None:
-    class Secret:
-        hides_clients = True
-
-        def received(self, replies: Any) -> Any:
-            return replies
-
-        def remarks(self) -> list[str]:
-            return []
-
     class Spy(SignFlip):
         def forged(self, hostile: Any, seen: Seen) -> Any:
             assert (len(seen.honest), seen.cohort_size) == (0, 7)
             return super().forged(hostile, seen)
 
     layer = HostileUpdates(Spy(), frozenset({0}), 0, 7.2)
-    layer.inner = Secret()  # type: ignore[assignment]
+    layer.inner = Passing(hides_clients=True)  # type: ignore[assignment]
     assert _sent(layer.received(tuple(_replies([[1.0], [2.0]])))) == [[-1.0], [2.0]]
     layer.received(())
     assert layer.remarks() == []
@@ -134,6 +147,47 @@ def test_clients_that_add_noise_themselves_are_protected_beside_any_attack() -> 
     assert "assumed to know the updates of honest clients without noise" in said
     assert "No epsilon covers that" in said
     assert HostileUpdates.uncovered(experiment_from({"attack": "min-max"})) == []
+
+
+def test_outside_its_rounds_hostile_clients_are_honest(tmp_path: Path, stop_after: Any) -> None:
+    attack = {"kind": "backdoor", "boost": 5, "loss_share": 0.9, "first_round": 2, "last_round": 2}
+    settings = {**IID, "rounds": 3, "keep_every": 1}
+
+    def ran(name: str, *, cut: bool = False, **more: Any) -> list[dict[str, torch.Tensor]]:
+        experiment, out = experiment_from({**settings, **more}), tmp_path / name
+        if cut:
+            with pytest.raises(KeyboardInterrupt):
+                run(experiment, out, observer=stop_after(2))
+        run(experiment, out)
+        return [load_file(kept_path(out, number)) for number in (1, 2, 3)]
+
+    honest, once, resumed = ran("honest"), ran("once", attack=attack), ran("cut", cut=True, attack=attack)
+    same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(honest, once, strict=True)]
+    assert same == [True, False, False]
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(once, resumed, strict=True) for name in one)
+
+
+def test_a_schedule_is_kept_by_records_plans_and_updates() -> None:
+    made = experiment_from({**IID, "rounds": 9, "attack": {"kind": "label-flip", "first_round": 3, "every": 2}})
+    job, due = job_of(made), [3, 5, 7, 9]
+    [hostile, *_] = hostile_clients(made.attack, 10, 0)
+    runtime = Rounds(job, FedAvg()).runtime()
+    own = runtime.records(hostile, "", 1).tensors()[1]
+    for number in range(1, 10):
+        labels = runtime.records(hostile, "", number).tensors()[1]
+        assert torch.equal(labels, 9 - own if number in due else own)
+        counts = runtime.class_counts(hostile, "", number)
+        assert counts == tuple(torch.bincount(labels, minlength=10).tolist())
+    half = HostilePlans(Backdoor(loss_share=0.5, first_round=3, every=2), frozenset({0}))
+    tasks = [LocalTask(number, 0, 5, 9, ONE_STEP, {}) for number in range(1, 10)]
+    assert [task.server_round for task in tasks if half.planned(task, LocalPlan()) != LocalPlan()] == due
+    layer = HostileUpdates(SignFlip(first_round=3, every=2), frozenset({0}), 0)
+    layer.inner = Passing()  # type: ignore[assignment]
+    found = []
+    for number in range(1, 10):
+        layer.begin(number)
+        found += [number] if _sent(layer.received(tuple(_replies([[1.0], [2.0]])))) == [[-1.0], [2.0]] else []
+    assert found == due
 
 
 def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
@@ -162,6 +216,8 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
         ),
         ({"attack": {"kind": "sign-flip", "strength": 1e300}}, "attack.strength"),
         ({"attack": "alie", "algorithm": "pate"}, "cannot run with pate"),
+        ({"attack": {"kind": "alie", "first_round": 21}}, "attack.first_round=21 is after the last of the 20 rounds"),
+        ({"attack": {"kind": "alie", "first_round": 9, "last_round": 8}}, "so no round is hostile: set attack.last"),
         ({"attack": "aliee"}, "did you mean 'alie'"),
         ({"attack": {"kind": "alie", "deviations": -1}}, "attack.deviations"),
     ],

@@ -78,7 +78,7 @@ def test_images_too_small_to_be_padded_by_their_own_pixels_are_refused(monkeypat
 def test_what_a_site_shares_is_seeded_by_client():
     made = _made("algorithm=fedmix", "partition=iid")
     runtime = runtime_of(made.model_dump_json(), "")
-    runtime = replace(runtime, records=lambda client, synthetic: runtime.own_records(0))  # the same for both
+    runtime = replace(runtime, records=lambda client, *_: runtime.own_records(0))  # the same for both
     order = wire.TaskConfig(made.model_dump_json(), 0, 0.0, "", "", task="share")
     clients = [Client(number, runtime, order, wire.config_content(order)) for number in (0, 0, 1)]
     one, again, other = (wire.read_made(runtime.tasks["share"].run(client)) for client in clients)
