@@ -147,7 +147,9 @@ class EvaluateOwn:
                 function, what, server_round, network, copies, client.number, seed=client.runtime.seed
             )
             if taken := sorted(numbers.keys() & MEASURES):
-                raise RunError(f"{what} returned {taken[0]!r}, which own models have: give the metric another name")
+                raise RunError(
+                    f"{what} returned {taken[0]!r}, the name of a measure of fl-sim: give the metric another name"
+                )
         return numbers
 
     def measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:

@@ -84,8 +84,8 @@ def cost_of_round(protection: ClientProtection, sensitivity: float, rate: float,
     """Return the cost of a round of ``steps`` noisy steps, in a run of ``rounds`` rounds.
 
     ``sensitivity``: the sensitivity of a step's sum, in clipping norms. ``rate``: the probability with which a record
-    joins a step. If ``protection`` has no noise multiplier, it is the least one with which all rounds cost at most
-    epsilon. Raises UserError if no noise reaches epsilon.
+    joins a step. If ``protection`` has no noise multiplier, the round has the least noise with which all rounds cost
+    at most epsilon. Raises UserError if no noise reaches epsilon.
     """
     noise = protection.noise_multiplier
     relative = replace(protection, clipping_norm=1.0, noise="secret", noise_multiplier=noise and noise / sensitivity)

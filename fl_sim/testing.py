@@ -275,7 +275,7 @@ def _pool(algorithm: Algorithm) -> Params:
 
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
-    # some algorithms need other local settings, such as momentum 0
+    # an algorithm may need other local settings, such as momentum 0
     own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})
     local = Local(**{"epochs": 1, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, **own})
     model = _architecture(algorithm)

@@ -19,7 +19,7 @@ TokenFactory: TypeAlias = Callable[[int, int, int], nn.Module]
 
 _EMBEDDING: Final = 8  # the width of the embedding in LEAF's Shakespeare models
 _WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # the sizes of the transformers
-# this number takes the place of minus infinity, so that the softmax of an empty text is finite
+# takes the place of minus infinity, so that the softmax of an empty text is finite
 _FAR_BELOW: Final = -1e30
 _DEVIATION: Final = 0.02  # the standard deviation of the initial embeddings, as in GPT-2
 

@@ -178,7 +178,7 @@ def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:
     """Return the squared distances between all pairs of ``rows``, float64 (n, n)."""
-    centred = (rows - rows.mean(dim=0)).double()  # the same distances, but products with less rounding
+    centred = (rows - rows.mean(dim=0)).double()  # centring keeps all distances, and products round less
     products = centred @ centred.T
     squares = products.diagonal()
     distances: torch.Tensor = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)

@@ -20,23 +20,23 @@ from strategies.samplers import Cyclic, Everyone
 class DistributedDP(Settings):
     """Clients add noise to their updates, and secure aggregation shows the server only the noisy sum.
 
-    Everything that a client sends in a round is one vector. The client clips it to the L2 norm ``clipping_norm``, and
-    rotates it by public random signs and a Hadamard matrix. It scales the vector and rounds it at random to whole
-    numbers. It adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal,
-    Kairouz, Liu 2021). The server adds the messages modulo 2^``bits``, undoes scale and rotation, and divides by the
+    Everything that a client sends in a round is one vector. The client clips this vector, and rotates it
+    by public random signs and a Hadamard matrix. The client scales the vector and rounds it at random to whole numbers.
+    The client adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz,
+    Liu 2021). The server adds the messages modulo 2^``bits``, undoes scale and rotation, and divides by the
     number of messages. Secure aggregation is simulated: this program computes the same sum, without masks.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
     part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
     reduce the cost. The sum has the noise of the clients that answer, so the cost of a round rises if clients drop out.
 
-    ``epsilon``: the largest epsilon at ``delta`` over the whole run. Without ``noise_multiplier``, the noise is the
-    least one with which all rounds cost ``epsilon``. A sum that would exceed ``epsilon`` is not opened.
-    ``noise_multiplier``: the standard deviation of the noise on the sum, divided by ``clipping_norm``, if all clients
-    of a round answer. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent
-    number. ``headroom``: the number of standard deviations of a number in the sum that fit into half of 2^``bits``.
-    ``noise``: with "secret" the noise differs from run to run. With "seeded" the noise is repeatable, and protects in
-    simulation only.
+    ``epsilon``: the largest epsilon over the whole run. A sum that would exceed this epsilon is not opened. ``delta``:
+    the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's vector.
+    ``noise_multiplier``: the standard deviation of the noise on the sum, in clipping norms, if all clients of a round
+    answer. Left out: the least noise with which all rounds cost at most the given epsilon. ``mechanism``: the
+    distribution of a client's noise. ``bits``: the number of bits of each sent number. ``headroom``: the number of
+    standard deviations of a number in the sum that fit into half of 2^``bits``. ``noise``: with "secret" the noise
+    differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
     kind: Literal["distributed-dp"] = "distributed-dp"

@@ -20,11 +20,11 @@ class DnC(Robust):
     """The mean of the updates without the outliers along the direction of the largest variance.
 
     An iteration draws ``coordinates`` of the update's coordinates (all, if there are fewer), and takes the first
-    principal direction of the updates there. It leaves out the ``filter_share`` (the paper's c) times ``hostile``
-    updates with the largest squared projections, rounded up. The result is the mean of the updates that all
-    ``iterations`` keep. The coordinates come from the run's seed. A round needs at least 2 ``hostile`` + 1 clients with
-    records, and more than all iterations together can leave out. The rule assumes that all hostile updates have one
-    direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
+    principal direction of the updates there. The iteration leaves out the updates with the largest squared projections:
+    ``filter_share`` (the paper's c) times ``hostile`` updates, rounded up. The result is the mean of the updates that
+    all ``iterations`` keep. The coordinates come from the run's seed. A round needs at least 2 ``hostile`` + 1 clients
+    with records, and more than all iterations together can leave out. The rule assumes that all hostile updates have
+    one direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
     """
 
     kind: Literal["dnc"] = "dnc"

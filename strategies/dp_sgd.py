@@ -105,25 +105,25 @@ class DPSGD(ClientPrivacy):
     """Each client trains by DP-SGD, so its messages protect each of its records, also from the server.
 
     Let n be the client's number of records. In every local step, each record joins the batch independently, with
-    probability q = ``local.batch_size`` / n. The gradient of each record is clipped to the L2 norm ``clipping_norm``,
-    over all trained parameters together. Gaussian noise is added to the sum of these gradients. Its standard deviation
-    is ``noise_multiplier`` times ``clipping_norm``. The noisy sum is divided by q n. Terms of the algorithm, such as
-    FedProx's, are added afterwards.
+    probability q = ``local.batch_size`` / n. The gradient of each record is clipped. Gaussian noise is added to the sum
+    of these gradients, and the noisy sum is divided by q n. Terms of the algorithm, such as FedProx's, are added
+    afterwards.
 
-    ``clipping``: the rule that bounds a gradient g by C = ``clipping_norm``. "flat" scales a longer g down to the norm
-    C. "per-layer" clips the gradient of each of L layers to the norm C / sqrt(L), or to the norms in ``layer_norms``,
-    one for each layer with trained parameters, in the model's order; then C is the root of the sum of their squares.
-    "automatic" turns every g into C g / (|g| + ``stability``) (AUTO-S, Bu et al. 2023), so that C only scales the
-    learning rate. The noise and the cost are the same for all three.
+    ``clipping_norm``: the largest L2 norm C of a record's gradient, over all trained parameters together. ``clipping``:
+    the rule that bounds a gradient g by C. "flat" scales a longer g down to the norm C. "per-layer" clips the gradient
+    of each of L layers to the norm C / sqrt(L), or to the norms in ``layer_norms``. "automatic" turns every g into
+    C g / (|g| + ``stability``) (AUTO-S, Bu et al. 2023), so that C only scales the learning rate. The noise and the
+    cost are the same for all three. ``layer_norms``: the norms of per-layer clipping, one for each layer with trained
+    parameters, in the model's order; C is then the root of the sum of their squares.
 
     Privacy unit: one record of one client. Adjacency: one record is replaced by nothing, while the client's number of
     records stays public. A client's cost is the cost of all steps of all rounds in which it takes part. The sampling of
     clients does not reduce it.
 
-    ``epsilon``: the largest epsilon at ``delta`` for each record of each client, over the whole run. Without
-    ``noise_multiplier``, each client's noise is the least one with which all rounds cost at most ``epsilon``. With
-    both, a client trains until its next round would exceed ``epsilon``. From then on it counts as a client without
-    records.
+    ``epsilon``: the largest epsilon for each record of each client, over the whole run. ``delta``: the delta at which
+    the given epsilon holds. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. Left
+    out: each client has the least noise with which all rounds cost at most the given epsilon. If both are set, a client
+    trains until its next round would exceed the epsilon. From then on the client counts as a client without records.
     ``noise``: with "secret" the protection is real, and the noise differs from run to run. With "seeded" the noise is
     repeatable, and protects in simulation only. ``accountant``: the accountant that finds the noise, and compares costs
     with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of records.

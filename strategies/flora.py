@@ -30,7 +30,10 @@ class FLoRA(Averaging):
         check_products(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
-        """Return ``trained``, and the weights W and the scale of each adapter, which the server reads."""
+        """Return the names ``trained``, and for each adapter the names of W and its scale, which the server needs.
+
+        Raises ValueError if the model has no adapters, or an adapter without W or scale.
+        """
         pairs = factors_in(trained)
         wanted = [f"{one.layer}{name}" for one in pairs for name in ("weight", "lora_scale")]
         if not pairs or (missing := [name for name in wanted if name not in frozen]):

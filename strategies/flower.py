@@ -193,7 +193,10 @@ class FederatedStrategy(Strategy):
         return 1.0 if self._sizing is None else self._sizing.size_of(client, self.server)
 
     def sized(self, server: ServerState, size: float) -> ServerState:
-        """Return the server state for clients of ``size``, the same object for all of them."""
+        """Return the server state for clients whose model has the size ``size``, a share of the whole model in (0, 1].
+
+        All calls for one server state and one size return the same object.
+        """
         if self._sizing is None or size == 1:
             return server
         if self._sized[0] is not server:

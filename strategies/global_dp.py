@@ -172,7 +172,7 @@ class GlobalDP(Settings):
             return given
         without = {name: value for name, value in given.items() if name != "noise_multiplier"}
         experiment = made(without)
-        fitted = load_object("strategies.private:fitted", "accountant")  # on use: the accountants load slowly
+        fitted = load_object("strategies.private:fitted", "accountant")  # imported on use: accountants load slowly
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:

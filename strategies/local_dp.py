@@ -15,21 +15,21 @@ class LocalDP(ClientPrivacy):
     """Each client clips its update and adds noise before sending, so the update protects all of the client's data.
 
     All tensors that a client sends in a round are one vector: the update, and other payloads of the algorithm, such as
-    SCAFFOLD's control variates. The vector is clipped to the L2 norm ``clipping_norm``. Gaussian noise is added to each
-    number. Its standard deviation is ``noise_multiplier`` times ``clipping_norm``. Two clipped vectors differ by up to
-    two clipping norms. The privacy cost is computed with this sensitivity. Loss and number of records are not sent: all
-    clients have the same weight.
+    SCAFFOLD's control variates. The vector is clipped, and Gaussian noise is added to each number. Two clipped vectors
+    differ by up to two clipping norms. The privacy cost is computed with this sensitivity. Loss and number of records
+    are not sent: all clients have the same weight.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by any other data. It is public which
     clients hold records, and which clients take part in a round. A client's cost is the cost of all rounds in which it
     takes part. The sampling of clients does not reduce it.
 
-    ``epsilon``: the largest epsilon at ``delta`` for each client, over the whole run. Without ``noise_multiplier``, the
-    noise is the least one with which all rounds cost at most ``epsilon``. With both, a client takes part until its next
-    round would exceed ``epsilon``. From then on it counts as a client without records.
-    ``noise``: with "secret" the protection is real, and the noise differs from run to run. With "seeded" the noise is
-    repeatable, and protects in simulation only. ``accountant``: the accountant that finds the noise, and compares costs
-    with ``epsilon``. "pld" allows less noise than "rdp".
+    ``clipping_norm``: the largest L2 norm of a client's vector. ``epsilon``: the largest epsilon for each client, over
+    the whole run. ``delta``: the delta at which the given epsilon holds. ``noise_multiplier``: the standard deviation
+    of the noise, in clipping norms. Left out: the least noise with which all rounds cost at most the given epsilon. If
+    both are set, a client takes part until its next round would exceed the epsilon. From then on the client counts as a
+    client without records. ``noise``: with "secret" the protection is real, and the noise differs from run to run. With
+    "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the accountant that finds the
+    noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp".
     """
 
     kind: Literal["local-dp"] = "local-dp"

@@ -102,9 +102,10 @@ class FangTrim(Knowing):
     """Fang's attack on the trimmed mean and the median (Fang et al. 2020, section 4.3).
 
     In every coordinate, hostile clients send random values beyond all honest values: below the smallest honest value if
-    the honest mean is positive, above the largest if it is negative. ``knows``: with "all" the values are between this
-    honest value and ``spread`` (the paper's b) times it, or the honest value divided by ``spread`` if that is further
-    out. With "own" they are 3 to 4 deviations from the mean of the hostile clients' honest updates.
+    the honest mean is positive, above the largest if it is negative. ``knows``: with "all" the values begin at this
+    honest value. With "own" they are 3 to 4 deviations from the mean of the hostile clients' honest updates.
+    ``spread``: the paper's b. With "all" the values end at the honest value times b, or divided by b if that is further
+    out.
     """
 
     kind: Literal["fang-trim"] = "fang-trim"

@@ -55,13 +55,13 @@ class PrivateStart(Settings):
 
     The privacy ledger of the rounds books the cost of these sums, too.
 
-    ``noise_multiplier``: z of the three noisy sums together: they cost as much as one noisy sum with this noise
-    multiplier. The rounds' cost is added to this cost. ``clipping_norms``: the clipping norm of a client's answer for
-    each of the three sums, in public units in which an answer has a norm of about 1, .6 and .3. ``frequencies``: the
-    number of lowest frequencies of an image that are used. ``images``: the number of synthetic images. ``warp``: the
-    strength of random rotation, stretching and shifting of the synthetic images; 1 means up to 10 degrees, a tenth and
-    a twentieth of a side, which helps with digits. ``server_epochs``: the number of epochs that the server trains on
-    the synthetic images, with the settings of ``local``.
+    ``noise_multiplier``: the noise multiplier of the three noisy sums together: they cost as much as one noisy sum with
+    this noise multiplier. The rounds' cost is added to this cost. ``clipping_norms``: the clipping norm of a client's
+    answer for each of the three sums, in public units in which an answer has a norm of about 1, .6 and .3.
+    ``frequencies``: the number of lowest frequencies of an image that are used. ``images``: the number of synthetic
+    images. ``warp``: the strength of random rotation, stretching and shifting of the synthetic images; 1 means up to 10
+    degrees, a tenth and a twentieth of a side, which helps with digits. ``server_epochs``: the number of epochs that
+    the server trains on the synthetic images, with the settings of ``local``.
     """
 
     kind: Literal["private-start"] = "private-start"
@@ -122,7 +122,7 @@ class PrivateStart(Settings):
         if size > _LONGEST:
             raise UserError(
                 f"preprocess.frequencies={self.frequencies} is too large: the covariances of {num_classes} classes are "
-                f"{size >> 20} MiB a client, more than {_LONGEST >> 20}: take fewer frequencies"
+                f"{size >> 20} MiB a client, more than {_LONGEST >> 20} MiB: take fewer frequencies"
             )
         check_unit_range(dataset, "private-start")
 

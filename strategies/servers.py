@@ -127,10 +127,9 @@ class _Asynchronous(Settings):
         taken = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish
         if not taken or isinstance(algorithm, Weighing):
             raise ValueError(
-                f"algorithm {kind_of(algorithm)} cannot run with {chosen}: its clients send more than the change of "
-                "their model, or have client states, or have weights that depend on each other, which all needs rounds "
-                "in which clients start from the same model; take fedavg, fedprox, fedadam or another algorithm whose "
-                "clients send only the change of their model"
+                f"algorithm {kind_of(algorithm)} cannot run with {chosen}: client states, payloads beside the model's "
+                "change, and weights that depend on other clients need rounds in which all clients have one model; "
+                "take fedavg, fedprox, fedadam or another algorithm whose clients send only the change of the model"
             )
 
     def check_broadcast(self, algorithm: object, server: ServerState) -> None:

@@ -260,7 +260,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
     """Return numbers j in {0..length-1} with probability proportional to exp(-rate j), one for each uniform coin."""
     lost = np.exp(-rate * lengths)
-    reached = coins + (1 - coins) * lost  # this is exp(-rate x) for a real number x; the result j is x rounded down
+    reached = coins + (1 - coins) * lost  # exp(-rate x) for a real number x; the result j is x rounded down
     with np.errstate(divide="ignore"):
         log_reached = np.where(reached < 0.5, np.log(reached), np.log1p((1 - coins) * np.expm1(-rate * lengths)))
     steps: Floats = np.clip(np.ceil(-log_reached / rate) - 1, 0, lengths - 1)

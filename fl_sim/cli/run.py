@@ -175,7 +175,7 @@ def show_plan(
         is_late.append(time.monotonic() >= deadline)
         return not is_late[-1]
 
-    with waiting() as show, redirect_stdout(sys.stderr):  # so that output of the user's own code stays out of JSON
+    with waiting() as show, redirect_stdout(sys.stderr):  # prints of the user's own code must not enter the JSON output
         if given.path is not None and {"base", "grid", "tune"} & set(given.table):
             planned = _planned_table(given.path, given, out, jobs, data_root, show)
         elif jobs is not None:

@@ -304,7 +304,7 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     the filters, which are real, (8, height, width). In the Fourier domain subsampling is the mean of four aliases.
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
-    # As pairs of real numbers, because complex products are slow.
+    # Complex numbers become pairs of real numbers, because complex products are slow.
     parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)
     weights = _aliases(filters).flatten(-2).repeat_interleave(2, -1)
     total = parts[..., 0, :] * weights[:, 0]

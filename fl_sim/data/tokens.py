@@ -220,7 +220,7 @@ def tokenizer_by(written: str, alphabet: str) -> Tokenizer:
         raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror}); make it readable") from error
     made = Vocabulary(written, path, digest)
     if made.size > MOST_TOKENS:
-        raise UserError(f"data.tokenizer: {path} has {made.size:,} tokens; {MOST_TOKENS:,} are possible")
+        raise UserError(f"data.tokenizer: {path} has {made.size:,} tokens; use a tokenizer of at most {MOST_TOKENS:,}")
     return made
 
 

@@ -262,7 +262,7 @@ class _Outbox:
         content = parcel.content
         if id(content) not in self._known:
             number, sent = self._share(content)
-            # this reference keeps the content in memory, so that no other object gets the same id
+            # the reference to ``content`` keeps it in memory, so that no other object gets the same id
             self._known[id(content)] = number, content
             self.contents[number] = sent
         for name, path in parcel.files.items():

@@ -219,7 +219,7 @@ def _room_for(resources: RayResources) -> int:
     Raises UserError if the requested actors do not fit.
     """
     processors = _total("CPU")
-    # not an error, because further machines with processors may join the cluster later
+    # a cluster without processors is no error, because further machines may join it later
     if not processors and resources.address:
         return resources.actors or MANY
     room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))

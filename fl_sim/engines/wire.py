@@ -51,7 +51,7 @@ _POOL, _SAID, _VOTES, _MOMENTS, _SUMS = "pool", "said", "votes", "moments", "sum
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
-_LARGEST_MOMENT: Final = 1e100  # this bound is larger than any sum of products of two float32 numbers
+_LARGEST_MOMENT: Final = 1e100  # larger than any sum of products of two float32 numbers
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Experiment(Settings):
             for key, value in starts_with.items():
                 given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
-                    # only the fields that the user has set
+                    # the user's settings replace only the fields that the user has set
                     given = {name: getattr(given, name) for name in given.model_fields_set}
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = _laid_over(value, given) if both else filled.get(key, value)

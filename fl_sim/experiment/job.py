@@ -495,8 +495,8 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
     def split(records: NDArray[np.int64]) -> Parts:
         if len(np.unique(records)) < len(records):
             raise UserError(
-                f"algorithm {kind_of(algorithm)}: deal passes one record to split several times: pass different "
-                "indices into the training set"
+                f"algorithm {kind_of(algorithm)}: its method deal passes an index of the training set to split more "
+                "than once: pass each index at most once"
             )
         return _split(dataset, records, experiment.partition, experiment.clients, seed)
 

@@ -20,6 +20,8 @@ from fl_sim.settings import OneOf, default_of
 from partitions import Scheme
 
 _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
+_SYMBOL: Final = re.compile(r"[b-z]\b")
+"""A formula's symbol, such as x, at the beginning of a text; it keeps its case."""
 _NAME: Final = re.compile(r"``(\w+)``")
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _WORDS: Final = {
@@ -149,7 +151,7 @@ def meaning(documentation: str, field: str, known: set[str]) -> str:
             goes_on = sentence.startswith(f"``{field}``") or (goes_on and not named)
             (defining if goes_on else naming if field in named else []).append(sentence)
     text = " ".join(defining or naming).removeprefix(f"``{field}``: ")
-    return text[:1].upper() + text[1:]
+    return text if _SYMBOL.match(text) else text[:1].upper() + text[1:]
 
 
 def either(names: Sequence[Any]) -> str:

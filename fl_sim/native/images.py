@@ -100,7 +100,7 @@ class ImageDiscriminator(_Images):
 
 
 class ImageGenerator(_Images):
-    """The generator of images, (channels, 32, 32). Its rows are latent vectors."""
+    """The generator of images, (channels, 32, 32). Its inputs are latent vectors."""
 
     def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
         weights = list(net.parameters())

@@ -130,7 +130,7 @@ class Kernel:
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        weights, records = params.contiguous(), inputs.contiguous()  # both tensors must exist until the call is over
+        weights, records = params.contiguous(), inputs.contiguous()  # the C++ code reads their memory: keep both
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows

@@ -274,7 +274,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # this test holds also where the standard deviation of the scores is 0
+    if spread * 500 <= shift:  # true also if the scores' standard deviation is 0
         return math.inf
     distance = shift / spread
 

@@ -62,7 +62,7 @@ _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
 _LEAST_NOISE: Final = 1e-6  # least standard deviation, in clipping norms; epsilon is above 10^11 for it
 _ZEROS: Final = memoryview(bytes(2**19))  # plain text of zeros, which ChaCha20 encrypts to its key stream
 _BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20, whose counter numbers the blocks
-_STREAM_LIMIT: Final = 2**37  # maximum length of a stream in bytes: half of the range of a ChaCha20 counter
+_STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes: ChaCha20's counter could number twice as many
 
 
 class Normals(Protocol):
@@ -251,7 +251,7 @@ def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.b
 
 
 def words_below(sampling_rate: float) -> int:
-    """Return the number, 0 to 2^64, below which a unit's random word of 64 bits must lie for the unit to take part."""
+    """Return the limit L, 0 to 2^64, for random words of 64 bits: a unit takes part if its word is below L."""
     return _limit(sampling_rate) << 11
 
 

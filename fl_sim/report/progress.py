@@ -151,7 +151,7 @@ class RunProgress(_Bars):
         self._timed = timed
         self._done = 0
         self._measured: tuple[str, ...] = ()
-        # this value is immutable, because the thread that draws the bars reads it
+        # a tuple, because the thread that draws the bars reads it during a change
         self._round_seconds: tuple[float, ...] = ()
         self._clients = ""
         self._start = self._last_round = time.monotonic()

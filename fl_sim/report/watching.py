@@ -247,7 +247,7 @@ def _epsilon(run: SavedRun, state: State) -> str:
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
-    # this is the epsilon of a client; the epsilon of a record is larger if the run released synthetic records
+    # ``rounds`` has the epsilon of a client; a record's epsilon is larger if the run released synthetic records
     if spent:
         more = " per client, more per record" if isinstance(run.config.preprocess, PoolSettings) else ""
         return f"{rounded_up(max(spent), 3)}{more}"

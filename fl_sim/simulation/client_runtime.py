@@ -72,7 +72,8 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        # clients with feature skew have float32 records, and one tensor holds these and the synthetic records
+        # A client trains on one tensor of own and synthetic records, so both have one type: float32 under feature skew,
+        # which changes inputs, else the type of the data set.
         if _is_skewed(experiment):
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))

@@ -95,7 +95,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
         if not engine.address:
-            choose_token()  # this call must come before the import of Ray
+            choose_token()  # Ray reads the token at its import, so the token is chosen before
         # This module is imported here, so that the other engines do not need Ray.
         from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
@@ -158,7 +158,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    # for such an algorithm, the trainer is called once for each step of all clients together
+    # a StepByStep algorithm calls the trainer once for each step of all clients together
     if isinstance(job.experiment.algorithm, StepByStep):
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)

@@ -177,7 +177,7 @@ class _GrowingTiming:
                     taken, self._size = self._timed(size, 1, deadline), size
                     if self.work.most == 1:
                         self.found = Timing(piece=taken, at_least=size < self.work.records)
-                    # this is a lower bound from smaller pieces, until the method _time_several measures a whole piece
+                    # smaller pieces give a lower bound, until the method _time_several measures a whole piece
                     else:
                         self._least = max(self._least, self._least_of_a_piece(size, taken, deadline))
                         self.found = Timing(taken - self._least, self._least, at_least=True)

@@ -153,7 +153,7 @@ class _Server:
         self._train(made)
         arrivals = [
             Arrival(self.trained.pop(turn), self.sent[turn.server_round].params, made.staleness(turn))
-            # The same order of sums as in rounds.
+            # Updates are added in the order of clients, as in rounds, so that sums have the same bits.
             for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm

@@ -170,7 +170,7 @@ class TstrProcedure(Procedure):
             # These records have no scattering features: tables, and images that are too small or too large.
             except UserError:
                 return None
-        scale = math.sqrt(made.shape[1])  # as in training: the scaled features have a standard deviation of about 1
+        scale = math.sqrt(made.shape[1])  # features have a standard deviation of about 1, as in training
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 

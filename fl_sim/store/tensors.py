@@ -93,7 +93,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
-        # this mark means that the slot is empty; it stays until all numbers are written
+        # A head of zeros marks the slot as empty until all numbers are written.
         _write(file, place, bytes(_HEAD.size))
         _write(file, place + _HEAD.size, numbers.data)
         _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))

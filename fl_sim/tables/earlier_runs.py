@@ -37,7 +37,7 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
     if out.exists() or not out.parent.is_dir():
         return None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
-        with suppress(UserError, RunError):  # this error means that the run is damaged or in use, or cannot be extended
+        with suppress(UserError, RunError):  # a damaged run, one in use, and one that cannot be extended are skipped
             check_extension(experiment, folder, earlier, read_rounds(folder))
             with run_lock(folder):
                 _copy(folder, out)

@@ -227,7 +227,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in _NOT_NAMED))
-    if experiment.evaluate == Evaluate():  # this form keeps the names of older runs valid
+    if experiment.evaluate == Evaluate():  # names of older runs lack ``evaluate``
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]

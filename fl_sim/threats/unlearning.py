@@ -110,7 +110,10 @@ def first_round(job: Job, client: int, rounds: int) -> int | None:
 
 
 def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
-    """Return the state from which the run without ``client`` can continue, and the reason."""
+    """Return the last round whose state does not depend on ``client`` (0: the initial model), and the reason in words.
+
+    The run without this client continues from that state.
+    """
     job, experiment = finished.job, finished.job.experiment
     kinds = [*map(type, (experiment.algorithm, experiment.aggregator, experiment.attack)), *layer_kinds(experiment)]
     obstacles = {

@@ -49,7 +49,7 @@ from strategies.pate.student import (
 )
 
 _LATENT: Final = 100  # the generator's input has this many random numbers
-_START: Final = 500  # records of the data-dependent initialisation
+_START: Final = 500  # number of records that set the initial scales of the weights
 _DIRECTIONS: Final = 8  # bins of a histogram of gradients
 _MOST_COMPARED: Final = 10_000
 """The largest number of records between which all pairwise distances are computed: these take 400 MB."""

@@ -47,7 +47,7 @@ class Vote:
     job: Job
     settings: Pate
     pool: torch.Tensor
-    reads_records: ClassVar[bool] = False  # a client's policy has a separate rule for votes
+    reads_records: ClassVar[bool] = False  # the policy's rule for votes applies instead
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 

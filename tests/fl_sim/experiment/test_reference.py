@@ -84,6 +84,7 @@ def test_a_meaning_is_what_the_docstring_says_of_the_field_alone() -> None:
     assert meaning(documentation, "b", known) == "The second, unlike ``a``. And on."
     assert meaning(documentation, "c", known) == "Also ``c`` counts."
     assert meaning(documentation, "d", known) == ""
+    assert meaning("v <- v + ``tau``.", "tau", {"tau"}) == "v <- v + ``tau``."
 
 
 def test_settings_of_the_users_own_records_are_in_it_as_on_their_page() -> None:

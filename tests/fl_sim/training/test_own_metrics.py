@@ -137,7 +137,7 @@ def test_a_metric_of_some_clients_is_their_mean_and_says_how_many_they_are(tmp_p
     [
         ("broken", r"evaluate.metrics=mine:broken failed with ZeroDivisionError: .*mine\.py:29, in broken"),
         ("infinite", "evaluate.metrics=mine:infinite returned loss = inf after round 1; it must be a finite number"),
-        ("named_as_ours", "evaluate.metrics=mine:named_as_ours returned 'worst_tenth', which own models have"),
+        ("named_as_ours", "evaluate.metrics=mine:named_as_ours returned 'worst_tenth', the name of a measure"),
         ("a_list", r"evaluate.metrics=mine:a_list returned \[0.5\]; it must return a dict from names to numbers"),
     ],
 )
