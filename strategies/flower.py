@@ -231,6 +231,15 @@ class FederatedStrategy(Strategy):
         down = sum(arrays.num_bytes(content) for content in contents.values())
         return ask_everybody(grid, self.population, asking, read), Traffic(down, 0)
 
+    def train(self, grid: Grid, order: wire.TaskConfig, timeout: float, clients: Sequence[int]) -> tuple[Reply, ...]:
+        """Return the updates of ``clients``, ascending, trained from the server state. No layer sees these updates.
+
+        ``order``: the settings of the round. Raises RunError as ``aggregate_train`` does.
+        """
+        contents, self.cohort = self.contents(order, self.server, clients), np.array(clients, np.int64)
+        messages = [Message(content, self.population.nodes[client], wire.TRAIN) for client, content in contents.items()]
+        return self._checked(order.server_round, list(grid.send_and_receive(messages, timeout=timeout)))
+
     def broadcast(self, server: ServerState) -> Payloads:
         """Return the tensors that clients receive beside the model: those of the algorithm and of the round layers."""
         groups = {**server.broadcast}

@@ -1,5 +1,6 @@
 """The commands (verbs) about threats, with their options and help. The code of a verb is imported when it runs."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +14,36 @@ if TYPE_CHECKING:
 else:
     threats_code = LazyModule("fl_sim.cli.threats")
 
+
+class Unlearning(StrEnum):
+    """The methods of ``fl-sim unlearn``."""
+
+    EXACT = "exact"
+    FEDERASER = "federaser"
+    ASCENT = "gradient-ascent"
+
+
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run.")]
 
 
-def unlearn(
+def unlearn(  # noqa: PLR0913 (one parameter per option)
     run: RunDirectory,
     *,
     client: Annotated[int, typer.Option(help="The number of the client whose records are forgotten.")],
-    out: Annotated[Path | None, typer.Option(help="Directory of the new run (default: RUN-without-CLIENT).")] = None,
+    method: Annotated[Unlearning, typer.Option(help="The method of unlearning.")] = Unlearning.EXACT,
+    calibration: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="federaser: share of a round's local steps (default: 0.5).")
+    ] = None,
+    radius: Annotated[
+        float | None,
+        typer.Option(min=0, help="gradient-ascent: radius / distance to random models (default: 1/3)."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=0, help="gradient-ascent: rounds of the other clients afterwards (default: 3).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the new model (default: RUN-without-CLIENT, RUN-METHOD-CLIENT).")
+    ] = None,
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
@@ -33,7 +56,15 @@ def unlearn(
 
     The command prints, before and after: the accuracy on test records, on the other clients' records and on the
     forgotten records, and the membership of the forgotten records. This is the probability that a forgotten record has
-    a smaller loss than a test record of the same class (.5 is chance). It also prints the cost against retraining.
+    a smaller loss than a test record of the same class (.5 is chance). It also prints the cost against retraining, and
+    further measures of the last round, such as the success rate of a backdoor.
+
+    The other methods are approximations, without any guarantee that the records are forgotten. Their directory holds a
+    model, and no run. "federaser" (Liu et al. 2021) makes the rounds after kept states (keep_every) again without the
+    client. It computes the updates of the run again, and takes their lengths. Their directions come from shorter
+    training. "gradient-ascent" (Halimi et al. 2022) needs the client: it raises the loss of its records, within a ball
+    around an estimate of the other clients' mean. Rounds of the other clients follow. If the exactly unlearned run is
+    in RUN-without-CLIENT, its measures and the distance to its model are printed, too.
 
     Runs that promise privacy are refused: their privacy ledgers are never refunded.
 
@@ -42,8 +73,29 @@ def unlearn(
       fl-sim run clients=50 partition=iid sampler=fixed-size:3 rounds=40 keep_every=5 --out results/all
 
       fl-sim unlearn results/all --client 7
+
+      fl-sim unlearn results/all --client 7 --method federaser
     """
-    threats_code.show_unlearning(run, client, out, data_root, json_output=json_output)
+    options = {
+        Unlearning.FEDERASER: {"calibration": calibration},
+        Unlearning.ASCENT: {"radius": radius, "rounds": rounds},
+    }
+    for owner, given in options.items():
+        for name, value in given.items():
+            if value is not None and method is not owner:
+                raise typer.BadParameter(f"it belongs to --method {owner.value}: leave it out", param_hint=f"--{name}")
+    if method is Unlearning.EXACT:
+        threats_code.show_unlearning(run, client, out, data_root, json_output=json_output)
+    elif method is Unlearning.FEDERASER:
+        threats_code.show_federaser(
+            run, client, out, data_root, calibration=0.5 if calibration is None else calibration,
+            json_output=json_output,
+        )  # fmt: skip
+    else:
+        threats_code.show_ascent(
+            run, client, out, data_root, radius=1 / 3 if radius is None else radius,
+            rounds=3 if rounds is None else rounds, json_output=json_output,
+        )  # fmt: skip
 
 
 attack_app = typer.Typer(help="Attack the privacy of a finished run.", no_args_is_help=True, rich_markup_mode=None)

@@ -15,6 +15,7 @@ from fl_sim.kinds import is_none, kind_of
 
 if TYPE_CHECKING:
     from fl_sim.report.files import PrivacyStatement
+    from fl_sim.threats.approximate import Approximate
 
 
 def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
@@ -29,28 +30,104 @@ def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | 
     finished = FinishedRun.of(run, data_root)
     check_client(finished, client)
     say(f"training continues {beginning_of(finished, client).why}", err=True)
-    made = unlearn(finished, client, out or run.with_name(f"{run.name}-without-{client}"))
+    made = unlearn(finished, client, out or _retrained(run, client))
     if json_output:
         say(json.dumps(made))
         return
-    before, after, cost = made["before"], made["after"], made["cost"]
-    rows = {
-        "accuracy on test records": "test_accuracy",
-        "accuracy on other clients' records": "kept_accuracy",
-        "accuracy on forgotten records": "forgotten_accuracy",
-    }
-    say(f"{'':36}{'before':>18}{'after':>18}")
-    for title, name in rows.items():
-        say(f"{title:36}{_percent(before[name]):>18}{_percent(after[name]):>18}")
-    areas = [_area(one["membership"]) for one in (before, after)]
-    say(f"{'membership of forgotten records':36}{areas[0]:>18}{areas[1]:>18}")
-    say("(membership: .5 is chance; in brackets, the interval of 95 % confidence)")
+    _say_measures(made)
+    cost = made["cost"]
     say(
         f"cost: {cost['rounds']} of {cost['rounds_of_retraining']} rounds ({cost['rounds_saved']} saved), "
         f"{cost['seconds']:.1f} s; the run itself took {cost['seconds_of_the_run']:.1f} s"
     )
     say(f"the model is that of the run that never knew client {client}, bit for bit: {made['out']}")
     say(f"{made['run']} still holds the model that knows these records: delete it if they must be forgotten")
+
+
+def show_federaser(
+    run: Path, client: int, out: Path | None, data_root: Path | None, *, calibration: float, json_output: bool
+) -> None:
+    """Unlearn ``client`` by FedEraser, and print the measures. ``calibration``: the share of a round's local steps."""
+    with importing():
+        from fl_sim.threats.federaser import FedEraser  # noqa: PLC0415 (slow, only here)
+
+    _show_approximation(run, client, "federaser", FedEraser(calibration), out, data_root, json_output=json_output)
+
+
+def show_ascent(
+    run: Path, client: int, out: Path | None, data_root: Path | None,
+    *, radius: float, rounds: int, json_output: bool,
+) -> None:  # fmt: skip
+    """Unlearn ``client`` by gradient ascent, and print the measures.
+
+    ``radius``: the radius of the ball as a share of the distance to random models. ``rounds``: the rounds of the other
+    clients after the ascent.
+    """
+    with importing():
+        from fl_sim.threats.gradient_ascent import GradientAscent  # noqa: PLC0415 (slow, only here)
+
+    method = GradientAscent(radius=radius, rounds=rounds)
+    _show_approximation(run, client, "gradient-ascent", method, out, data_root, json_output=json_output)
+
+
+def _show_approximation(
+    run: Path, client: int, name: str, method: Approximate, out: Path | None, data_root: Path | None,
+    *, json_output: bool,
+) -> None:  # fmt: skip
+    with importing():
+        from fl_sim.threats.approximate import unlearn_approximately  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
+
+    finished, exact = FinishedRun.of(run, data_root), _retrained(run, client)
+    out = out or run.with_name(f"{run.name}-{name}-{client}")
+    made = unlearn_approximately(finished, client, method, name, out, exact)
+    if json_output:
+        say(json.dumps(made))
+        return
+    _say_measures(made)
+    cost = made["cost"]
+    again = f" and {cost['recomputed_steps']:,} to compute stored updates again" if cost["recomputed_steps"] else ""
+    say(
+        f"cost: {cost['steps']:,} local steps{again}, against {cost['steps_of_retraining']:,} of retraining; "
+        f"{cost['seconds']:.1f} s, and the run itself took {cost['seconds_of_the_run']:.1f} s"
+    )
+    if "exact" in made:
+        say(
+            f"distance to the model of the run that never knew client {client}: {made['distance_to_exact']:.3g} (L2); "
+            f"before: {made['distance_before']:.3g}"
+        )
+    else:
+        say(f"distance to the model of the run that never knew client {client}: unknown, as {exact} does not hold it")
+    say(f"{name} is an approximation without any guarantee that the records are forgotten: {made['out']}")
+    say(f"{made['run']} still holds the model that knows these records: delete it if they must be forgotten")
+
+
+def _retrained(run: Path, client: int) -> Path:
+    """Return the usual directory of the run that never knew ``client``."""
+    return run.with_name(f"{run.name}-without-{client}")
+
+
+def _say_measures(made: Mapping[str, Any]) -> None:
+    """Print the measures of the models before and after unlearning, and of the exactly unlearned model if known."""
+    shown = {
+        title: made[name] for title, name in (("before", "before"), ("after", "after"), ("retrained", "exact"))
+        if name in made
+    }  # fmt: skip
+    rows = {
+        "accuracy on test records": "test_accuracy",
+        "accuracy on other clients' records": "kept_accuracy",
+        "accuracy on forgotten records": "forgotten_accuracy",
+    }
+    say("".join(["".ljust(36), *(f"{title:>20}" for title in shown)]))
+    for title, name in rows.items():
+        say("".join([title.ljust(36), *(f"{_percent(one[name]):>20}" for one in shown.values())]))
+    for name in made["after"]["further"]:
+        values = (one["further"].get(name) for one in shown.values())
+        said = ("-" if value is None else f"{value:.4g}" for value in values)
+        say("".join([name.replace("_", " ").ljust(36), *(f"{one:>20}" for one in said)]))
+    areas = (f"{_area(one['membership']):>20}" for one in shown.values())
+    say("".join(["membership of forgotten records".ljust(36), *areas]))
+    say("(membership: .5 is chance; in brackets, the interval of 95 % confidence)")
 
 
 def _percent(share: float | None) -> str:

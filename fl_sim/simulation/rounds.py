@@ -91,7 +91,7 @@ class Rounds(Procedure):
             for stage in stages_of(self.job):
                 if preparing := stage.preparing(log):
                     observer.preparing(preparing)
-            strategy = prepared_strategy(self.job, self.algorithm, self._on_clients, grid, out, log, observer)
+            strategy = prepared_strategy(self.job, self.algorithm, self.on_clients, grid, out, log, observer)
             run = Run(self.job, strategy, grid, out, log, observer.own_metrics)
             exchange = self._exchange(strategy, grid, out, log)
             while len(log.rounds) < experiment.rounds and not strategy.layer.ended(log.rounds):
@@ -178,12 +178,13 @@ class Rounds(Procedure):
 
     def _whole(self, params: Params) -> Params:
         """Return the server's ``params`` together with the initial values of the parameters that stay on clients."""
-        for half in reversed(self._on_clients):
+        for half in reversed(self.on_clients):
             params = half.model(params, {})
         return params
 
     @cached_property
-    def _on_clients(self) -> tuple[ClientLayer, ...]:
+    def on_clients(self) -> tuple[ClientLayer, ...]:
+        """The client halves of the round layers, such as compression, innermost first."""
         return client_layers(self.job.experiment, self.algorithm, self.job.model)
 
     def work(self) -> Sequence[Work]:
@@ -206,7 +207,7 @@ class Rounds(Procedure):
         each = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, server,
             wire.BLANK, experiment.num_clients, experiment.seed,
-            on_clients=self._on_clients,
+            on_clients=self.on_clients,
         ).traffic  # fmt: skip
         once = {what: sent for stage in stages_of(self.job) for what, sent in stage.traffic(server.model).items()}
         return {"rounds": each * round(updates) + Traffic(each.down * more_sent, 0), **once}
@@ -225,13 +226,13 @@ class Rounds(Procedure):
         params = detached(trainable(self.job.model()).items())
         personal = self.job.experiment.local.personal
         plan = plan_template(self.algorithm, params, pool, dataset.num_classes, personal)
-        for half in self._on_clients:
+        for half in self.on_clients:
             plan = half.typical(plan)
         return plan
 
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of a worker."""
-        return runtime_for(self.job, self.algorithm, tasks_of(self.job), self._on_clients)
+        return runtime_for(self.job, self.algorithm, tasks_of(self.job), self.on_clients)
 
     def beginning(self) -> ServerState:
         """Return the server state before the first round, after checks of the algorithm and of all round layers."""
@@ -288,7 +289,7 @@ class Rounds(Procedure):
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return names, shapes and types of the tensors in a client state. ``server``: the first server state."""
         kept, sent = client_state_template(self.algorithm, server), payload_template(self.algorithm, server)
-        for half in self._on_clients:
+        for half in self.on_clients:
             kept = half.kept(kept, sent, server)
         return kept
 

@@ -20,24 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.identity import identity_of
-from fl_sim.experiment.job import Job, job_of
+from fl_sim.experiment.job import job_of
 from fl_sim.kinds import is_own
-from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Observer
-from fl_sim.simulation.stage import Stage, stages_of
+from fl_sim.simulation.stage import stages_of
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, kept_path, read_kept, write_state
+from fl_sim.threats.cohorts import cohorts_known, first_round, steps_in
 from fl_sim.threats.finished import FinishedRun, Judged, logits_of
 from fl_sim.threats.membership import area_by_loss
+from fl_sim.threats.replay import asks_clients
 from fl_sim.types import Params
-from strategies.layer import Layer, layer_kinds
-from strategies.samplers import AnySampler
+from strategies.layer import layer_kinds
 
 _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("client_")]
 """The measures in a round's record that depend on the records of all clients."""
@@ -86,29 +85,6 @@ def check_client(finished: FinishedRun, client: int) -> None:
         )
 
 
-def cohorts_known(job: Job) -> bool:
-    """Return True if the cohorts of a run of ``job`` follow from its seed alone, and not from clients' answers."""
-    experiment = job.experiment
-    drawn = isinstance(experiment.sampler, AnySampler) and not experiment.is_timed and experiment.is_synchronous
-    kinds = layer_kinds(experiment)
-    return drawn and all(kind.cohort is Layer.cohort and kind.consult is Layer.consult for kind in kinds)
-
-
-def first_round(job: Job, client: int, rounds: int) -> int | None:
-    """Return the first round in which ``client`` takes part, of ``rounds`` rounds in all; None if there is none.
-
-    The cohorts must be known (``cohorts_known``).
-    """
-    experiment = job.experiment
-    for server_round in range(1, rounds + 1):
-        coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
-        drawn = experiment.sampler.sample(experiment.num_members, coins, server_round)
-        cohort: NDArray[np.int64] = drawn if experiment.num_members == experiment.num_clients else job.members[drawn]
-        if client in cohort:
-            return server_round
-    return None
-
-
 def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
     """Return the last round whose state does not depend on ``client`` (0: the initial model), and the reason in words.
 
@@ -118,7 +94,7 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
     kinds = [*map(type, (experiment.algorithm, experiment.aggregator, experiment.attack)), *layer_kinds(experiment)]
     obstacles = {
         "the cohorts depend on clients' answers or times": not cohorts_known(job),
-        "clients answer before the first round or beside the rounds": any(_asks(stage) for stage in stages_of(job)),
+        "clients answer before the first round or beside the rounds": any(map(asks_clients, stages_of(job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(
             finished.procedure.beginning())),
         "early stopping depends on records that clients hold out": experiment.evaluate.validation not in {0.0, "given"},
@@ -134,10 +110,6 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
         cure = "" if first == 1 else f", and no state of a round before it is kept (keep_every={experiment.keep_every})"
         return KnownStart(0, f"from the initial model: {took}{cure}")
     return KnownStart(usable[-1], f"from the kept state after round {usable[-1]}: {took}")
-
-
-def _asks(stage: Stage) -> bool:
-    return bool(stage.tasks()) or type(stage).before is not Stage.before
 
 
 def settings_without(experiment: Experiment, client: int) -> Experiment:
@@ -166,10 +138,12 @@ def unlearn(finished: FinishedRun, client: int, out: Path, observer: Observer | 
         "cost": {
             "rounds": rounds - beginning.last_round, "rounds_of_retraining": rounds,
             "rounds_saved": beginning.last_round,
+            "steps": steps_in(finished.job, range(beginning.last_round + 1, rounds + 1), client),
+            "steps_of_retraining": steps_in(finished.job, range(1, rounds + 1), client),
             "seconds": seconds, "seconds_of_the_run": finished.facts["seconds"]["total"],
         },
-        "before": measures(finished, run_directory.read_model(finished.out), client),
-        "after": measures(finished, run_directory.read_model(out), client),
+        "before": measures(finished, run_directory.read_model(finished.out), client) | further_in(finished.out),
+        "after": measures(finished, run_directory.read_model(out), client) | further_in(out),
     }  # fmt: skip
 
 
@@ -198,6 +172,15 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
         "forgotten_accuracy": forgotten.accuracy,
         "membership": None if area is None else asdict(area),
     }
+
+
+def further_in(out: Path) -> dict[str, Any]:
+    """Return the further measures of the last round of the run in ``out``, {"further": {name: number}}.
+
+    These are the measures of the run's stages, such as the success rate of an attack, and the user's own metrics.
+    """
+    records = run_directory.read_rounds(out)
+    return {"further": dict((records[-1].metrics if records else None) or {})}
 
 
 def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:

@@ -1,0 +1,49 @@
+"""The cohorts of a finished run, as far as they follow from its seed, and the clients' local steps in them."""
+
+from collections.abc import Iterable
+
+from fl_sim.experiment.job import Job
+from fl_sim.seeding import rng
+from fl_sim.simulation.client_runtime import local_settings
+from strategies.layer import Layer, layer_kinds
+from strategies.samplers import AnySampler
+
+
+def cohorts_known(job: Job) -> bool:
+    """Return True if the cohorts of a run of ``job`` follow from its seed alone, and not from clients' answers."""
+    experiment = job.experiment
+    drawn = isinstance(experiment.sampler, AnySampler) and not experiment.is_timed and experiment.is_synchronous
+    kinds = layer_kinds(experiment)
+    return drawn and all(kind.cohort is Layer.cohort and kind.consult is Layer.consult for kind in kinds)
+
+
+def cohort_of(job: Job, server_round: int) -> list[int]:
+    """Return the clients of round ``server_round``, ascending. The cohorts must be known (``cohorts_known``).
+
+    Rounds after the last round of the run have cohorts, too.
+    """
+    experiment = job.experiment
+    coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
+    drawn = experiment.sampler.sample(experiment.num_members, coins, server_round)
+    found: list[int] = (drawn if experiment.num_members == experiment.num_clients else job.members[drawn]).tolist()
+    return found
+
+
+def first_round(job: Job, client: int, rounds: int) -> int | None:
+    """Return the first round in which ``client`` takes part, of ``rounds`` rounds in all; None if there is none.
+
+    The cohorts must be known (``cohorts_known``).
+    """
+    return next((one for one in range(1, rounds + 1) if client in cohort_of(job, one)), None)
+
+
+def num_steps(job: Job, client: int) -> int:
+    """Return the number of local steps of ``client`` in a round, on its own records."""
+    return local_settings(job, job.experiment.local.learning_rate).num_steps(int(job.shards.sizes[client]))
+
+
+def steps_in(job: Job, rounds: Iterable[int], without: int) -> int | None:
+    """Return the number of local steps of all clients but ``without`` in ``rounds``; None if cohorts are unknown."""
+    if not cohorts_known(job):
+        return None
+    return sum(num_steps(job, one) for server_round in rounds for one in cohort_of(job, server_round) if one != without)
