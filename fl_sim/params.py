@@ -239,7 +239,11 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
     The copy shares the frozen parameters of ``model``, because no code changes them.
     """
     shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
-    return copy.deepcopy(model, shared)
+    made = copy.deepcopy(model, shared)
+    for part in made.modules():
+        if isinstance(part, torch.nn.RNNBase):
+            part.flatten_parameters()  # else cuDNN would join the copied weights again in every step
+    return made
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
