@@ -39,11 +39,16 @@ def test_sums_differences_and_multiples_go_by_name():
 def test_the_weights_of_a_copied_recurrent_model_are_joined_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deep copy undoes this, and cuDNN would repeat it in every step, with a warning."""
     joined: list[torch.nn.Module] = []
-    monkeypatch.setattr(torch.nn.LSTM, "flatten_parameters", joined.append)
+
+    def join(part: torch.nn.Module) -> None:
+        joined.append(part)
+
+    monkeypatch.setattr(torch.nn.LSTM, "flatten_parameters", join)
     model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.LSTM(2, 4))
     joined.clear()
     made = params.copied(model)
-    assert joined == [made[1]] and made[1] is not model[1]
+    assert joined == [made[1]]
+    assert made[1] is not model[1]
 
 
 def test_one_bad_number_anywhere_is_not_finite_and_large_ones_are():
