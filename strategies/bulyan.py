@@ -15,13 +15,15 @@ from strategies.krum import scores_of
 
 
 class Bulyan(Robust):
-    """Krum selects n - 2 ``hostile`` updates; the aggregate is a mean of the selected values near each median.
+    """Krum selects n - 2 h updates; the aggregate is a mean of the selected values near each median.
 
-    n is the number of clients with records in the round. Each coordinate of the aggregate is the mean of the n - 4
-    ``hostile`` selected values that are nearest to their median. Krum selects one update after the other. If several
-    updates have the lowest score, Krum selects the one of them that is nearest to all others. The last scores may be
-    equal, because each is a sum over few neighbours or none. Every round needs n >= 4 ``hostile`` +
-    3 clients with records. No privacy guarantee.
+    n is the number of clients with records in the round. Each coordinate of the aggregate is the mean of the n - 4 h
+    selected values that are nearest to their median. Krum selects one update after the other. If several updates have
+    the lowest score, Krum selects the one of them that is nearest to all others. The last scores may be equal, because
+    each is a sum over few neighbours or none. No privacy guarantee.
+
+    ``hostile``: the number h of hostile clients that the rule is made for. Every round needs n >= 4 h + 3 clients with
+    records.
     """
 
     kind: Literal["bulyan"] = "bulyan"

@@ -14,13 +14,16 @@ from strategies.algorithm import Weighting
 
 
 class CentredClipping(Robust):
-    """v <- v + mean of (d_i - v) min(1, ``tau`` / |d_i - v|) over the updates d_i, ``iterations`` times.
+    """v <- v + mean of (d_i - v) min(1, tau / |d_i - v|) over the updates d_i, several times.
 
     v begins as the aggregate of the last round, and as 0 in the first round. The checkpoint contains v. A single
-    hostile client in a round of n clients moves the result by 2 ``tau`` / n at most in one iteration. So ``tau`` should
-    be about the distance between honest updates; a much larger ``tau`` gives the plain mean. The paper's theory has
-    momentum at the clients over all rounds, and takes ``tau`` of 10 / (1 - momentum) in its experiments. Here momentum
-    begins anew in every round. Every client has the same weight. No privacy guarantee.
+    hostile client in a round of n clients moves the result by 2 tau / n at most in one iteration. The paper's theory
+    has momentum at the clients over all rounds. Here momentum begins anew in every round. Every client has the same
+    weight. No privacy guarantee.
+
+    ``tau``: the largest distance from v at which an update counts in full. It should be about the distance between
+    honest updates; a much larger tau gives the plain mean. The paper's experiments take 10 / (1 - momentum).
+    ``iterations``: the number of steps of v in a round.
     """
 
     kind: Literal["centred-clipping"] = "centred-clipping"

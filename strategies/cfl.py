@@ -15,19 +15,19 @@ class CFL(Averaging):
     """FedAvg in clusters of clients, each with its own model. The run begins with one cluster, and clusters are split.
 
     D_i = y_i - x is the update of client i: its trained model minus the model of its cluster. D is the mean update of
-    the cluster. A cluster is split in two if ‖D‖ < ``eps_1`` and the largest ‖D_i‖ > ``eps_2``: the mean update is
-    small although single updates are large. Then the cluster's clients are grouped by the cosines of their updates.
-    Both parts continue from the model of the cluster, each with its own mean update. ``linkage``: "complete" joins
-    groups by the smallest cosine between their clients, as in the released code. "single" joins them by the largest
-    cosine, as in the paper's algorithm 1. Of all splits into two parts, "single" finds the split whose largest cosine
-    between the parts is smallest. A single client with noisy updates then often becomes a part. A split needs
-    ``gamma_max`` < sqrt((1 - largest cosine between the parts) / 2), as in the paper; with 0 every split is allowed, as
-    in the released code.
+    the cluster. A cluster is split in two if the mean update is small although single updates are large. Then the
+    cluster's clients are grouped by the cosines of their updates. Both parts continue from the model of the cluster,
+    each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their clients, as
+    in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. Of all splits into
+    two parts, "single" finds the split whose largest cosine between the parts is smallest. A single client with noisy
+    updates then often becomes a part. A split also needs parts that differ.
 
-    ``eps_1`` and ``eps_2`` have by default the values of the released code for its network. Suitable values depend on
-    the model, the learning rate and the number of local steps. ``split_after``: the number of rounds before the first
-    split, 20 in the released code. ``min_cluster_size``: a smaller cluster is not split. ``max_clusters``: the largest
-    number of clusters; 1 is FedAvg.
+    ``eps_1``: a split needs ‖D‖ below this value. ``eps_2``: a split needs the largest ‖D_i‖ above this value. The
+    defaults of both are the values of the released code for its network. Suitable values depend on the model, the
+    learning rate and the number of local steps. ``gamma_max``: a split needs sqrt((1 - largest cosine between the
+    parts) / 2) above this value, as in the paper; with 0 every split is allowed, as in the released code.
+    ``split_after``: the number of rounds before the first split, 20 in the released code. ``min_cluster_size``: a
+    smaller cluster is not split. ``max_clusters``: the largest number of clusters; 1 is FedAvg.
 
     A client receives the model of its cluster only. The server compares the updates of single clients, so it must see
     them: secure sums and noise on the mean do not fit. Weights are numbers of records, as in FedAvg; the released code

@@ -19,12 +19,15 @@ from strategies.algorithm import Weighting
 class DnC(Robust):
     """The mean of the updates without the outliers along the direction of the largest variance.
 
-    An iteration draws ``coordinates`` of the update's coordinates (all, if there are fewer), and takes the first
-    principal direction of the updates there. The iteration leaves out the updates with the largest squared projections:
-    ``filter_share`` (the paper's c) times ``hostile`` updates, rounded up. The result is the mean of the updates that
-    all ``iterations`` keep. The coordinates come from the run's seed. A round needs at least 2 ``hostile`` + 1 clients
-    with records, and more than all iterations together can leave out. The rule assumes that all hostile updates have
-    one direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
+    An iteration draws some coordinates of the updates by the run's seed, and takes the first principal direction of the
+    updates there. The iteration leaves out the updates with the largest squared projections: c h updates, rounded up.
+    The result is the mean of the updates that all iterations keep. A round needs at least 2 h + 1 clients with records,
+    and more than all iterations together can leave out. The rule assumes that all hostile updates have one direction: a
+    large outlier hides a smaller outlier of another direction. No privacy guarantee.
+
+    ``hostile``: the number h of hostile clients that the rule is made for. ``filter_share``: the paper's c; an
+    iteration leaves out c h updates. ``coordinates``: the number of coordinates in an iteration; all, if there are
+    fewer. ``iterations``: the number of iterations.
     """
 
     kind: Literal["dnc"] = "dnc"

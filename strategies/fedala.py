@@ -36,16 +36,20 @@ this many passes differ little."""
 class FedALA(Averaging):
     """FedAvg, but a client starts at v + (x - v) W instead of x, with its own last model v and weights W in [0, 1].
 
-    x is the received global model. Only the last ``layers`` layers start at the mixture; all other layers start at x.
-    The paper takes ``layers`` 1. W has a number for each parameter of these layers, and begins at 1. A step subtracts
-    ``weight_learning_rate`` (gradient at the start) (x - v) from W, and cuts W to [0, 1]. ``weight_learning_rate``: 1
-    in the paper; 0 is FedAvg. The steps use batches of a random ``record_share`` of the client's records, 0.8 in the
-    paper. In the client's second round the client makes passes over these records until the standard deviation of the
-    last 10 losses is below ``threshold`` (0.1 in the released code), and in later rounds one pass. A loss is the mean
-    loss of a pass. Local training starts at the resulting mixture, which is also the client's own model.
+    x is the received global model. Only the last layers start at the mixture; all other layers start at x. W has a
+    number for each parameter of these layers, and begins at 1. A step subtracts rate (gradient at the start) (x - v)
+    from W, and cuts W to [0, 1]. The batches of these steps come from a random part of the client's records. In its
+    second round the client makes passes over these records until the losses converge, and in later rounds one pass. A
+    loss is the mean loss of a pass. Local training starts at the resulting mixture, which is also the client's own
+    model.
 
-    In the released code ``layers`` counts tensors, a loss is the loss of a pass's last batch, and a client that joins
-    late mixes x with the initial model in its first round; here it starts at x.
+    ``weight_learning_rate``: the rate of the steps of W, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
+    layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records that are used,
+    0.8 in the paper. ``threshold``: the losses have converged if the standard deviation of the last 10 is below this
+    value (0.1 in the released code).
+
+    In the released code the number of last layers counts tensors, a loss is the loss of a pass's last batch, and a
+    client that joins late mixes x with the initial model in its first round; here it starts at x.
     """
 
     kind: Literal["fedala"] = "fedala"

@@ -15,9 +15,10 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedDisco(Averaging):
     """FedAvg with client weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
 
-    n_i is the number of records of client i, and n their sum over the cohort. d_i is the divergence
-    KL(label shares || uniform) that client i sends, divided by the cohort's sum. ``a`` 0.5 and ``b`` 0.1 are the values
-    of the released scripts. If all weights would be 0, the weights are the p_i.
+    n_i is the number of records of client i, and n their sum over the cohort. d_i is the divergence KL(label shares ||
+    uniform) that client i sends, divided by the cohort's sum. If all weights would be 0, the weights are the p_i.
+    ``a``: the factor of d_i, 0.5 in the released scripts. ``b``: the constant in every weight, 0.1 in the released
+    scripts.
     """
 
     kind: Literal["feddisco"] = "feddisco"

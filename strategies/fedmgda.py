@@ -22,12 +22,13 @@ class FedMGDA(Averaging):
     """x <- x + server_learning_rate sum_i lambda_i d_i, with d_i = (y_i - x) / ||y_i - x||.
 
     x is the global model, and y_i the trained model of client i. lambda is the mixture with the least ||sum_i lambda_i
-    d_i|| among all mixtures with |lambda_i - p_i| <= ``epsilon`` for every i, where p_i = n_i / n are the shares of
+    d_i|| among all mixtures with |lambda_i - p_i| <= epsilon for every i, where p_i = n_i / n are the shares of
     records. At epsilon 1 a small step lowers the loss of every client. At epsilon 0 each lambda_i is p_i. All d_i have
     length 1, which limits the effect of a client with a too large update.
 
-    ``server_learning_rate``: the largest possible length of a step, as the mean of vectors of length 1 is at most 1
-    long. The paper lets it decay over the rounds. The defaults come from a program that other authors have released.
+    ``epsilon``: the largest difference of a weight lambda_i from the share p_i. ``server_learning_rate``: the largest
+    possible length of a step, as the mean of vectors of length 1 is at most 1 long. The paper lets it decay over the
+    rounds. The defaults come from a program that other authors have released.
     """
 
     kind: Literal["fedmgda"] = "fedmgda"

@@ -15,13 +15,15 @@ from strategies.coordinate_median import median
 
 
 class GeometricMedian(Robust):
-    """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
+    """The point with the least sum of distances to the updates, by the smoothed Weiszfeld algorithm.
 
     The iterations start from the coordinate-wise median. The paper starts from the mean. If a hostile update is large,
     ten iterations from the mean are not enough: two of nine clients with updates of 1e8 then still move the result by
-    14. ``smoothing``: the paper's nu, the least number that the algorithm divides by, so no division by 0 occurs. Every
-    client has the same weight, because the server cannot verify a client's number of records (the paper weights clients
-    by records). No privacy guarantee.
+    14. Every client has the same weight, because the server cannot verify a client's number of records (the paper
+    weights clients by records). No privacy guarantee.
+
+    ``iterations``: the number of iterations. ``smoothing``: the paper's nu, the least number that the algorithm divides
+    by, so no division by 0 occurs.
     """
 
     kind: Literal["geometric-median"] = "geometric-median"

@@ -159,7 +159,9 @@ class GlobalDP(Settings):
                 "under adaptive_clipping every round has its own: leave one of the two out"
             )
         if self.noise_bands > 1 and self.noise_multiplier == 0:
-            raise ValueError(f"noise_bands={self.noise_bands} has no noise to correlate at noise_multiplier=0")
+            raise ValueError(
+                f"noise_bands={self.noise_bands} has no noise to correlate at noise_multiplier=0; leave noise_bands out"
+            )
         return self
 
     @classmethod

@@ -17,13 +17,14 @@ from strategies.samplers import Coins
 class Importance(GuidedSampler):
     """Client i takes part with probability p_i, independently, and its update is divided by p_i: the mean is unbiased.
 
-    The expected server step is that of ``sampler=full``. The p_i have sum ``cohort_size``. ``by``: "records" takes p_i
-    in proportion to client i's number of records n_i. "norms" takes p_i in proportion to n_i times the norm of its last
-    update; the mean then has little variance if norms change slowly. A client that has sent no update yet gets the mean
-    norm. In the paper all clients train in every round and report the norm of this round's update; here the norm is
-    that of the last update. ``uniform_share``: the share of p_i that is the same for all clients, so that no p_i is
-    close to 0. A client without records takes no part. Probabilities above 1 become 1, and the others rise. A round may
-    be empty. If clients are late (``server.deadline``), the mean is not unbiased.
+    The expected server step is that of ``sampler=full``. ``cohort_size``: the expected number of clients in a round,
+    the sum of the p_i. ``by``: "records" takes p_i in proportion to client i's number of records n_i. "norms" takes p_i
+    in proportion to n_i times the norm of its last update; the mean then has little variance if norms change slowly. A
+    client that has sent no update yet gets the mean norm. In the paper all clients train in every round and report the
+    norm of this round's update; here the norm is that of the last update. ``uniform_share``: the share of p_i that is
+    the same for all clients, so that no p_i is close to 0. A client without records takes no part. Probabilities above
+    1 become 1, and the others rise. A round may be empty. If clients are late (``server.deadline``), the mean is not
+    unbiased.
     """
 
     kind: Literal["importance"] = "importance"

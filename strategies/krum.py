@@ -36,9 +36,10 @@ class Krum(Robust):
 
 
 class MultiKrum(Robust):
-    """The mean of the ``selected`` updates with the lowest Krum scores (0: n - ``hostile`` of the n updates).
+    """The mean of several updates: those with the lowest Krum scores.
 
-    The default 0 is the choice in section 4 of the paper.
+    ``hostile``: the number of hostile clients that the rule is made for. ``selected``: the number of selected updates;
+    0 selects n - hostile of n updates, the choice in section 4 of the paper.
     """
 
     kind: Literal["multi-krum"] = "multi-krum"

@@ -63,12 +63,13 @@ class _Mixed(Robust):
 
 
 class Bucketing(_Mixed):
-    """The aggregator ``over``, applied to means of ``size`` random updates (Karimireddy, He, Jaggi 2022, algorithm 1).
+    """An aggregator, applied to means of a few random updates each (Karimireddy, He, Jaggi 2022, algorithm 1).
 
-    These random updates form a bucket. The last bucket has fewer updates if ``size`` does not divide their number. The
-    buckets come from the run's seed. A bucket with a hostile update counts as hostile, so the aggregator ``over`` must
-    withstand as many hostile buckets as there are hostile clients. With ``size`` 1 the result is that of ``over``
-    alone. No privacy guarantee.
+    The random updates of one mean form a bucket. The last bucket may have fewer. The buckets come from the run's seed.
+    A bucket with a hostile update counts as hostile, so the aggregator must withstand as many hostile buckets as there
+    are hostile clients. With buckets of one update the result is that of the aggregator alone. No privacy guarantee.
+
+    ``size``: the number of updates in a bucket. ``over``: the aggregator of the means.
     """
 
     kind: Literal["bucketing"] = "bucketing"
@@ -88,11 +89,13 @@ class Bucketing(_Mixed):
 
 
 class NearestNeighbourMixing(_Mixed):
-    """The aggregator ``over``, applied to the means of each update and its nearest others (Allouah et al. 2023).
+    """An aggregator, applied to the means of each update and its nearest others (Allouah et al. 2023).
 
-    This is algorithm 2 of the paper. Each mean is over n - ``hostile`` of the n updates, including the update itself.
-    With ``hostile`` 0 all means are the mean of all updates. A round needs 2 ``hostile`` + 1 clients with records, or
-    as many as the aggregator ``over`` needs. No privacy guarantee.
+    This is algorithm 2 of the paper. Each mean is over n - h of the n updates, including the update itself. With h = 0
+    all means are the mean of all updates. A round needs 2 h + 1 clients with records, or as many as the aggregator of
+    the means needs. No privacy guarantee.
+
+    ``hostile``: the number h of hostile clients that the rule is made for. ``over``: the aggregator of the means.
     """
 
     kind: Literal["nnm"] = "nnm"

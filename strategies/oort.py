@@ -22,19 +22,21 @@ class Oort(GuidedSampler):
 
     The utility of client i is (U_i + sqrt(0.1 log t / t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the
     round, t_i the last round with an update of the client, and s_i the virtual duration of its turn (``devices``). U_i
-    is its number of records times its mean loss in that round, cut at the 95th percentile. T is the
-    ``preferred_percentile`` of all known durations. If the cohort has k places for known clients, the best clients are
-    those with at least 95 % of the k-th largest utility. k of them are drawn, in proportion to their utility.
+    is its number of records times its mean loss in that round, cut at the 95th percentile. T is a percentile of all
+    known durations. If the cohort has k places for known clients, the best clients are those with at least 95 % of the
+    k-th largest utility. k of them are drawn, in proportion to their utility.
 
-    In round t the share of new clients is max(``least_exploration``, ``exploration`` 0.98^(t-1)). They are drawn
-    uniformly. If there are too few new clients, all other clients are drawn from, uniformly. So if ``exploration`` and
-    ``least_exploration`` are 1, cohorts are drawn as by ``fixed-size``, except that new clients come first.
+    In round t the share of new clients is max(least share, first share 0.98^(t-1)). They are drawn uniformly. If there
+    are too few new clients, all other clients are drawn from, uniformly. If both shares are 1, cohorts are drawn as by
+    ``fixed-size``, except that new clients come first.
 
     U_i in the paper has the root mean square of the records' losses; here clients send the mean loss. The square root
     in the utility has t_i as in the released code; the paper has the number of rounds since t_i. T is always the
     percentile, as at the start of the released code. The pacer, which raises T over the rounds, is not implemented.
 
-    ``cohort_size``: the number of clients in a round. ``alpha``: the exponent above; with 0, durations do not count.
+    ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,
+    durations do not count. ``exploration``: the share of new clients in the first round. ``least_exploration``: the
+    least share of new clients. ``preferred_percentile``: T is this percentile of all known durations.
     """
 
     kind: Literal["oort"] = "oort"

@@ -14,15 +14,15 @@ from strategies.samplers import Coins, distinct
 
 
 class PowerOfChoice(GuidedSampler):
-    """``candidates_asked`` clients send their loss of the model, and the ``cohort_size`` with the largest loss train.
+    """Candidates send their loss of the model, and those with the largest loss train.
 
     Candidates are drawn without replacement, in proportion to their numbers of records. Each candidate receives the
     model, and evaluates the model on all its training records. Bytes and virtual clock include this evaluation. To
     evaluate a record takes a third of the time of training on it. The paper's mean has equal weights; here the weights
-    are those of the algorithm. If there are only ``cohort_size`` candidates, no client is asked; with equal numbers of
-    records the run is then that of ``fixed-size``. With more candidates, clients with a high loss take part more often.
-    The paper takes 2 to 10 times ``cohort_size`` candidates. None takes twice ``cohort_size``, or all clients if there
-    are fewer.
+    are those of the algorithm. With more candidates, clients with a high loss take part more often. ``cohort_size``:
+    the number of clients that train in a round. ``candidates_asked``: the number of candidates; the paper takes 2 to 10
+    times the cohort size. Left out: twice the cohort size, or all clients if there are fewer. If it equals the cohort
+    size, no client is asked; with equal numbers of records the run is then that of ``fixed-size``.
     """
 
     kind: Literal["power-of-choice"] = "power-of-choice"

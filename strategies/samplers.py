@@ -170,10 +170,11 @@ class Poisson(Settings):
 
 
 class Cyclic(Settings):
-    """Each round samples one group of clients; a client of that group takes part with probability ``sampling_rate``.
+    """Each round samples one group of clients; a client of that group takes part with a fixed probability.
 
-    Client i is in group i mod ``groups``. Round t samples group (t - 1) mod ``groups``, which is public. So a client
-    takes part at most once in any ``groups`` consecutive rounds. At rate 1 no random number is drawn.
+    ``groups``: the number G of groups. Client i is in group i mod G. Round t samples group (t - 1) mod G, which is
+    public. So a client takes part at most once in any G consecutive rounds. ``sampling_rate``: the probability with
+    which a client of the group takes part; at 1 no random number is drawn.
     """
 
     kind: Literal["cyclic"] = "cyclic"

@@ -23,6 +23,7 @@ _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
 _SYMBOL: Final = re.compile(r"[b-z]\b")
 """A formula's symbol, such as x, at the beginning of a text; it keeps its case."""
 _NAME: Final = re.compile(r"``(\w+)``")
+_LONG: Final = 1e15  # from here on, bounds have the form 1e+30
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _WORDS: Final = {
     int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "nothing",
@@ -185,7 +186,8 @@ def _bounds(extras: tuple[Any, ...]) -> str:
         (words, getattr(extra, name)) for extra in extras for name, words in _BOUNDS.items() if hasattr(extra, name)
     ]
     return "".join(
-        f", {words} {value:,.0f}" if value == int(value) else f", {words} {value:g}" for words, value in bounds
+        f", {words} {value:,.0f}" if value == int(value) and value < _LONG else f", {words} {value:g}"
+        for words, value in bounds
     )
 
 

@@ -92,3 +92,7 @@ def test_settings_of_the_users_own_records_are_in_it_as_on_their_page() -> None:
     page = (Path(__file__).parents[3] / "docs/data.md").read_text()
     assert [key for key in SETTINGS if f"`data.{key}" not in page] == []
     assert [setting.name for setting in group("data", "medmnist").settings] == ["data.classes", "data.val"]
+
+
+def test_a_large_bound_is_written_as_a_power_of_ten() -> None:
+    assert group("aggregator", "centred-clipping").settings[0].takes == "number, above 0, at most 1e+30"
