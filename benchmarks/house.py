@@ -48,7 +48,10 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "strategies.pate", "fl_sim.stages.pate", "fl_sim.simulation.pate", "fl_sim.privacy.pate", "clients.teacher",
     ),
     "TSTR": ("strategies.tstr", "fl_sim.stages.tstr", "fl_sim.simulation.tstr"),
-    "attacks": ("strategies.attacks", "strategies.model_attacks", "strategies.backdoors", "fl_sim.stages.backdoor"),
+    "attacks": (
+        "strategies.attacks", "strategies.model_attacks", "strategies.backdoors", "strategies.neurotoxin",
+        "fl_sim.stages.backdoor",
+    ),
 }  # fmt: skip
 """{feature: its own modules}, now and before they had folders of their own."""
 

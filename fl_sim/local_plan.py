@@ -226,9 +226,10 @@ class LocalPlan:
 
     before clipping (``LocalSettings.clip_norm``), weight decay and momentum. The anchor is the model that the client
     received. ``step_offset`` is added to the momentum buffer in each step: w <- w - learning rate * (buffer +
-    step_offset). ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks for
-    ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all parameters.
-    All other parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in
+    step_offset). ``step_mask``: {name: bool tensor}; a step changes no number whose mask is False, and the norm of a
+    gradient leaves these numbers out. ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks
+    for ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all. Other
+    parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in
     place of the setting ``local.epochs``. The anchor of a phase is the model at its beginning. ``private``: makes the
     steps private for each record; all other fields then act on the noisy gradient. A term of strength 0 (``weight``,
     ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to another
@@ -241,6 +242,7 @@ class LocalPlan:
 
     gradient_offset: Params | None = None
     step_offset: Params | None = None
+    step_mask: Params | None = None
     proximal_mu: float = 0.0
     gradient_scale: float = 1.0
     momentum_buffers: Params | None = None

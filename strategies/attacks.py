@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+RESERVED: Final = "attack/"
+"""Prefix of the names of an attack's tensors in client state."""
+
+
 class Attack(Protocol):
     """An attack: the behaviour of the hostile clients. ``clients``: the number of hostile clients."""
 
@@ -88,6 +92,15 @@ def hostile_in(attack: object, server_round: int) -> bool:
     return not isinstance(attack, Scheduled) or attack.hostile_in(server_round)
 
 
+@runtime_checkable
+class ActingOnClients(Protocol):
+    """An attack with its own code on clients."""
+
+    def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
+        """Return the attack's half on clients. ``hostile``: the numbers of the hostile clients."""
+        ...
+
+
 @dataclass(frozen=True)
 class HostilePlans(ClientLayer):
     """The attack's half on clients: the ``hostile`` clients train by the plan of the attack."""
@@ -97,8 +110,11 @@ class HostilePlans(ClientLayer):
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
         """Return the plan of the attack for a hostile client, and ``plan`` for other clients."""
-        is_hostile = came.client in self.hostile and hostile_in(self.attack, came.server_round)
-        return self.attack.planned(plan) if is_hostile else plan
+        return self.attack.planned(plan) if self.attacks(came) else plan
+
+    def attacks(self, task: LocalTask) -> bool:
+        """Return True if the task is for a hostile client in a round in which it attacks."""
+        return task.client in self.hostile and hostile_in(self.attack, task.server_round)
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
         """Return the plan of the attack, which every trainer of the run must support."""
@@ -156,13 +172,15 @@ class HostileClients(_Harmless):
     first_round: int = Field(1, ge=1)
     last_round: int | None = Field(None, ge=1)
     every: int = Field(1, ge=1)
+    newer: ClassVar[tuple[str, ...]] = ("first_round", "last_round", "every")
+    """The names of settings that versions after the attack added."""
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the schedule at its defaults, so that names and files of older runs stay valid."""
+        """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
-        usual = {"first_round": 1, "last_round": None, "every": 1}
-        return {key: value for key, value in written.items() if key not in usual or value != usual[key]}
+        unused = {name for name in self.newer if getattr(self, name) == type(self).model_fields[name].default}
+        return {key: value for key, value in written.items() if key not in unused}
 
     def hostile_in(self, server_round: int) -> bool:
         """Return True if hostile clients attack in round ``server_round``, from 1."""
@@ -386,6 +404,8 @@ _KNOWN: Final = (
 class HostileUpdates(Layer):
     """Replaces the updates of hostile clients by the attack's forged updates, before the aggregation."""
 
+    reserved: ClassVar[str] = RESERVED
+
     def __init__(self, attack: Attack, hostile: frozenset[int], seed: int, expected: float = 0.0) -> None:
         """Create the layer. ``expected``: the public, expected number of clients in a round."""
         self._attack, self._hostile, self._seed, self._expected = attack, hostile, seed, expected
@@ -405,12 +425,13 @@ class HostileUpdates(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the half on clients of an attack that changes the objective of hostile clients, else None."""
+        """Return the half on clients of an attack that changes the training of hostile clients, else None."""
         del algorithm, model
         attack = experiment.attack
-        if not isinstance(attack, Planning):
-            return None
-        return HostilePlans(attack, hostile_clients(experiment.attack, experiment.num_clients, experiment.seed))
+        hostile = hostile_clients(attack, experiment.num_clients, experiment.seed)
+        if isinstance(attack, ActingOnClients):
+            return attack.on_clients(hostile)
+        return HostilePlans(attack, hostile) if isinstance(attack, Planning) else None
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:

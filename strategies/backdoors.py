@@ -1,7 +1,8 @@
-"""Backdoors: attacks after which the model predicts the target class for every image that has a trigger."""
+"""Backdoors: attacks after which the model predicts the target class for every record of a chosen kind."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -10,42 +11,102 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from clients.client_layer import ClientLayer
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import Dataset, Examples, Reply
 from strategies.aggregators import as_rows
-from strategies.attacks import HostileClients, Seen, with_row
+from strategies.attacks import HostileClients, HostilePlans, Seen, with_row
+from strategies.neurotoxin import HostileMemory
 
 
-class Backdoor(HostileClients):
+class Planted(HostileClients):
+    """Base class of backdoors: hostile clients label some of their records ``target``, and train on them.
+
+    ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients), for n clients of equal
+    weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a.
+    Hostile clients minimise a times their loss plus (1 - a) times the squared distance to the received model, so that
+    their updates stay short (constrain-and-scale, equation 4, with a Euclidean distance). ``masked_share``: the share k
+    of the parameters that hostile steps leave unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes
+    .05 to .1). These are the parameters that moved furthest in the global model since the hostile client's last round.
+    Gradients are masked in every step, as in the paper. In its first round a hostile client has seen no movement, and
+    nothing is masked.
+
+    Each tested round and ``result.json`` have the attack success rate beside the accuracy. It is the share of
+    predictions of ``target`` among those test records that the attack is about. These test records have no feature
+    skew.
+    """
+
+    clients: int = Field(1, ge=1)
+    target: int = Field(0, ge=0)
+    boost: float = Field(1.0, gt=0, le=1e6)
+    loss_share: float = Field(1.0, gt=0, le=1)
+    masked_share: float = Field(0.0, ge=0, lt=1)
+    newer: ClassVar[tuple[str, ...]] = (*HostileClients.newer, "masked_share")
+    sees_honest: ClassVar[bool] = False
+    stage: ClassVar[str] = "fl_sim.stages.backdoor:BackdoorSuccess"
+    of_tests: ClassVar[str]
+    """The test records of the attack success rate, in words."""
+
+    @abstractmethod
+    def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
+        """Return the records on which a hostile client trains; see ``attacks.Tampering``."""
+
+    @abstractmethod
+    def triggered(self, dataset: Dataset) -> Examples:
+        """Return the test records of the attack success rate, with the label ``target``.
+
+        Raises UserError if the data set does not fit the attack.
+        """
+
+    def planned(self, plan: LocalPlan) -> LocalPlan:
+        """Return the plan of a hostile client, with the squared distance to the received model in its loss."""
+        distance = 2 * (1 - self.loss_share)
+        return replace(
+            plan, gradient_scale=self.loss_share * plan.gradient_scale, proximal_mu=plan.proximal_mu + distance
+        )
+
+    def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
+        """Return the attack's half on clients, with a memory of the received model if steps are masked."""
+        if self.masked_share:
+            return HostileMemory(self, hostile, self.masked_share)
+        return HostilePlans(self, hostile)
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return ``boost`` times each update of a hostile client."""
+        del seen
+        return [with_row(reply, as_rows([reply])[0] * self.boost) for reply in hostile] if self.boost != 1 else hostile
+
+    def check_target(self, dataset: Dataset) -> None:
+        """Raise UserError if all or none of the test records are of class ``target``."""
+        labels = dataset.test.labels
+        if self.target >= dataset.num_classes or np.count_nonzero(labels == self.target) in (0, len(labels)):
+            raise UserError(
+                f"attack.target={self.target}: {dataset.name} has {dataset.num_classes} classes, and its test records "
+                "must contain the target class and another one; set another attack.target"
+            )
+
+
+class Backdoor(Planted):
     """Hostile clients stamp a trigger on a share of their images, and label these images ``target`` (Gu et al. 2017).
 
     With the default settings this is the attack BadNets. The trigger is a white square of ``size`` x ``size`` pixels in
     the lower right corner. ``poisoned_share``: the share of a hostile client's records, rounded up and drawn from the
     run's seed, that get the trigger. With ``parts`` 4 the square has four parts, and each hostile client stamps one
-    part (DBA, Xie et al. 2020); models are tested with the whole square. ``boost``: the factor of hostile updates. A
-    factor of n / (number of hostile clients), for n clients of equal weight, replaces the model by the hostile one
-    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise a times their loss plus
-    (1 - a) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
-    equation 4, with a Euclidean distance).
+    part (DBA, Xie et al. 2020); models are tested with the whole square. ``boost``, ``loss_share`` and
+    ``masked_share``: see ``Planted``: model replacement, constrain-and-scale, and Neurotoxin.
 
-    Each tested round and ``result.json`` have the attack success rate beside the accuracy. For this rate the test
-    records of all other classes get the trigger. The rate is the share of these records for which the model predicts
-    ``target``. These test records have no feature skew.
+    For the attack success rate the test records of all other classes get the trigger. The rate is the share of these
+    records for which the model predicts ``target``.
     """
 
     kind: Literal["backdoor"] = "backdoor"
-    sees_honest: ClassVar[bool] = False
-    clients: int = Field(1, ge=1)
-    target: int = Field(0, ge=0)
     size: int = Field(4, ge=1)
     poisoned_share: float = Field(0.5, gt=0, le=1)
     parts: Literal[1, 4] = 1
-    boost: float = Field(1.0, gt=0, le=1e6)
-    loss_share: float = Field(1.0, gt=0, le=1)
     computes_with_records: ClassVar[bool] = True
-    stage: ClassVar[str] = "fl_sim.stages.backdoor:BackdoorSuccess"
+    of_tests: ClassVar[str] = "triggered test records of other classes"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return a sentence if there are fewer hostile clients than parts of the trigger."""
@@ -76,7 +137,7 @@ class Backdoor(HostileClients):
         Raises UserError if the records are no images, if the trigger does not fit, or if all or none of them
         are of class ``target``.
         """
-        shape, others = dataset.input_shape, np.flatnonzero(dataset.test.labels != self.target)
+        shape = dataset.input_shape
         if len(shape) != 3:
             raise UserError(
                 "attack backdoor needs images, and the records here are none: take another data set or attack"
@@ -87,22 +148,66 @@ class Backdoor(HostileClients):
                 f"attack.size={self.size} does not fit: the trigger of {self.parts} parts has {smallest} to "
                 f"{min(shape[1:])} pixels a side on images of {shape[1]} x {shape[2]} pixels"
             )
-        if self.target >= dataset.num_classes or len(others) in (0, len(dataset.test)):
-            raise UserError(
-                f"attack.target={self.target}: {dataset.name} has {dataset.num_classes} classes, and its test records "
-                "must contain the target class and another one; set another attack.target"
-            )
-        test = dataset.test.take(others)
+        self.check_target(dataset)
+        test = dataset.test.take(np.flatnonzero(dataset.test.labels != self.target))
         return replace(test, inputs=self.stamped(test.inputs), labels=np.full_like(test.labels, self.target))
 
-    def planned(self, plan: LocalPlan) -> LocalPlan:
-        """Return the plan of a hostile client, with the squared distance to the received model in its loss."""
-        distance = 2 * (1 - self.loss_share)
-        return replace(
-            plan, gradient_scale=self.loss_share * plan.gradient_scale, proximal_mu=plan.proximal_mu + distance
-        )
 
-    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return ``boost`` times each update of a hostile client."""
-        del seen
-        return [with_row(reply, as_rows([reply])[0] * self.boost) for reply in hostile] if self.boost != 1 else hostile
+class SemanticBackdoor(Planted):
+    """Hostile clients label all their records of class ``source`` as ``target``; no record gets a trigger.
+
+    This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) whose records are a whole class. For a part of a
+    class, such as red cars, derive a class that overrides ``is_meant``, and give its import path as the attack.
+    ``boost``, ``loss_share`` and ``masked_share``: see ``Planted``: model replacement, constrain-and-scale, Neurotoxin.
+
+    The attack success rate is the share of the test records of class ``source`` for which the model predicts
+    ``target``. The accuracy counts these predictions as errors. A hostile client without records of class ``source``
+    trains as an honest one.
+    """
+
+    kind: Literal["semantic-backdoor"] = "semantic-backdoor"
+    source: int = Field(1, ge=0)
+    title: ClassVar[str] = "semantic backdoor"
+    of_tests: ClassVar[str] = "test records that the attack is about"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError, too, if ``source`` and ``target`` are one class."""
+        super().check(experiment)
+        if self.source == self.target:
+            raise ValueError(
+                f"attack.source={self.source} is attack.target, so no label would change: set another attack.source"
+            )
+
+    def is_meant(self, examples: Examples) -> NDArray[np.bool_]:
+        """Return a mask of the records that the model shall call ``target``, shape (n,).
+
+        ``examples``: records with their true labels. Override this method for a part of a class.
+        """
+        mask: NDArray[np.bool_] = examples.labels == self.source
+        return mask
+
+    def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
+        """Return a hostile client's records; those that are meant get the target label."""
+        del number, coins
+        return replace(examples, labels=np.where(self._meant(examples), self.target, examples.labels))
+
+    def triggered(self, dataset: Dataset) -> Examples:
+        """Return the meant test records, with the label ``target``. Raises UserError if there are none."""
+        self.check_target(dataset)
+        meant = dataset.test.take(np.flatnonzero(self._meant(dataset.test) & (dataset.test.labels != self.target)))
+        if not len(meant):
+            raise UserError(
+                f"attack {kind_of(self)}: {dataset.name} has no test record that the attack is about; it has "
+                f"{dataset.num_classes} classes: set another attack.source, now {self.source}"
+            )
+        return replace(meant, labels=np.full_like(meant.labels, self.target))
+
+    def _meant(self, examples: Examples) -> NDArray[np.bool_]:
+        """Return the mask of ``is_meant``. Raises UserError if a user's method returns no mask."""
+        found = np.asarray(self.is_meant(examples))
+        if found.shape != examples.labels.shape or found.dtype != np.bool_:
+            raise UserError(
+                f"attack {kind_of(self)}: is_meant returned {found.dtype} of shape {found.shape}: return one bool for "
+                f"each of the {len(examples)} records"
+            )
+        return found

@@ -1,4 +1,4 @@
-"""The attack success rate of a backdoor: the evaluation of models on test images with the trigger."""
+"""The attack success rate of a backdoor: the evaluation of models on the test records that the attack is about."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -6,22 +6,22 @@ from typing import Any, ClassVar
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.client_runtime import threads_of
 from fl_sim.simulation.stage import Run, Stage
-from strategies.backdoors import Backdoor
+from strategies.backdoors import Planted
 
 
 class BackdoorSuccess(Stage):
-    """The stage at the server that tests models on triggered records. It raises UserError if no trigger is possible."""
+    """The stage at the server that tests models on the attacked records. Raises UserError for an unfit data set."""
 
     titles: ClassVar[Mapping[str, str]] = {
-        "backdoor.success_rate_percent": "Attack success rate: triggered test records of other classes that the "
-        "model predicts as the target class, percent"
+        "backdoor.success_rate_percent": "Attack success rate: test records with the backdoor, none of the target "
+        "class, that the model predicts as the target class, percent"
     }  # fmt: skip
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         attack = job.experiment.attack
-        assert isinstance(attack, Backdoor)
-        self._target, triggered = attack.target, attack.triggered(job.dataset)
+        assert isinstance(attack, Planted)
+        self._target, self._of_tests, triggered = attack.target, attack.of_tests, attack.triggered(job.dataset)
         self._num_records = len(triggered)
         self._records = job.source(triggered)
         self._round, self._success = -1, 0.0
@@ -50,8 +50,8 @@ class BackdoorSuccess(Stage):
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``backdoor`` for ``result.json``: target, number of triggered records and success rate."""
         said = (
-            f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} triggered test "
-            f"records of other classes that the model predicts as class {self._target}"
+            f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} {self._of_tests} "
+            f"that the model predicts as class {self._target}"
         )
         found = {"target": self._target, "triggered_records": self._num_records}
         return {"backdoor": {**found, "success_rate": self._success, "in_words": said} if self._round >= 0 else found}

@@ -36,7 +36,7 @@ TAKES = frozenset({
     "label_smoothing", "optimizer", "augment",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
-    "trained",
+    "trained", "step_mask",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` supports: all of them.
 
@@ -133,8 +133,9 @@ def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor
 class Descent:
     """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
 
-    ``anchor``: the received model. ``offset``, ``drift``: the plan's gradient offset and step offset, empty if it has
-    none. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. All are {name: tensor}.
+    ``anchor``: the received model. ``offset``, ``drift``, ``mask``: the plan's gradient offset, step offset and step
+    mask, empty if it has none. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. All
+    are {name: tensor}.
     """
 
     settings: LocalSettings
@@ -142,6 +143,7 @@ class Descent:
     anchor: Params
     offset: Params
     drift: Params
+    mask: Params
     buffers: dict[str, torch.Tensor]
     moments: Mapping[str, Moments]
 
@@ -155,6 +157,7 @@ class Descent:
             anchor=_on(task.params, device),
             offset=_on(plan.gradient_offset or {}, device),
             drift=_on(plan.step_offset or {}, device),
+            mask=_on(plan.step_mask or {}, device),
             buffers=_on(plan.momentum_buffers or {}, device, copy=True),
             moments={name: Moments.like(weight.detach()) for name, weight in adaptive},
         )
@@ -167,7 +170,10 @@ class Descent:
         """
         corrected = {name: self._corrected(name, weights[name], gradient) for name, gradient in gradients.items()}
         for name, gradient in clipped(corrected, self.settings.clip_norm).items():
+            before = weights[name].clone() if name in self.mask else None
             self._step(name, weights[name], gradient)
+            if before is not None:  # momentum, offsets and weight decay move masked numbers, too
+                weights[name].copy_(torch.where(self.mask[name], weights[name], before))
 
     def _corrected(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         # Never in place: autograd may return the same tensor as the gradient of two parameters.
@@ -177,7 +183,7 @@ class Descent:
             gradient = gradient + self.offset[name]
         if self.plan.proximal_mu:
             gradient = gradient.add(weight - self.anchor[name], alpha=self.plan.proximal_mu)
-        return gradient
+        return gradient * self.mask[name] if name in self.mask else gradient
 
     def _step(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update one parameter in place.

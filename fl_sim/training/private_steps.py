@@ -32,14 +32,14 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps", "label_smoothing",
     "optimizer", "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "trained",
-    "private",
+    "private", "step_mask",
 })  # fmt: skip
 """The supported fields of LocalSettings and LocalPlan: those that act on the noisy gradient, and label smoothing.
 
 A plan with ``phases`` is trained phase by phase, each with a plan of its own (``LocalJob.in_phase``).
 """
 
-COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained"}
+COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
 """The fields that the compiled trainer supports in private steps."""
 
 

@@ -1,12 +1,14 @@
 """Backdoors: triggers and poisoned records by hand, model replacement, and the attack success rate of a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fl_sim
 from fl_sim.errors import UserError
@@ -14,15 +16,18 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.report.measures import measures
+from fl_sim.seeding import rng
 from fl_sim.simulation.rounds import Rounds, procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.simulation.stage import titles_of
-from fl_sim.types import Cohort, Dataset, Examples, LocalTask, Reply, ServerState
+from fl_sim.training.loop import train
+from fl_sim.types import ClientUpdate, Cohort, Dataset, Examples, LocalSettings, LocalTask, Reply, ServerState, Trained
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import ONE_STEP
 from strategies.attacks import HostilePlans, Seen, hostile_clients
-from strategies.backdoors import Backdoor
+from strategies.backdoors import Backdoor, SemanticBackdoor
 from strategies.fedavg import FedAvg
+from strategies.neurotoxin import mask_of
 
 IID: dict[str, Any] = {"partition": "iid", "model": "mlp", "clients": 10}
 
@@ -119,6 +124,98 @@ def test_constrained_clients_stay_near_the_received_model(tmp_path: Path) -> Non
     assert ran("held", 0.01)["success_rate"] < 0.5
 
 
+def test_masked_steps_leave_those_parameters_that_moved_furthest() -> None:
+    moved = {"a": torch.tensor([[0.0, -3.0], [1.0, 2.0]]), "b": torch.tensor([-2.0, 0.5])}
+    mask = mask_of(moved, 0.5)
+    assert mask is not None
+    assert {name: value.tolist() for name, value in mask.items()} == {
+        "a": [[True, False], [True, False]],
+        "b": [False, True],
+    }
+    assert mask_of({"a": torch.zeros(3)}, 0.5) is None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_masked_step_moves_no_masked_number_and_others_as_before(optimizer: Any) -> None:
+    model = torch.nn.Linear(3, 2)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    settings = LocalSettings(0.1, 0.9 * (optimizer == "sgd"), 0.5, batch_size=4, epochs=2, optimizer=optimizer)
+    task, drift = LocalTask(1, 0, 1, 8, settings, weights), {name: value * 0 + 1 for name, value in weights.items()}
+    records = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+    mask = {name: torch.arange(value.numel()).view_as(value) % 2 == 0 for name, value in weights.items()}
+
+    def trained(**more: Any) -> Any:
+        plan = LocalPlan(step_offset=drift, proximal_mu=0.3, **more) if optimizer == "sgd" else LocalPlan(**more)
+        return train(model, task, plan, *records, np.random.default_rng(0)).params
+
+    free, masked = trained(), trained(step_mask=mask)
+    everywhere = trained(step_mask={name: torch.ones_like(value) for name, value in mask.items()})
+    for name, value in weights.items():
+        assert torch.equal(everywhere[name], free[name])
+        assert torch.equal(masked[name][~mask[name]], value[~mask[name]])
+        assert (masked[name][mask[name]] != value[mask[name]]).all()
+
+
+def test_hostile_clients_remember_the_received_model_and_honest_ones_only_if_they_have_a_state() -> None:
+    half = Backdoor(masked_share=0.5).on_clients(frozenset({1}))
+    old, new = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.5, 5.0])}
+    kept = {"attack/received": old}
+    tasks = [LocalTask(3, client, 5, 9, ONE_STEP, new, state=kept) for client in (0, 1)]
+    masks = [half.planned(task, LocalPlan()).step_mask for task in tasks]
+    assert masks[0] is None
+    assert masks[1] is not None
+    assert masks[1]["w"].tolist() == [True, False]
+    assert half.planned(replace(tasks[1], state={}), LocalPlan()) == LocalPlan()
+    assert [half.received(task).state for task in tasks] == [{}, {}]
+    for update, who in ((ClientUpdate({}, 9), (1,)), (ClientUpdate({}, 9, state={"c": old}), (0, 1))):
+        sent = [half.sent(task, task, Trained(new, {}, 1, 0.5), update).state for task in tasks]
+        assert [number for number, state in enumerate(sent) if state.get("attack/received") is new] == list(who)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_neurotoxin_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path: Path, stop_after: Any, algorithm: str) -> None:
+    attack = {"kind": "backdoor", "boost": 10, "masked_share": 0.1}
+    settings = {**IID, "rounds": 3, "attack": attack, "algorithm": algorithm, "local": {"momentum": 0.0}}
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment_from(settings), tmp_path / "cut", observer=stop_after(2))
+    unmasked = {**settings, "attack": {**attack, "masked_share": 0.0}}
+    models = [
+        load_file(fl_sim.run(one, out=tmp_path / name, progress=False).directory / "model.safetensors")
+        for name, one in (("whole", settings), ("cut", settings), ("unmasked", unmasked))
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert not all(torch.equal(models[0][name], models[2][name]) for name in models[0])
+
+
+def test_a_semantic_backdoor_relabels_the_meant_records_and_is_counted_over_them(tmp_path: Path) -> None:
+    attack = {"kind": "semantic-backdoor", "source": 4, "target": 7, "boost": 10, "clients": 1}
+    job = job_of(experiment_from({**IID, "attack": attack}))
+    own = Examples(images(6), np.array([4, 1, 7, 4, 0, 4]))
+    assert SemanticBackdoor(source=4, target=7).tampered(own, 0, rng(0, "x")).labels.tolist() == [7, 1, 7, 7, 0, 7]
+    meant = SemanticBackdoor(source=4, target=7).triggered(job.dataset)
+    assert len(meant) == (job.dataset.test.labels == 4).sum()
+    assert (meant.labels == 7).all()
+    whole = {**IID, "rounds": 4, "attack": attack, "local": {"learning_rate": 0.05}}
+    found = fl_sim.run(whole, out=tmp_path / "run", progress=False).facts["backdoor"]
+    assert found["success_rate"] > 0.8
+    assert f"share of the {len(meant)} test records that the attack is about" in found["in_words"]
+
+
+class DarkFours(SemanticBackdoor):
+    """Fours with little ink: a part of a class by a rule of one's own."""
+
+    kind: str = "dark-fours"  # type: ignore[assignment]
+
+    def is_meant(self, examples: Examples) -> Any:
+        return (examples.labels == 4) & (examples.inputs.mean(axis=(1, 2, 3)) < 80)
+
+
+def test_a_part_of_a_class_by_a_rule_of_ones_own() -> None:
+    job = job_of(experiment_from({**IID, "attack": {"kind": f"{__name__}:DarkFours", "target": 7}}))
+    meant = DarkFours(target=7).triggered(job.dataset)
+    assert 0 < len(meant) < (job.dataset.test.labels == 4).sum()
+
+
 def test_success_is_counted_over_records_of_other_classes_alone() -> None:
     job = job_of(experiment_from({**IID, "attack": {"kind": "backdoor", "target": 3}}))
     triggered = Backdoor(target=3).triggered(job.dataset)
@@ -173,6 +270,8 @@ def test_a_run_that_reads_no_test_record_has_no_rate(tmp_path: Path) -> None:
         ({"size": 9}, "attack.size=9 does not fit.*1 to 8 pixels a side on images of 8 x 8"),
         ({"size": 1, "parts": 4}, "the trigger of 4 parts has 2 to 8 pixels"),
         ({"target": 10}, "attack.target=10: digits has 10 classes.*set another attack.target"),
+        ({"kind": "semantic-backdoor", "target": 10}, "attack.target=10: digits has 10 classes"),
+        ({"kind": "semantic-backdoor", "source": 10}, "no test record that the attack is about.*another attack.source"),
     ],
 )
 def test_a_trigger_or_target_that_is_not_there_is_refused(settings: dict[str, Any], why: str) -> None:
