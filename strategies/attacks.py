@@ -158,10 +158,11 @@ class NoAttack(_Harmless):
 class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients.
 
-    They attack in the rounds ``first_round``, ``first_round`` + ``every``, and so on, up to ``last_round`` (None: the
-    last round of the run). In all other rounds they train on their own records and send their own updates. With
-    ``first_round`` = ``last_round`` there is one hostile round, as in single-shot model replacement (Bagdasaryan et al.
-    2020).
+    Hostile clients may attack in some rounds only. In all other rounds they train on their own records and send their
+    own updates. ``first_round``: the first round with an attack. ``last_round``: the last possible round with an
+    attack; None: the last round of the run. With the first round as the last one, there is one hostile round, as in
+    single-shot model replacement (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the
+    next.
 
     Under Global DP and beside private local training, the epsilon of an honest client holds whatever hostile clients
     send, and privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an

@@ -88,9 +88,9 @@ class Experiment(Settings):
     accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
     the same variance, so that noise harms accuracy less. The variances are those of artificial images.
     "scattering-maps" keeps all numbers of the transform, such as 3,888 numbers for a CIFAR-10 image. The maps of this
-    transform have about the same variance (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``,
-    ``model_seed`` and ``sampling_seed`` replace ``seed`` for the random numbers of the partition, of the initial
-    weights and of the cohorts (fl_sim.seeding); a seed that is left out equals ``seed``.
+    transform have about the same variance (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``: the
+    seed of the partition; left out: the run's seed. ``model_seed``: the seed of the initial weights; left out: the
+    run's seed. ``sampling_seed``: the seed of the cohorts; left out: the run's seed (fl_sim.seeding).
 
     ``forgotten``: the numbers of clients, such as 3 or 3+5, whose records are removed after the partition. The run
     never uses these records. These clients are sampled as before, and answer like clients without records. All other

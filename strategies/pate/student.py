@@ -198,8 +198,9 @@ class Supervised(Settings):
 
 
 class ResidualStudent(Settings):
-    """``blocks`` residual blocks in each of three stages of ``width``, 2 ``width`` and 4 ``width`` channels.
+    """A residual network of three stages; the second and third have twice and four times the channels of the first.
 
+    ``blocks``: the number of residual blocks in each stage. ``width``: the number of channels in the first stage.
     ``block`` "auto": basic blocks (two 3x3 convolutions) for up to 5 blocks per stage, bottleneck blocks (1x1, 3x3,
     1x1) from 6 blocks on. ``decay_at``: after each of these shares of the steps the learning rate falls to a tenth.
     ``augmentation``: random changes of the labelled images; the default shifts them by up to 4 of 32 pixels and mirrors
