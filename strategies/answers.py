@@ -28,7 +28,7 @@ _POLL_SECONDS: Final = 0.05
 class Population:
     """The Flower node of each client: ``nodes[client]`` is a node id.
 
-    ``nodes`` is a ``range`` for nodes that fl-sim simulates, so that clients that never take part need no memory.
+    ``nodes`` is a ``range`` for simulated nodes: clients that never take part then need no memory.
     """
 
     nodes: Sequence[int]

@@ -134,8 +134,8 @@ class Backdoor(Planted):
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records of other classes than ``target``, with the trigger and the label ``target``.
 
-        Raises UserError if the records are no images, if the trigger does not fit, or if all or none of them
-        are of class ``target``.
+        Raises UserError for records that are no images, for a trigger that does not fit, and for records of which all
+        or none are of class ``target``.
         """
         shape = dataset.input_shape
         if len(shape) != 3:

@@ -206,7 +206,7 @@ class DistributedSums(Layer):
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     def affords(self, server_round: int) -> bool:
-        """Return True if the budget covers the round if all clients answer, or if the ledger contains this cost."""
+        """Return True if the budget covers the round with answers of all clients, or the ledger contains this cost."""
         assert self.grid is not None
         event = self.grid.event(self.grid.shares)
         return self._is_paid(server_round, self.grid.shares) or self.ledger.affords(event)

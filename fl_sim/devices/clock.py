@@ -28,9 +28,8 @@ class Clock:
     """Computes the simulated seconds of clients' turns, independent of trained values and of real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
-    ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client's number,
-    and returns the bytes that the client transfers and the work that it does in one turn. ``seed``: the seed of the
-    random availability and jitter.
+    ``settings``: the settings of local training, such as epochs. ``load_of``: a function from a client's number to the
+    bytes and the work of one turn of this client. ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet

@@ -140,8 +140,8 @@ class Exchange(Generic[Call]):
     asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
     rounding of a result depends on the clients that are trained together.
 
-    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, so that the
-    client that kills its worker is found. Running a client twice is safe, since client states are keyed by round.
+    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, to find the
+    client that kills its worker. Running a client twice is safe, since client states are keyed by round.
     """
 
     fresh: deque[Message]

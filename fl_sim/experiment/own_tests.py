@@ -141,8 +141,8 @@ def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
 def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
     """Return the name of each client's source, such as a hospital. A table of results has a column for each source.
 
-    A client without records has the name "". The result is empty if the names are unknown, if a client has records of
-    several sources, if there is only one source, or if there are more than ``MOST_NAMED`` sources.
+    A client without records has the name "". The result is empty for unknown names, for clients with records of several
+    sources, for a single source, and for more than ``MOST_NAMED`` sources.
     """
     groups, held = dataset.train.groups, shards.sizes > 0
     if groups is None or not dataset.sources:

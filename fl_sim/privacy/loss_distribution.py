@@ -37,7 +37,7 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """Raised where no PLD is computed, because the time that a forecast allows for PLDs is over."""
+    """Raised in place of a PLD computation, if the time of a forecast for PLDs is over."""
 
 
 @contextmanager

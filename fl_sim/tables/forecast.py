@@ -36,9 +36,9 @@ class Forecast:
     """The forecast of one run.
 
     ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
-    the whole run. ``has_pool``: True if the run need not make its synthetic records, because these records exist
-    already, or because an earlier run of the table makes these records. ``paid``: planned privacy cost; None if it was
-    not computed. ``notes``: sentences about the privacy of the run.
+    the whole run. ``has_pool``: True if the run need not make its synthetic records: they exist already, or an earlier
+    run of the table makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
+    the privacy of the run.
     """
 
     name: str

@@ -116,9 +116,9 @@ def check_compression(experiment: Choices) -> None:
         )
     if hides_clients(experiment.aggregator) and not (type(compress) is RandK and not compress.keeps_error):
         raise ValueError(
-            f"compress {kind} cannot run under aggregator global-dp: the numbers that a client leaves out depend on "
-            "its records, or are sent in a later round, and the guarantee covers only positions that are independent "
-            "of records: take compress=rand-k, which draws positions at random, or leave compress out"
+            f"compress {kind} cannot run under aggregator global-dp: the guarantee covers neither positions that depend "
+            "on records nor numbers that are sent in a later round: take compress=rand-k, which draws positions at "
+            "random, or leave compress out"
         )
     rule = experiment.aggregator
     while isinstance(rule, Bucketing):
