@@ -22,20 +22,20 @@ from strategies.neurotoxin import HostileMemory
 
 
 class Planted(HostileClients):
-    """Base class of backdoors: hostile clients label some of their records ``target``, and train on them.
+    """Base class of backdoors: hostile clients label some of their records as one class, and train on them.
 
-    ``boost``: the factor of hostile updates. A factor of n / (number of hostile clients), for n clients of equal
-    weight, replaces the model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a.
-    Hostile clients minimise a times their loss plus (1 - a) times the squared distance to the received model, so that
-    their updates stay short (constrain-and-scale, equation 4, with a Euclidean distance). ``masked_share``: the share k
-    of the parameters that hostile steps leave unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes
-    .05 to .1). These are the parameters that moved furthest in the global model since the hostile client's last round.
-    Gradients are masked in every step, as in the paper. In its first round a hostile client has seen no movement, and
-    nothing is masked.
+    ``target``: the target class, with which these records are labelled. ``boost``: the factor of hostile updates. A
+    factor of n / (number of hostile clients), for n clients of equal weight, replaces the model by the hostile one
+    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise a times their loss plus
+    (1 - a) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
+    equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that hostile steps leave
+    unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the parameters that
+    moved furthest in the global model since the hostile client's last round. Gradients are masked in every step, as in
+    the paper. In its first round a hostile client has seen no movement, and nothing is masked.
 
     Each tested round and ``result.json`` have the attack success rate beside the accuracy. It is the share of
-    predictions of ``target`` among those test records that the attack is about. These test records have no feature
-    skew.
+    predictions of the target class among those test records that the attack is about. These test records have no
+    feature skew.
     """
 
     clients: int = Field(1, ge=1)
@@ -89,16 +89,15 @@ class Planted(HostileClients):
 
 
 class Backdoor(Planted):
-    """Hostile clients stamp a trigger on a share of their images, and label these images ``target`` (Gu et al. 2017).
+    """Hostile clients stamp a trigger on a share of their images, and label these images as one class (Gu et al. 2017).
 
-    With the default settings this is the attack BadNets. The trigger is a white square of ``size`` x ``size`` pixels in
-    the lower right corner. ``poisoned_share``: the share of a hostile client's records, rounded up and drawn from the
-    run's seed, that get the trigger. With ``parts`` 4 the square has four parts, and each hostile client stamps one
-    part (DBA, Xie et al. 2020); models are tested with the whole square. ``boost``, ``loss_share`` and
-    ``masked_share``: see ``Planted``: model replacement, constrain-and-scale, and Neurotoxin.
+    With the default settings this is the attack BadNets. The trigger is a white square in the lower right corner.
+    ``size``: the side of the square in pixels. ``poisoned_share``: the share of a hostile client's records, rounded up
+    and drawn from the run's seed, that get the trigger. ``parts``: the number of parts of the square. With 4, each
+    hostile client stamps one part (DBA, Xie et al. 2020); models are tested with the whole square.
 
     For the attack success rate the test records of all other classes get the trigger. The rate is the share of these
-    records for which the model predicts ``target``.
+    records for which the model predicts the target class.
     """
 
     kind: Literal["backdoor"] = "backdoor"
@@ -157,8 +156,8 @@ class SemanticBackdoor(Planted):
     """Hostile clients label all their records of class ``source`` as ``target``; no record gets a trigger.
 
     This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) whose records are a whole class. For a part of a
-    class, such as red cars, derive a class that overrides ``is_meant``, and give its import path as the attack.
-    ``boost``, ``loss_share`` and ``masked_share``: see ``Planted``: model replacement, constrain-and-scale, Neurotoxin.
+    class, such as red cars, derive a class that overrides ``is_meant``, and give its import path as the attack. The
+    base class ``Planted`` has the settings of model replacement, constrain-and-scale and Neurotoxin.
 
     The attack success rate is the share of the test records of class ``source`` for which the model predicts
     ``target``. The accuracy counts these predictions as errors. A hostile client without records of class ``source``

@@ -67,9 +67,9 @@ def check_client(finished: FinishedRun, client: int) -> None:
         bill = "; ".join(f"unit {one['unit']}: {one['guarantee']}" for one in finished.facts["privacy"])
         raise UserError(
             f"the run in {out} promises privacy ({bill}): its published models are nearly as likely without the unit, "
-            "so unlearning would show nothing new. Published models stay published, so no privacy ledger gets a cost "
-            f"back; a run with forgotten={client} and another --out would publish further models, at a further cost "
-            "for all other clients"
+            "so unlearning would show nothing new. Published models stay published, so no privacy ledger is "
+            f"refunded; a run with forgotten={client} and another --out would publish further models, at a further "
+            "cost for all other clients"
         )
     if not finished.job.shards.sizes[client]:
         raise UserError(f"client {client} of {out} holds no training records, so no model knows any: take another one")
