@@ -79,8 +79,8 @@ class PrivateTraining(Layer):
 
 def digest_of(experiment: Any) -> str:
     """Return a digest of all settings that determine the numbers of a run; it names runs with seeded noise."""
-    unused = {"keep_every"} | (set() if experiment.forgotten else {"forgotten"})  # settings of newer versions
-    text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout", *unused})
+    newer = {name for name in ("forgotten", "left_out") if not getattr(experiment, name)}  # of newer versions, unused
+    text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout", "keep_every", *newer})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -74,7 +74,7 @@ def run(
     local.personal, local.privacy, rounds, evaluate_every, evaluate.validation, evaluate.test, evaluate.test_is_public,
     evaluate.patience, evaluate.target_accuracy, evaluate.clients, evaluate.personal_every, evaluate.fine_tune_epochs,
     evaluate.held_out_clients, evaluate.count_noise, evaluate.metrics, seed, partition_seed, model_seed, sampling_seed,
-    forgotten, keep_every, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
+    forgotten, keep_every, left_out, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
     preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
     preprocess.server_epochs, devices, server, server.deadline, server.late.
     'fl-sim settings' explains each, and 'fl-sim settings fedprox' the parameters of a kind.

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -102,19 +102,41 @@ attack_app = typer.Typer(help="Attack the privacy of a finished run.", no_args_i
 
 
 @attack_app.command("membership")
-def attack_membership(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
-    """Tell the training records of a finished run from test records, by the loss of the final model.
+def attack_membership(
+    run: RunDirectory,
+    *,
+    method: Annotated[
+        Literal["loss", "lira"], typer.Option(help="A threshold of the loss, or LiRA, which trains shadow runs.")
+    ] = "loss",
+    shadows: Annotated[int, typer.Option(help="LiRA: the number of shadow runs, at least 8.")] = 16,
+    data_root: DataRoot = None,
+    json_output: AsJson = False,
+) -> None:
+    """Tell the training records of a finished run from records that it never used.
+
+    --method loss compares the losses of the final model on training records and on test records. It is a weak attack.
+    --method lira trains shadow runs with and without each record, and compares the likelihoods of the confidence
+    (Carlini et al. 2022). The shadow runs stay in RUN-shadows, and a repeated command goes on with them. LiRA compares
+    training records with those that the run left out (the setting left_out), or else with test records. It uses all
+    models that the run keeps (the setting keep_every).
 
     The command prints the area under the ROC curve, and the true-positive rates at .1 % and 1 % false positives, with
     intervals of 95 % confidence. If the run promises privacy of records for the model, it prints beside them the
-    largest rate that epsilon and delta allow. An epsilon of synthetic records alone is no such promise. This threshold
-    attack is a weak one: a stronger attack may find more, up to that bound.
+    largest rate that epsilon and delta allow. An epsilon of synthetic records alone is no such promise. A stronger
+    attack may find more, up to that bound.
 
     For example:
 
       fl-sim attack membership results/all
+
+      fl-sim run left_out=0.5 --out results/half
+
+      fl-sim attack membership results/half --method lira --shadows 16
     """
-    threats_code.show_membership(run, data_root, json_output=json_output)
+    if method == "lira":
+        threats_code.show_lira(run, shadows, data_root, json_output=json_output)
+    else:
+        threats_code.show_membership(run, data_root, json_output=json_output)
 
 
 @attack_app.command("inversion")

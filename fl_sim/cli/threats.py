@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_sim.cli.screen import say
+from fl_sim.cli.screen import say, waiting
 from fl_sim.errors import UserError
 from fl_sim.importing import importing, torch
 from fl_sim.kinds import is_none, kind_of
@@ -16,6 +16,8 @@ from fl_sim.kinds import is_none, kind_of
 if TYPE_CHECKING:
     from fl_sim.report.files import PrivacyStatement
     from fl_sim.threats.approximate import Approximate
+    from fl_sim.threats.finished import FinishedRun, Judged
+    from fl_sim.threats.membership import Rate
 
 
 def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
@@ -143,7 +145,6 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
     with importing():
         from fl_sim.store.run_directory import read_model  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun, Judged, logits_of  # noqa: PLC0415
-        from fl_sim.threats.membership import area_by_loss, most_allowed, rate_at  # noqa: PLC0415
 
     finished = FinishedRun.of(run, data_root)
     finished.refuse_private_records("attack membership")
@@ -153,14 +154,8 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
         Judged.of(torch.cat([logits_of(model, params, inputs) for inputs, _ in some]), torch.cat([y for _, y in some]))
         for some in (parts, [finished.test])
     )
-    area = area_by_loss(members, others)
-    found = [(share, rate_at(members, others, share)) for share in (0.001, 0.01)]
-    facts: dict[str, Any] = {
-        "attack": "membership", "run": str(run), "members": len(members.losses), "others": len(others.losses),
-        "accuracy_of_members": members.accuracy, "accuracy_of_others": others.accuracy,
-        "area": area and asdict(area), "rates": [asdict(one) for _, one in found if one],
-        "privacy": list(finished.facts["privacy"]),
-    }  # fmt: skip
+    facts = _measured(members, others)
+    facts = {"attack": "membership", "method": "loss", "run": str(run), **facts, "privacy": finished.facts["privacy"]}
     if json_output:
         say(json.dumps(facts))
         return
@@ -168,9 +163,67 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
         f"{facts['members']:,} training records against {facts['others']:,} test records, by a threshold of the loss: "
         f"area under the curve {_area(facts['area'])} (.5 is chance)"
     )
-    for share, one in found:
+    _say_rates(members, others, finished)
+
+
+def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: bool) -> None:
+    """Print how well LiRA recognises the training records of ``run``, after ``shadows`` shadow runs."""
+    with importing():
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.lira import attack, check_shadows  # noqa: PLC0415
+
+    check_shadows(shadows)
+    finished = FinishedRun.of(run, data_root)
+    finished.refuse_private_records("attack membership")
+    folder, left_out = run.with_name(f"{run.name}-shadows"), finished.job.experiment.left_out
+    with waiting() as show:
+        scored = attack(finished, shadows, folder, show)
+    by_loss = _measured(*scored.baseline)
+    facts: dict[str, Any] = {
+        "attack": "membership", "method": "lira", "run": str(run), "shadows": shadows, "shadow_runs": str(folder),
+        "form": "online" if left_out else "offline", "rounds_used": list(scored.rounds), "unscored": scored.unscored,
+        **_measured(scored.members, scored.others), "by_loss": by_loss, "privacy": list(finished.facts["privacy"]),
+    }  # fmt: skip
+    if json_output:
+        say(json.dumps(facts))
+        return
+    others = f"records that the run left out (left_out={left_out:g})" if left_out else "test records (offline form)"
+    say(
+        f"{facts['members']:,} training records against {facts['others']:,} {others}, by LiRA with {shadows} shadow "
+        f"runs in {folder} and the models of {len(scored.rounds)} rounds: area under the curve {_area(facts['area'])} "
+        "(.5 is chance)"
+    )
+    say(f"by a threshold of the loss on the same records: area under the curve {_area(by_loss['area'])}")
+    if scored.unscored:
+        say(f"{scored.unscored:,} records are in all shadow runs or in none and were not scored: more --shadows help")
+    _say_rates(scored.members, scored.others, finished)
+
+
+def _measured(members: Judged, others: Judged) -> dict[str, Any]:
+    """Return the measures of a membership test as JSON values."""
+    from fl_sim.threats.membership import area_by_loss  # noqa: PLC0415 (slow, only here)
+
+    area = area_by_loss(members, others)
+    return {
+        "members": len(members.losses), "others": len(others.losses), "accuracy_of_members": members.accuracy,
+        "accuracy_of_others": others.accuracy, "area": area and asdict(area),
+        "rates": [asdict(one) for _, one in _rates(members, others) if one],
+    }  # fmt: skip
+
+
+def _rates(members: Judged, others: Judged) -> list[tuple[float, Rate | None]]:
+    from fl_sim.threats.membership import rate_at  # noqa: PLC0415 (slow, only here)
+
+    return [(share, rate_at(members, others, share)) for share in (0.001, 0.01)]
+
+
+def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
+    """Print the true-positive rates, the largest rates that the run's epsilon allows, and its privacy statements."""
+    from fl_sim.threats.membership import most_allowed  # noqa: PLC0415 (slow, only here)
+
+    for share, one in _rates(members, others):
         if one is None:
-            say(f"true positives at {100 * share:g} % false positives: unknown, as too few test records are there")
+            say(f"true positives at {100 * share:g} % false positives: unknown, as too few non-members are there")
             continue
         within = [most_allowed(*statement.of_run, share) for statement in finished.covering]
         bound = f"; the run's epsilon allows at most {_percent(max(within))}" if within else ""

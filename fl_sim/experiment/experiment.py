@@ -96,7 +96,9 @@ class Experiment(Settings):
     never uses these records. These clients are sampled as before, and answer like clients without records. All other
     clients keep their records, numbers and random numbers. ``keep_every``: a number n. The run directory keeps the
     server state after every n-th round, so that 'fl-sim unlearn' need not train from the first round. With 0, the run
-    directory keeps only the state after the last round.
+    directory keeps only the state after the last round. ``left_out``: a probability. Each training record is left out
+    of its client's shard with this probability, by a random number that follows from ``seed``. The run never uses these
+    records, so that 'fl-sim attack membership' can compare them with the records of the shards.
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
@@ -124,6 +126,7 @@ class Experiment(Settings):
     sampling_seed: int | None = Field(None, ge=0)
     forgotten: Annotated[tuple[int, ...], BeforeValidator(_numbers)] = ()
     keep_every: int = Field(0, ge=0, le=10**9)
+    left_out: float = Field(0.0, ge=0, lt=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Annotated[Engine, OneOf("engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
@@ -272,7 +275,7 @@ class Experiment(Settings):
     @property
     def _unused_newcomers(self) -> set[str]:
         """The names of settings that newer versions added and that have their default values."""
-        newcomers = ("features", "compress", "devices", "server", "forgotten", "keep_every")
+        newcomers = ("features", "compress", "devices", "server", "forgotten", "keep_every", "left_out")
         return {name for name in newcomers if getattr(self, name) == default_of(type(self), name)}
 
     @property

@@ -280,7 +280,8 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     experiment = _resolved(experiment, dataset)
     if pooled := experiment.evaluate.pooled_share:
         dataset = own_tests.merged(dataset)
-    shards, weights = _without(experiment.forgotten, _shards(experiment, dataset)), _weights(experiment)
+    shards = _without_some(experiment, _without(experiment.forgotten, _shards(experiment, dataset)))
+    weights = _weights(experiment)
     job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights)
     if experiment.evaluate.measures_clients:
         job = _with_own_tests(job, pooled)
@@ -526,6 +527,29 @@ def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
     return left
 
 
+def _without_some(experiment: Experiment, shards: Parts) -> Parts:
+    """Return ``shards`` without the records that the setting ``left_out`` leaves out.
+
+    Each record has a random number of its own, which depends neither on the partition nor on other records. Raises
+    UserError if no record is left, and if a run that promises privacy for the user's own records would publish these
+    random numbers.
+    """
+    if not experiment.left_out:
+        return shards
+    what = f"left_out={experiment.left_out:g}"
+    if experiment.is_private and is_own(experiment.data):
+        raise UserError(
+            f"{what} follows from the seed, which is published, and this run promises privacy for the records of "
+            f"{without_settings(experiment.data)}: the seed would tell which of them the model knows; leave left_out "
+            "out, or take a public data set"
+        )
+    coins = rng(experiment.seed, "left out").random(1 + int(shards.records.max()))
+    left = shards.where(coins[shards.records] >= experiment.left_out)
+    if not len(left.records):
+        raise UserError(f"{what} leaves no training record to any client: take a smaller number")
+    return left
+
+
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
     """Partition the training records with the indices ``records``. For each client, return positions in ``records``."""
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
@@ -609,6 +633,11 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
         raise UserError(
             f"evaluate.clients={experiment.evaluate.clients} chooses each client's test records at the server, and "
             "this node has records of its own: leave evaluate.clients out"
+        )
+    if experiment.left_out:
+        raise UserError(
+            f"left_out={experiment.left_out:g} chooses records of the server's data set, and this node has records of "
+            "its own: leave left_out out"
         )
     own = load(name, None, experiment.features)
     if list(own.input_shape) != facts["shape"]:

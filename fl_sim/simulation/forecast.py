@@ -111,7 +111,7 @@ MOST_MEASURED: Final = 512
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
-    "engine", "round_timeout", "forgotten", "keep_every",
+    "engine", "round_timeout", "forgotten", "keep_every", "left_out",
 }  # fmt: skip
 _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "momentum", "weight_decay"}
 

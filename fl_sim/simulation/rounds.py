@@ -172,6 +172,10 @@ class Rounds(Procedure):
             assert isinstance(stage, Stage)
             run_stage(stage, run, "after")
 
+    def model_after(self, server: ServerState) -> Params:
+        """Return all tensors of the model in the state ``server`` after a round. Personal tensors are initial ones."""
+        return {**self.job.fixed, **self._model(server, reported_by(self.algorithm, server))}
+
     def _model(self, server: ServerState, params: Params) -> Params:
         """Return all tensors of the model, with ``params`` as the parameters of the server."""
         return replace(server, params=self._whole(params)).model

@@ -163,7 +163,7 @@ def release_name(experiment: Experiment, sums: FeatureSums, client: int, params:
     """
     names = (
         "data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed", "model_seed",
-        "forgotten",
+        "forgotten", "left_out",
     )  # fmt: skip
     priced = sums.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
     priced |= {"released": sums.released} if sums.of_initial_model else {}

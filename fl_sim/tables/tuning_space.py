@@ -19,7 +19,7 @@ Values: TypeAlias = Mapping[str, Any]
 
 NOT_TUNED = (
     "data", "partition", "clients", "seed", "partition_seed", "model_seed", "sampling_seed", "rounds", "evaluate",
-    "evaluate_every", "engine", "device", "round_timeout", "attack", "forgotten", "keep_every",
+    "evaluate_every", "engine", "device", "round_timeout", "attack", "forgotten", "keep_every", "left_out",
 )  # fmt: skip
 """Settings that a search must not change. All methods of a comparison need the same values of these settings."""
 

@@ -155,7 +155,8 @@ def is_made(job: Job) -> bool:
 def pool_key(job: Job) -> str:
     """Return the name of the job's pool, which contains a digest of everything that determines the pool."""
     experiment = job.experiment
-    settings = experiment.chosen("partition", "clients", "seed", "partition_seed", "preprocess", "forgotten")
+    names = ("partition", "clients", "seed", "partition_seed", "preprocess", "forgotten", "left_out")
+    settings = experiment.chosen(*names)
     for afterwards in ("train_on", "server_epochs"):
         del settings["preprocess"][afterwards]
     determining = [_FORMAT, settings, fingerprint(experiment.data, job.root)]

@@ -105,7 +105,10 @@ def votes_key(job: Job) -> str:
     The student and the noise do not change the votes, so the digest does not depend on them.
     """
     experiment = job.experiment
-    names = ("partition", "clients", "seed", "partition_seed", "model_seed", "model", "local", "features", "forgotten")
+    names = (
+        "partition", "clients", "seed", "partition_seed", "model_seed", "model", "local", "features", "forgotten",
+        "left_out",
+    )  # fmt: skip
     settings = experiment.chosen(*names)
     algorithm = experiment.chosen("algorithm")["algorithm"]
     pate = {name: algorithm[name] for name in ("teachers", "public", "public_records", "overlap")}
