@@ -6,6 +6,7 @@ clients/dafl/share.py.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -119,6 +120,10 @@ class DaFl(Settings):
                 f"preprocess.epsilon={self.epsilon:g} lets no client release a synthetic record (for the largest "
                 f"client, {refused}): take a larger epsilon, fewer clients, or preprocess=none"
             )
+
+    def labels_epsilon(self, num_classes: int) -> float | None:
+        """Return the epsilon of a client's label selection for one record, at delta 0; None without noise."""
+        return None if math.isinf(self.epsilon) else self.labels.total_epsilon(num_classes)
 
     @property
     def replaces_records(self) -> bool:

@@ -159,3 +159,39 @@ def attack_inversion(
       fl-sim attack inversion results/all
     """
     threats_code.show_inversion(run, records, data_root, json_output=json_output)
+
+
+@attack_app.command("canaries")
+def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
+    """Prove a lower bound on the epsilon of a finished run, whose training records are the canaries.
+
+    The run must have left_out=0.5, so that each record took part by a fair coin. The command guesses which records took
+    part, by the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the epsilon that right guesses prove
+    with 95 % confidence, beside the epsilon that the run claims. Ordinary records are weak canaries, so the bound is
+    usually far below the claim. Records with wrong labels prove more.
+
+    For example:
+
+      fl-sim run left_out=0.5 --out results/half
+
+      fl-sim attack canaries results/half
+    """
+    threats_code.show_canaries(run, data_root, json_output=json_output)
+
+
+@attack_app.command("property")
+def attack_property(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
+    """Infer which classes each client holds, and in which proportions, from the pool of synthetic records.
+
+    The attacker sees the number of synthetic records of each class that a client published (preprocess=da-fl). The
+    command compares guesses by these numbers with the truth, and with guesses without the pool (chance). It prints the
+    epsilon of the label selection and of the run. These protect one record. They do not protect a property of all
+    records of a client, such as their class proportions.
+
+    For example:
+
+      fl-sim run preprocess=da-fl partition=label-2 --out results/pool
+
+      fl-sim attack property results/pool
+    """
+    threats_code.show_property(run, data_root, json_output=json_output)

@@ -178,25 +178,26 @@ def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: b
     folder, left_out = run.with_name(f"{run.name}-shadows"), finished.job.experiment.left_out
     with waiting() as show:
         scored = attack(finished, shadows, folder, show)
-    by_loss = _measured(*scored.baseline)
+    (members, others), by_loss = scored.split(scored.by_score), _measured(*scored.split(scored.by_loss))
+    unscored = int((~scored.is_scored).sum())
     facts: dict[str, Any] = {
         "attack": "membership", "method": "lira", "run": str(run), "shadows": shadows, "shadow_runs": str(folder),
-        "form": "online" if left_out else "offline", "rounds_used": list(scored.rounds), "unscored": scored.unscored,
-        **_measured(scored.members, scored.others), "by_loss": by_loss, "privacy": list(finished.facts["privacy"]),
+        "form": "online" if left_out else "offline", "rounds_used": list(scored.rounds), "unscored": unscored,
+        **_measured(members, others), "by_loss": by_loss, "privacy": list(finished.facts["privacy"]),
     }  # fmt: skip
     if json_output:
         say(json.dumps(facts))
         return
-    others = f"records that the run left out (left_out={left_out:g})" if left_out else "test records (offline form)"
+    compared = f"records that the run left out (left_out={left_out:g})" if left_out else "test records (offline form)"
     say(
-        f"{facts['members']:,} training records against {facts['others']:,} {others}, by LiRA with {shadows} shadow "
+        f"{facts['members']:,} training records against {facts['others']:,} {compared}, by LiRA with {shadows} shadow "
         f"runs in {folder} and the models of {len(scored.rounds)} rounds: area under the curve {_area(facts['area'])} "
         "(.5 is chance)"
     )
     say(f"by a threshold of the loss on the same records: area under the curve {_area(by_loss['area'])}")
-    if scored.unscored:
-        say(f"{scored.unscored:,} records are in all shadow runs or in none and were not scored: more --shadows help")
-    _say_rates(scored.members, scored.others, finished)
+    if unscored:
+        say(f"{unscored:,} records are in all shadow runs or in none and were not scored: more --shadows help")
+    _say_rates(members, others, finished)
 
 
 def _measured(members: Judged, others: Judged) -> dict[str, Any]:
@@ -282,6 +283,68 @@ def show_inversion(run: Path, records: int, data_root: Path | None, *, json_outp
 
 
 _EXACT = 1e-6
+
+
+def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
+    """Print the lower bound on epsilon that the records of ``run`` prove, and the epsilon that the run claims."""
+    with importing():
+        from fl_sim.threats.canaries import audit  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    finished.refuse_private_records("attack canaries")
+    found = audit(finished)
+    facts = {"attack": "canaries", "run": str(run), **asdict(found), "privacy": list(finished.facts["privacy"])}
+    if json_output:
+        say(json.dumps(facts))
+        return
+    say(
+        f"{found.correct:,} of {found.guesses:,} guesses about {found.canaries:,} records are right: at delta "
+        f"{found.delta:g}, epsilon is at least {found.epsilon_lower_bound:.2f} with 95 % confidence (with all guesses "
+        f"right, at least {found.limit:.2f})"
+    )
+    if found.claimed is None:
+        say("the run claims no epsilon for a record of the model")
+    else:
+        verdict = "REFUTED" if found.epsilon_lower_bound > found.claimed else "not refuted"
+        say(f"the run claims epsilon {found.claimed:.3g} for a record: {verdict}")
+    _say_privacy(finished.privacy)
+
+
+def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> None:
+    """Print how well the pool of synthetic records of ``run`` tells each client's classes, and the epsilon."""
+    with importing():
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.property import held_by_clients, infer, pool_of  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    settings, published = pool_of(finished)
+    finished.refuse_private_records("attack property")
+    found = infer(published, held_by_clients(finished))
+    epsilon = settings.labels_epsilon(published.shape[1])
+    facts = {
+        "attack": "property", "run": str(run), **asdict(found), "labels_epsilon": epsilon,
+        "privacy": list(finished.facts["privacy"]),
+    }  # fmt: skip
+    if json_output:
+        say(json.dumps(facts))
+        return
+    say(
+        f"synthetic records of {found.clients - found.silent} of {found.clients} clients, read as their class counts "
+        "(in brackets: guesses without the pool):"
+    )
+    say(f"a client holds a class or not: {_percent(found.held)} right ({_percent(found.held_by_chance)})")
+    say(f"a client's largest class: {_percent(found.largest)} right ({_percent(found.largest_by_chance)})")
+    say(
+        f"class proportions: total variation distance to the truth {found.distance:.3f} "
+        f"({found.distance_by_chance:.3f})"
+    )
+    noise = "no noise, so no epsilon" if epsilon is None else f"epsilon {epsilon:g} for one record"
+    say(
+        f"label selection: {noise}. An epsilon for one record does not cover a property of the whole client: for n "
+        "records together it is n times as large"
+    )
+    _say_privacy(finished.privacy)
 
 
 def _say_privacy(privacy: Sequence[PrivacyStatement]) -> None:

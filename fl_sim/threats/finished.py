@@ -142,6 +142,10 @@ class Judged:
         losses = functional.cross_entropy(logits, labels, reduction="none")
         return cls(losses.numpy(), (logits.argmax(1) == labels).numpy(), labels.numpy())
 
+    def where(self, chosen: NDArray[np.bool_]) -> "Judged":
+        """Return the predictions on the records with True in ``chosen``, (n,)."""
+        return Judged(self.losses[chosen], self.right[chosen], self.labels[chosen])
+
     @property
     def accuracy(self) -> float:
         """The share of right predictions, in [0, 1]; NaN without records."""

@@ -67,6 +67,11 @@ class Audited:
     others: NDArray[np.int64]
     is_online: bool
 
+    @property
+    def is_member(self) -> NDArray[np.bool_]:
+        """True for each member, (m + n,)."""
+        return np.arange(len(self.members) + len(self.others)) < len(self.members)
+
     @classmethod
     def of(cls, finished: FinishedRun) -> "Audited":
         """Return the records of the audit of ``finished``. Raises UserError if clients change their records."""
@@ -83,18 +88,27 @@ class Audited:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The result of LiRA: the records as ``Judged``, with minus the score in place of the loss.
+    """The result of LiRA for all records of ``audited``, first members, then non-members.
 
-    ``members``, ``others``: the scored members and non-members. ``unscored``: the number of records without a score,
-    which are in all shadow runs or in none of them. ``baseline``: members and non-members with the loss itself.
-    ``rounds``: the rounds whose models were used.
+    ``by_score``: the records with minus the score in place of the loss; NaN for records without a score, which are in
+    all shadow runs or in none of them. ``by_loss``: the records with the loss of the final model. ``rounds``: the
+    rounds whose models were used.
     """
 
-    members: Judged
-    others: Judged
-    unscored: int
-    baseline: tuple[Judged, Judged]
+    audited: Audited
+    by_score: Judged
+    by_loss: Judged
     rounds: tuple[int, ...]
+
+    @property
+    def is_scored(self) -> NDArray[np.bool_]:
+        """True for each record with a score, (records,)."""
+        return ~np.isnan(self.by_score.losses)
+
+    def split(self, judged: Judged) -> tuple[Judged, Judged]:
+        """Return the members and the non-members with a score in ``judged``, one of ``by_score`` and ``by_loss``."""
+        is_member, is_scored = self.audited.is_member, self.is_scored
+        return judged.where(is_member & is_scored), judged.where(~is_member & is_scored)
 
 
 def check_shadows(shadows: int) -> None:
@@ -148,18 +162,20 @@ def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable
     for server_round in rounds:
         of_shadows = np.stack([one[server_round] for one in confidences])
         scores += score(target[server_round], of_shadows, is_in, is_online=audited.is_online)
-    is_scored, count = np.isfinite(scores), len(audited.members)
-    if not is_scored[:count].any() or not is_scored[count:].any():
+    by_loss = judged_by_loss(finished, audited)
+    scored = Scored(audited, replace(by_loss, losses=-scores), by_loss, tuple(rounds))
+    if not all(len(some.losses) for some in scored.split(scored.by_score)):
         raise UserError(
             f"each member or each non-member is in all of {shadows} shadow runs or in none of them, so there is "
             "nothing to compare: take more --shadows, or a run with a left_out nearer to .5"
         )
-    by_loss = Judged.of(_logits(job, read_model(finished.out), audited), torch.from_numpy(labels))
-    by_score, is_member = replace(by_loss, losses=-scores), np.arange(len(labels)) < count
-    return Scored(
-        _where(by_score, is_scored & is_member), _where(by_score, is_scored & ~is_member), int((~is_scored).sum()),
-        (_where(by_loss, is_member), _where(by_loss, ~is_member)), tuple(rounds),
-    )  # fmt: skip
+    return scored
+
+
+def judged_by_loss(finished: FinishedRun, audited: Audited) -> Judged:
+    """Return the predictions of the final model for all records of ``audited``, first members, then non-members."""
+    labels = np.concatenate([one.labels for one in _examples(audited, finished.job)])
+    return Judged.of(_logits(finished.job, read_model(finished.out), audited), torch.from_numpy(labels))
 
 
 def score(target: Floats, shadows: Floats, is_in: NDArray[np.bool_], *, is_online: bool) -> Floats:
@@ -187,10 +203,6 @@ def _fitted(confidences: Floats, chosen: NDArray[np.bool_]) -> tuple[Floats, Flo
     else:
         variances = np.full(len(counts), squares.sum() / max(1, np.maximum(counts - 1, 0).sum()))
     return means, np.sqrt(np.maximum(variances, 1e-24))
-
-
-def _where(judged: Judged, chosen: NDArray[np.bool_]) -> Judged:
-    return Judged(judged.losses[chosen], judged.right[chosen], judged.labels[chosen])
 
 
 def _with(experiment: Experiment, **changes: object) -> Experiment:

@@ -1,5 +1,6 @@
 """LiRA finds planted members and no members without a trace of them; left-out records are the run's non-members."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
+from typer.testing import CliRunner
 
+from fl_sim.cli.verbs import app
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of, own_job, public_facts
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import MODEL
+from fl_sim.threats.canaries import audit
 from fl_sim.threats.finished import FinishedRun, Judged
 from fl_sim.threats.lira import Audited, attack, check_shadows, log_odds, score, shadow_of
 from fl_sim.threats.membership import area_by_loss
@@ -25,6 +29,11 @@ QUICK: dict[str, Any] = {
 
 def quick(**changes: Any) -> Experiment:
     return experiment_from({**QUICK, **changes})
+
+
+def told(verb: str, out: Path, *options: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["attack", verb, str(out), *options, "--json"]).stdout)
+    return found
 
 
 def noise_in(folder: Path) -> str:
@@ -88,17 +97,21 @@ def test_lira_recognises_members_of_an_overfit_run_and_goes_on_with_finished_sha
     assert np.array_equal(np.sort(audited.members), np.sort(finished.job.shards.records))
     assert 0.4 < len(audited.members) / len(everything) < 0.6
     scored = attack(finished, 8, tmp_path / "shadows", said.append)
-    area, by_loss = area_by_loss(scored.members, scored.others), area_by_loss(*scored.baseline)
+    area, by_loss = (area_by_loss(*scored.split(one)) for one in (scored.by_score, scored.by_loss))
     assert area is not None
     assert by_loss is not None
     assert area.low > 0.5
     assert area.area > by_loss.area
     assert scored.rounds == (1, 2)
-    assert len(scored.members.losses) + len(scored.others.losses) + scored.unscored == len(everything)
+    assert len(scored.is_scored) == len(everything)
+    assert 0 < (~scored.is_scored).sum() < 0.05 * len(everything)  # in all of 8 shadow runs, or in none
+    proven = told("canaries", tmp_path / "run")
+    assert (proven["canaries"], proven["claimed"]) == (len(everything), None)
+    assert 0.3 < proven["epsilon_lower_bound"] < proven["limit"]
     models = {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"shadows/*/{MODEL}")}
     assert len(models) == 8
     again = attack(finished, 8, tmp_path / "shadows", said.append)
-    assert np.array_equal(again.members.losses, scored.members.losses)
+    assert np.array_equal(again.by_score.losses, scored.by_score.losses, equal_nan=True)
     assert models == {path: path.stat().st_mtime_ns for path in models}
 
 
@@ -119,12 +132,12 @@ def test_shadow_runs_share_partition_and_first_model_with_the_run_and_draw_their
 
 def test_a_run_without_left_out_records_is_compared_with_test_records(tmp_path: Path) -> None:
     run(quick(left_out=0.0, rounds=1, model="logistic", local={"epochs": 1}), tmp_path / "run")
-    finished = FinishedRun.of(tmp_path / "run")
-    scored = attack(finished, 8, tmp_path / "shadows", lambda line: None)
-    area = area_by_loss(scored.members, scored.others)
-    assert area is not None
-    assert area.low < 0.55
-    assert len(scored.others.losses) <= len(finished.job.dataset.test)
+    found = told("membership", tmp_path / "run", "--method", "lira", "--shadows", "8")
+    assert (found["form"], found["rounds_used"]) == ("offline", [1])
+    assert found["area"]["low"] < 0.55
+    assert found["others"] == len(job_of(quick()).dataset.test)
+    with pytest.raises(UserError, match=r"has left_out=0, .*: give a run with left_out=0\.5"):
+        audit(FinishedRun.of(tmp_path / "run"))
 
 
 def test_what_would_make_the_test_invalid_is_refused(tmp_path: Path) -> None:

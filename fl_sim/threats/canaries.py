@@ -1,0 +1,62 @@
+"""One-run audit: the guesses about a finished run's own records prove a lower bound on its epsilon.
+
+Each canary of Steinke, Nasr, Jagielski 2023, algorithm 1, takes part in the run with probability 1/2, by a random
+number of its own. The setting ``left_out=0.5`` does this with all training records, so a finished run of that setting
+is such an experiment, and its records are the canaries. The auditor guesses "in" for the records with the smallest
+losses, "out" for those with the largest losses, and abstains on the rest. If too many guesses are right, a claimed
+epsilon is false (theorem 5.2). Ordinary records are weak canaries: records with wrong labels prove more.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_sim.errors import UserError
+from fl_sim.privacy.audit import guess, power_limit
+from fl_sim.threats.finished import FinishedRun
+from fl_sim.threats.lira import Audited, judged_by_loss
+
+_DELTA_WITHOUT_CLAIM = 1e-5
+
+
+@dataclass(frozen=True)
+class Proven:
+    """The result of a one-run audit: epsilon is at least ``epsilon_lower_bound`` at ``delta``, with 95 % confidence.
+
+    ``claimed``: the epsilon of the run at ``delta``, None without a claim about records. ``canaries``: their number.
+    ``guesses``, ``correct``: the number of guesses, and of right ones among them, that prove the bound. ``limit``: the
+    largest epsilon that this number of canaries can prove.
+    """
+
+    claimed: float | None
+    delta: float
+    canaries: int
+    guesses: int
+    correct: int
+    epsilon_lower_bound: float
+    limit: float
+
+
+def audit(finished: FinishedRun) -> Proven:
+    """Return the bound that the final model of ``finished`` proves.
+
+    Raises UserError unless the run left out its records with probability 1/2, and as ``Audited.of`` does.
+    """
+    if finished.job.experiment.left_out != 0.5:
+        raise UserError(
+            f"the run in {finished.out} has left_out={finished.job.experiment.left_out:g}, and each canary must take "
+            "part with probability 1/2: give a run with left_out=0.5"
+        )
+    audited = Audited.of(finished)
+    # Equal losses are ranked by the index of the record, which does not depend on membership.
+    order = np.argsort(np.concatenate([audited.members, audited.others]))
+    taking_part, losses = audited.is_member[order], judged_by_loss(finished, audited).losses[order]
+    claimed, delta = max(
+        ((one.of_run[0], one.of_run[1]) for one in finished.covering if one.epsilon is not None),
+        key=lambda claim: claim[0] or 0.0, default=(None, _DELTA_WITHOUT_CLAIM),
+    )  # fmt: skip
+    best = max(guess(-losses, taking_part, delta), key=lambda one: one.epsilon_lower_bound)
+    return Proven(
+        claimed, delta, len(order), best.guesses, best.correct, best.epsilon_lower_bound,
+        power_limit(len(order), delta),
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Property inference on a pool of synthetic records: what it tells about the class proportions of each client.
+
+Property inference (Ateniese et al. 2015; Wang et al. 2019 for federated learning) asks for a fact about all records of
+a client together. In a method such as DA-FL, each client publishes synthetic records. Their numbers per class are
+proportional to the client's own numbers, up to the noise of a label selection. So the attacker reads the class
+proportions off the pool. The epsilon of the pool does not forbid this. It bounds what one record changes, and the
+proportions of n records are a fact about the whole client, for which only n epsilon is promised (group privacy; Dwork,
+Roth 2014, theorem 2.2).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.errors import UserError
+from fl_sim.kinds import kind_of
+from fl_sim.threats.finished import FinishedRun
+
+
+@runtime_checkable
+class SelectsLabels(Protocol):
+    """A settings class of a stage in which clients publish synthetic records, with privately selected labels.
+
+    The part ``preprocess`` of the run's result holds the published numbers of records of each client i and each class,
+    ``clients[i].counts``.
+    """
+
+    def labels_epsilon(self, num_classes: int) -> float | None:
+        """Return the epsilon of a client's label selection for one record, at delta 0; None without noise."""
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """The success of property inference over K clients with records, and that of guesses without the pool.
+
+    ``clients``: K. ``silent``: the clients among them without synthetic records; for these, the attacker guesses the
+    proportions of the whole pool. ``held``: the share of the pairs (client, class) in which the attacker rightly says
+    whether the client holds the class. ``held_by_chance``: the same for the better one of the answers "all" and "none".
+    ``largest``: the share of clients whose largest class is found. ``largest_by_chance``: the same for the best answer
+    that is equal for all clients. ``distance``: the mean total variation distance between guessed and true proportions,
+    in [0, 1]. ``distance_by_chance``: the same if the proportions of all clients' records together are guessed.
+    """
+
+    clients: int
+    silent: int
+    held: float
+    held_by_chance: float
+    largest: float
+    largest_by_chance: float
+    distance: float
+    distance_by_chance: float
+
+
+def pool_of(finished: FinishedRun) -> tuple[SelectsLabels, NDArray[np.int64]]:
+    """Return the settings of the stage that made the pool, and the published numbers of records, (clients, classes).
+
+    Raises UserError if no client of the run published synthetic records.
+    """
+    settings = finished.job.experiment.preprocess
+    if not isinstance(settings, SelectsLabels):
+        raise UserError(
+            f"the run in {finished.out} has preprocess={kind_of(settings)}, and this attack reads a pool of synthetic "
+            "records: give a run with preprocess=da-fl"
+        )
+    counts = np.array([one["counts"] for one in finished.facts["preprocess"]["clients"]], dtype=np.int64)
+    if not counts.any():
+        raise UserError(f"no client of {finished.out} published a synthetic record: there is nothing to attack")
+    return settings, counts
+
+
+def held_by_clients(finished: FinishedRun) -> NDArray[np.int64]:
+    """Return the true numbers of records of each class, (clients, classes): SENSITIVE."""
+    num_classes, runtime = finished.job.dataset.num_classes, finished.runtime
+    clients = range(finished.job.experiment.num_clients)
+    return np.array([runtime.own_records(client).class_counts(num_classes) for client in clients], dtype=np.int64)
+
+
+def infer(published: NDArray[np.int64], held: NDArray[np.int64]) -> Guessed:
+    """Return the success of the attacker. ``published``, ``held``: numbers of records, (clients, classes).
+
+    Clients without own records are left out. At least one client must have records, and one a published record.
+    """
+    there = held.sum(1) > 0
+    published, held = published[there], held[there]
+    silent = published.sum(1) == 0
+    guessed = np.where(silent[:, np.newaxis], published.sum(0), published)
+    share, truth = guessed / guessed.sum(1, keepdims=True), held / held.sum(1, keepdims=True)
+    of_all = held.sum(0) / held.sum()
+    holds, largest = held > 0, held.argmax(1)
+    return Guessed(
+        clients=len(held),
+        silent=int(silent.sum()),
+        held=float(((guessed > 0) == holds).mean()),
+        held_by_chance=float(max(holds.mean(), 1 - holds.mean())),
+        largest=float((guessed.argmax(1) == largest).mean()),
+        largest_by_chance=float(np.bincount(largest).max() / len(largest)),
+        distance=float(np.abs(share - truth).sum(1).mean() / 2),
+        distance_by_chance=float(np.abs(of_all - truth).sum(1).mean() / 2),
+    )
