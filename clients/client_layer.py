@@ -73,10 +73,11 @@ class ClientLayer:
 
     By default the layer changes nothing. ``protects``: True if an update is differentially private for each record of
     the client. The policy of a client's owner then limits the privacy cost of updates. The owner need not allow updates
-    without noise.
+    without noise. ``only_sums``: True if the server sees the sum of all clients' updates, and no single update.
     """
 
     protects: ClassVar[bool] = False
+    only_sums: ClassVar[bool] = False
 
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task for the algorithm and the trainer. ``task``: the task from the next outer layer."""

@@ -131,11 +131,24 @@ class TrainingJob:
         """Store the client's new state, and return the message with its update.
 
         ``results``: the trainer's results for ``jobs``, in the same order. If there is no folder for the client state,
-        the message carries the state. Raises RunError if training wrote to the broadcast, to the client state, or to
-        the pool of the clients' shared summaries.
+        the message carries the state. Raises RunError as ``updated`` does.
         """
-        runtime, config, number = self.client.runtime, self.client.config, self.client.number
-        algorithm, server_round = runtime.algorithm, config.server_round
+        update, config, number = self.updated(results), self.client.config, self.client.number
+        content = wire.update_content(update)
+        if config.state_dir:
+            save_state(config.state_dir, number, config.server_round, update.state)
+        elif update.state:
+            content = RecordDict({**content, **wire.state_records(update.state)})
+        return content
+
+    def updated(self, results: Sequence[Trained]) -> ClientUpdate:
+        """Return the client's update, as it leaves the client, with the new client state.
+
+        ``results``: the trainer's results for ``jobs``, in the same order. Raises RunError if training wrote to the
+        broadcast, to the client state, or to the pool of the clients' shared summaries.
+        """
+        runtime, number, server_round = self.client.runtime, self.client.number, self.client.config.server_round
+        algorithm = runtime.algorithm
         first, *others = results
         trained = replace(first, further={**first.further, **dict(zip(self.further, others, strict=True))})
         self.check(runtime.model.forward, *([term.function] if (term := self.job.plan.loss_term) else ()))
@@ -151,12 +164,7 @@ class TrainingJob:
         update = reduce(lambda some, one: one.release(some), self.paid, update)
         for layer, came in zip(runtime.layers, self.came, strict=True):
             update = layer.sent(came, task, trained, update)
-        content = wire.update_content(update)
-        if config.state_dir:
-            save_state(config.state_dir, number, server_round, update.state)
-        elif update.state:
-            content = RecordDict({**content, **wire.state_records(update.state)})
-        return content
+        return update
 
     def check(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError if PyTorch counted a write to a guarded tensor.

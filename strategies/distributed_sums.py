@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -263,6 +263,7 @@ class ClientShares(ClientLayer):
     digest of the experiment, from which seeded noise comes; empty for secret noise.
     """
 
+    only_sums: ClassVar[bool] = True
     grid: SumGrid
     template: Payloads
     seed: int

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_sim.cli.screen import say, waiting
-from fl_sim.errors import UserError
 from fl_sim.importing import importing, torch
-from fl_sim.kinds import is_none, kind_of
 
 if TYPE_CHECKING:
     from fl_sim.report.files import PrivacyStatement
@@ -230,59 +228,7 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
         bound = f"; the run's epsilon allows at most {_percent(max(within))}" if within else ""
         interval = f"[{100 * one.low:.2f}, {100 * one.high:.2f}]"
         say(f"true positives at {100 * share:g} % false positives: {_percent(one.rate)} {interval}{bound}")
-    _say_privacy(finished.privacy)
-
-
-def show_inversion(run: Path, records: int, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how many training records of ``run`` can be read off single gradients, and the epsilon of ``run``."""
-    with importing():
-        from fl_sim.seeding import rng  # noqa: PLC0415 (slow, only here)
-        from fl_sim.store.run_directory import read_model  # noqa: PLC0415
-        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
-        from fl_sim.threats.inversion import Inverted, gradient_of, invert, linear_layers, protected  # noqa: PLC0415
-
-    finished = FinishedRun.of(run, data_root)
-    finished.refuse_private_records("attack inversion")
-    model, chosen = finished.job.whole_model().to(finished.job.device), finished.job.experiment.local.privacy
-    model.load_state_dict(read_model(run), strict=False)
-    layers = linear_layers(model.eval())
-    if not is_none(chosen) and getattr(chosen, "clipping", "") != "flat":
-        raise UserError(
-            f"the run in {run} has local.privacy={kind_of(chosen)}, and this attack knows local.privacy=dp-sgd with "
-            "local.privacy.clipping=flat alone: give such a run, or a run without local.privacy"
-        )
-    clipping, noise = getattr(chosen, "clipping_norm", None), getattr(chosen, "noise_multiplier", None)
-    if clipping is not None and noise is None:
-        raise UserError(
-            f"the noise of {run} follows from local.privacy.epsilon and differs by client: give a run with "
-            "local.privacy.noise_multiplier, whose noise is the same for all"
-        )
-    coins, done = rng(finished.job.experiment.seed, "inversion"), list[Inverted]()
-    for client, count in enumerate(finished.job.shards.sizes.tolist()):
-        if count and len(done) < records:
-            inputs, labels = finished.held_by(client)
-            gradient = gradient_of(model, inputs[:1], labels[:1])
-            if clipping is not None and noise is not None:
-                gradient = protected(gradient, clipping, noise, coins)
-            done.append(invert(gradient, layers, inputs[:1], int(labels[0])))
-    errors = sorted(one.error for one in done)
-    facts: dict[str, Any] = {
-        "attack": "inversion", "run": str(run), "records": len(done), "median_error": errors[len(errors) // 2],
-        "exact": sum(error <= _EXACT for error in errors), "labels_found": sum(one.label_found for one in done),
-        "noise_multiplier": noise, "privacy": list(finished.facts["privacy"]),
-    }  # fmt: skip
-    if json_output:
-        say(json.dumps(facts))
-        return
-    protection = "without noise" if noise is None else f"clipped to {clipping:g}, with noise multiplier {noise:g}"
-    say(
-        f"gradients of single records {protection}: {facts['exact']} of {len(done)} records are read off to 1e-6, "
-        f"median error {facts['median_error']:.2g} of the largest value; {facts['labels_found']} labels are right"
-    )
-    _say_privacy(finished.privacy)
-
-
-_EXACT = 1e-6
+    say_privacy(finished.privacy)
 
 
 def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
@@ -308,7 +254,7 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
     else:
         verdict = "REFUTED" if found.epsilon_lower_bound > found.claimed else "not refuted"
         say(f"the run claims epsilon {found.claimed:.3g} for a record: {verdict}")
-    _say_privacy(finished.privacy)
+    say_privacy(finished.privacy)
 
 
 def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> None:
@@ -344,10 +290,11 @@ def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> No
         f"label selection: {noise}. An epsilon for one record does not cover a property of the whole client: for n "
         "records together it is n times as large"
     )
-    _say_privacy(finished.privacy)
+    say_privacy(finished.privacy)
 
 
-def _say_privacy(privacy: Sequence[PrivacyStatement]) -> None:
+def say_privacy(privacy: Sequence[PrivacyStatement]) -> None:
+    """Print the privacy statements of a run: epsilon, and what it covers and does not cover."""
     if not privacy:
         say("privacy of the run: none (epsilon is not defined)")
     for one in privacy:

@@ -1,83 +1,259 @@
-"""Analytic gradient inversion: the gradient of one record in a linear layer with a bias contains the layer's input.
+"""Gradient inversion: the reconstruction of training records from the gradient of one step of one client.
 
-For a layer z = W x + b and one record, dL/dW = (dL/dz) x^T and dL/db = dL/dz. So row c of dL/dW divided by entry c of
-dL/db is x, for each c with dL/db_c != 0 (Phong et al. 2018, section 3). The label is the only class with a negative
-entry in the gradient of the last layer's bias (iDLG, Zhao et al. 2020, section 3.1).
+The analytic form is for models whose first layer is linear. For a linear layer z = W x + b and one record, dL/dW =
+(dL/dz) x^T and dL/db = dL/dz. So row c of dL/dW divided by entry c of dL/db is x, for each c with dL/db_c != 0 (Phong
+et al. 2018, section 3). For all other models, an optimiser looks for records with the seen gradient
+(``fl_sim.threats.gradient_matching``). Labels are read off first (``fl_sim.threats.labels``).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from fl_sim.errors import UserError
+from fl_sim.seeding import rng
+from fl_sim.threats.candidates import Recognised, recognised
+from fl_sim.threats.finished import FinishedRun
+from fl_sim.threats.gradient_matching import PixelBounds, matched, start_of
+from fl_sim.threats.labels import bias_gradients, estimated_counts, head_bias
+from fl_sim.threats.observed import Observed, server_of
+from fl_sim.training.records import Scale
 from fl_sim.types import Params
+
+CANDIDATES = 10
+"""The number of records among which the attacker looks for the record behind a noisy gradient."""
+_ANALYTIC, _OPTIMISED = 20, 4
+"""The default numbers of records to try, by method."""
+_STEPS, _VARIATION = 400, 0.1
+"""The default number of steps of the optimiser, and its weight of the total variation."""
+_DRAWS, _MOST_NUMBERS = 100, 10**8
+"""Draws of the noise for each record, and the largest amount of random numbers for all draws together."""
 
 
 @dataclass(frozen=True)
-class Inverted:
-    """The result for one record.
+class Asked:
+    """What the user asks for.
 
-    ``error``: the largest absolute difference between the record and its reconstruction, divided by the largest
-    absolute value of the record. ``label_found``: True if the label was read off the gradient.
+    ``records``: the number of records to try; 0 means the default of the method. ``batch``: the number of records in
+    one gradient. ``method``: "auto" takes the analytic form where it is possible. ``steps`` and ``variation``: of the
+    optimiser, None for the defaults. ``at``: the attacked model, before the first or after the last round.
     """
 
+    records: int = 0
+    batch: int = 1
+    method: Literal["auto", "analytic", "optimise"] = "auto"
+    steps: int | None = None
+    variation: float | None = None
+    at: Literal["initial", "final"] = "final"
+
+
+@dataclass(frozen=True, eq=False)
+class Inverted:
+    """One record and its reconstruction.
+
+    ``record``, ``found``: pixels in [0, 1] or numbers of the data set, of the shape of one record. ``error``: the
+    largest absolute difference of the two after normalisation, divided by the largest absolute value of the record.
+    ``label_found``: True if the label was read off the gradient.
+    """
+
+    client: int
+    record: torch.Tensor
+    found: torch.Tensor
     error: float
     label_found: bool
 
+    @property
+    def squared(self) -> float:
+        """The mean squared error."""
+        return float((self.record - self.found).square().mean())
 
-def linear_layers(model: nn.Module) -> tuple[str, str]:
-    """Return the names of the first and of the last layer of ``model``, two linear layers with biases.
+    @property
+    def psnr(self) -> float:
+        """The peak signal-to-noise ratio in decibels, for pixels in [0, 1]; infinite for an exact reconstruction."""
+        return math.inf if not self.squared else -10 * math.log10(self.squared)
 
-    The first layer must receive the record itself. Raises UserError if the first or the last layer with parameters is
-    no such layer.
+
+@dataclass(frozen=True)
+class Attempt:
+    """The attack on one gradient: the reconstructions of its records.
+
+    ``noise_multiplier``: the noise of the step, None without noise. ``recognised``: with noise, the draws in which a
+    noisy gradient was traced to its record among ``CANDIDATES`` records.
     """
-    layers = [(name, part) for name, part in model.named_modules() if any(True for _ in part.parameters(recurse=False))]
-    for which, (name, part) in (("first", layers[0]), ("last", layers[-1])):
-        if not isinstance(part, nn.Linear) or part.bias is None:
-            raise UserError(
-                f"the {which} layer with parameters ({name or 'the model'}) is {type(part).__name__}, and analytic "
-                "inversion needs a linear layer with a bias there: give a run of model=logistic, mlp or 2nn"
-            )
-    return layers[0][0], layers[-1][0]
+
+    found: list[Inverted]
+    noise_multiplier: float | None = None
+    recognised: Recognised | None = None
 
 
-def gradient_of(model: nn.Module, record: torch.Tensor, label: torch.Tensor) -> Params:
-    """Return the gradient of the cross-entropy of one record, (1, *input shape), by the names of the parameters."""
-    named = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    loss = functional.cross_entropy(model(record), label)
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+def linear_first(model: nn.Module) -> str:
+    """Return the name of the first layer of ``model``, a linear layer with a bias.
 
-
-def protected(gradient: Params, clipping_norm: float, noise_multiplier: float, coins: np.random.Generator) -> Params:
-    """Return the gradient after a step of DP-SGD for one record: clipped to ``clipping_norm``, with Gaussian noise.
-
-    ``noise_multiplier``: the standard deviation of the noise divided by ``clipping_norm``.
+    This layer must receive the record itself. Raises UserError if the first layer with parameters is no such layer.
     """
-    norm = float(torch.cat([value.flatten() for value in gradient.values()]).double().norm())
-    factor, spread = min(1.0, clipping_norm / max(norm, 1e-30)), noise_multiplier * clipping_norm
-    return {
-        name: value * factor + torch.from_numpy(coins.normal(0, spread, tuple(value.shape))).to(value)
-        for name, value in gradient.items()
-    }
+    modules: list[tuple[str, nn.Module]] = [*model.named_modules()]
+    name, part = next((name, part) for name, part in modules if [*part.parameters(recurse=False)])
+    if not isinstance(part, nn.Linear) or part.bias is None:
+        raise UserError(
+            f"the first layer with parameters ({name or 'the model'}) is {type(part).__name__}, and analytic inversion "
+            "needs a linear layer with a bias there: leave --method out, or give a run of model=logistic, mlp or 2nn"
+        )
+    return name
 
 
-def invert(gradient: Params, layers: Sequence[str], record: torch.Tensor, label: int) -> Inverted:
-    """Reconstruct ``record``, (1, *input shape), and ``label`` from ``gradient``; return the errors.
-
-    ``layers``: the names of the first and of the last layer, as from ``linear_layers``.
-    """
-    first, last = layers
-    weight, bias = gradient[_named(first, "weight")].double(), gradient[_named(first, "bias")].double()
+def quotient(gradient: Params, layer: str) -> torch.Tensor:
+    """Return the input of the linear layer ``layer``, (inputs,), from the gradient of one record."""
+    prefix = f"{layer}." if layer else ""
+    weight, bias = gradient[f"{prefix}weight"].double(), gradient[f"{prefix}bias"].double()
     row = int(bias.abs().argmax())
-    whole = record.flatten().double()
-    found = weight[row] / bias[row] if float(bias[row]) else torch.zeros_like(whole)
-    error = float((found - whole).abs().max() / whole.abs().max().clamp(min=1e-30))
-    return Inverted(error, int(gradient[_named(last, "bias")].argmin()) == label)
+    return weight[row] / bias[row] if float(bias[row]) else torch.zeros_like(weight[row])
 
 
-def _named(layer: str, part: str) -> str:
-    return f"{layer}.{part}" if layer else part
+def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = str) -> tuple[str, list[Attempt]]:
+    """Attack the gradients of ``asked.batch`` records each, of as many clients as needed.
+
+    Return the method and the attempts. ``show``: a function that is called with a line about the progress. Raises
+    UserError for a run whose gradients no attacker sees, and for a method that does not fit the model or the batch.
+    """
+    job, layer = finished.job, _layer(finished.runtime.model, asked)
+    wanted = asked.records or (_ANALYTIC if layer is not None else _OPTIMISED)
+    sizes = job.shards.sizes
+    holders = np.flatnonzero(sizes >= asked.batch)[: -(-wanted // asked.batch)].tolist()
+    if not holders:
+        raise UserError(
+            f"no client of {finished.out} holds {asked.batch} records: give a smaller --batch, at most {sizes.max()}"
+        )
+    if not torch.is_floating_point(finished.test[0]):
+        raise UserError(f"the records of {finished.out} are sequences of tokens: give a run of images or numbers")
+    server, attempts = server_of(finished, asked.at), list[Attempt]()
+    for number, client in enumerate(holders):
+        observed = Observed.of(finished, client, server)
+        observed.refuse_protected_updates(finished)
+        said = f"gradient {number + 1} of {len(holders)}, step"
+        found = _reconstructed(finished, observed, client, asked, layer, partial(_show_step, show, said))
+        attempts.append(_traced(finished, observed, Attempt(found), len(holders)))
+    return "optimise" if layer is None else "analytic", attempts
+
+
+def _show_step(show: Callable[[str], object], said: str, step: int) -> None:
+    show(f"{said} {step}")
+
+
+def _layer(model: nn.Module, asked: Asked) -> str | None:
+    """Return the first layer for the analytic form; None for the optimiser."""
+    if asked.method == "analytic" and asked.batch > 1:
+        raise UserError(
+            f"--method analytic takes the gradient of one record, and --batch is {asked.batch}: leave one of them out"
+        )
+    if asked.method == "optimise" or asked.batch > 1:
+        return None
+    try:
+        layer = linear_first(model)
+    except UserError:
+        if asked.method == "analytic":
+            raise
+        return None
+    if asked.steps is not None or asked.variation is not None:
+        raise UserError(
+            "--steps and --variation belong to the optimiser, and the analytic form is exact without one: leave them "
+            "out, or add --method optimise"
+        )
+    return layer
+
+
+def _reconstructed(
+    finished: FinishedRun, observed: Observed, client: int, asked: Asked, layer: str | None,
+    show: Callable[[int], object],
+) -> list[Inverted]:  # fmt: skip
+    """Return the reconstructions of the first records of ``client`` from their gradient."""
+    inputs, labels = (part[: asked.batch] for part in finished.held_by(client))
+    gradient, bias = observed.noisy(observed.summed(inputs, labels), 0), head_bias(observed.trained)
+    if asked.batch == 1:
+        guesses = gradient[bias].argmin()[None]
+    else:
+        by_class = bias_gradients(observed, finished.test)
+        counts = estimated_counts(gradient[bias].double().cpu().numpy(), by_class, asked.batch)
+        guesses = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(labels)
+    units = Units.of(finished, inputs)
+    if layer is not None:
+        made = quotient(gradient, layer).to(inputs).reshape(inputs.shape)
+    else:
+        start = start_of(tuple(inputs.shape), inputs, rng(finished.job.experiment.seed, "inversion", client))
+        made = matched(
+            observed.model, gradient, guesses, start,
+            steps=asked.steps or _STEPS, variation=_VARIATION if asked.variation is None else asked.variation,
+            bounds=units.bounds, show=show,
+        )  # fmt: skip
+    return _compared(client, (inputs, labels), (made, guesses), units)
+
+
+def _compared(
+    client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units"
+) -> list[Inverted]:
+    """Assign reconstructions to records such that the sum of squared errors is smallest; return them in their order."""
+    from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 (the import takes half a second)
+
+    distances = (true[0].double().flatten(1)[:, None] - made[0].double().flatten(1)[None]).square().sum(2)
+    places = linear_sum_assignment(np.nan_to_num(distances.cpu().numpy(), nan=math.inf, posinf=1e300))[1]
+    found = []
+    for record, label, place in zip(*true, places.tolist(), strict=True):
+        other = made[0][place]
+        error = float((other - record).abs().double().max() / record.abs().max().clamp(min=1e-30))
+        before, after = (units.shown(one[None])[0].cpu() for one in (record, other))
+        found.append(Inverted(client, before, after, error, bool(made[1][place] == label)))
+    return found
+
+
+def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradients: int) -> Attempt:
+    """Return ``attempt`` with the draws in which noisy gradients of its client are traced to their records.
+
+    ``gradients``: the number of gradients in the whole attack.
+    """
+    if observed.private is None or observed.step is None:
+        return attempt
+    rounds = max(1, min(_DRAWS, _MOST_NUMBERS // (gradients * observed.step.size)) // CANDIDATES)
+    inputs, labels = finished.held_by(attempt.found[0].client)
+    more = CANDIDATES - min(CANDIDATES, len(labels))  # a client with few records: test records complete the candidates
+    tests, test_labels = finished.test
+    noise = observed.private.noise_multiplier
+    found = recognised(
+        observed, torch.cat([inputs[:CANDIDATES], tests[:more]]), torch.cat([labels[:CANDIDATES], test_labels[:more]]),
+        noise_multiplier=noise, draws=CANDIDATES * rounds,
+    )  # fmt: skip
+    return replace(attempt, noise_multiplier=noise, recognised=found)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The conversion of normalised inputs to the units of a data set: pixels in [0, 1], or numbers.
+
+    ``scale``: the public constants, in units of 1. ``is_image``: True for images, whose inputs are clipped to [0, 1].
+    """
+
+    scale: Scale
+    is_image: bool
+
+    @classmethod
+    def of(cls, finished: FinishedRun, like: torch.Tensor) -> Self:
+        """Return the units of a run's data set, on the device of ``like``, inputs of shape (n, *input shape)."""
+        records = finished.job.records
+        scale = Scale.of(records, np.dtype(np.float32), like.ndim).to(like.device)
+        return cls(scale, records.train.inputs.dtype == np.uint8)
+
+    @property
+    def bounds(self) -> PixelBounds:
+        """The smallest and the largest normalised value of a pixel; no bounds for numbers."""
+        if not self.is_image:
+            return PixelBounds()
+        return PixelBounds((0 - self.scale.offset) / self.scale.divisor, (1 - self.scale.offset) / self.scale.divisor)
+
+    def shown(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return normalised ``inputs``, (n, *input shape), in the units of the data set."""
+        values = inputs * self.scale.divisor + self.scale.offset
+        return values.clamp(0, 1) if self.is_image else values

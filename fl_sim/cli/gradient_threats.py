@@ -1,0 +1,174 @@
+"""The code of ``fl-sim attack inversion`` and ``fl-sim attack labels``: attacks on what single clients send."""
+
+from __future__ import annotations
+
+import json
+from functools import reduce
+from operator import add
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from fl_sim.cli.screen import say, waiting
+from fl_sim.cli.threats import say_privacy
+from fl_sim.importing import importing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from fl_sim.threats.finished import FinishedRun
+    from fl_sim.threats.inversion import Asked, Attempt
+    from fl_sim.threats.labels import Counted
+
+
+def show_inversion(run: Path, asked: dict[str, Any], out: Path | None, data_root: Path | None, *,
+                   json_output: bool) -> None:  # fmt: skip
+    """Print how well training records of ``run`` are reconstructed from gradients, and the epsilon of ``run``.
+
+    ``asked``: the fields of ``fl_sim.threats.inversion.Asked``. ``out``: the PNG file; None: in the run directory.
+    """
+    with importing():
+        from fl_sim.store.files import write_whole  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
+        from fl_sim.threats.inversion import Asked, attack  # noqa: PLC0415
+        from fl_sim.threats.pictures import PICTURE, picture_of  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    finished.refuse_private_records("attack inversion")
+    chosen = Asked(**asked)
+    with waiting() as show:
+        method, attempts = attack(finished, chosen, show)
+    found = [one for attempt in attempts for one in attempt.found]
+    is_image = finished.test[0].ndim == 4
+    picture = (out or run / PICTURE) if is_image else None
+    facts = _facts_of(finished, chosen, method, attempts)
+    if picture is not None:
+        data, model = finished.job.experiment.data, finished.job.experiment.model.name
+        title = [f"{data}, {model}, {chosen.at} model, method {method}, {chosen.batch} in a gradient, {_noise(facts)}"]
+        write_whole(picture, picture_of(found, title))
+        facts["picture"] = str(picture)
+    if json_output:
+        say(json.dumps(facts))
+        return
+    _say_inversion(facts)
+    say_privacy(finished.privacy)
+
+
+def _facts_of(finished: FinishedRun, asked: Asked, method: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
+    from fl_sim.threats.membership import most_allowed  # noqa: PLC0415 (slow, only here)
+
+    found = [one for attempt in attempts for one in attempt.found]
+    errors, noises = sorted(one.error for one in found), [one.noise_multiplier for one in attempts]
+    ratios = sorted(one.psnr for one in found if one.squared)
+    facts: dict[str, Any] = {
+        "attack": "inversion", "run": str(finished.out), "method": method, "model": asked.at, "batch": asked.batch,
+        "records": len(found), "median_error": errors[len(errors) // 2],
+        "exact": sum(error <= _EXACT for error in errors), "labels_found": sum(one.label_found for one in found),
+        "squared_error": [one.squared for one in found],
+        "psnr": [None if not one.squared else one.psnr for one in found],
+        "median_psnr": ratios[len(ratios) // 2] if ratios else None,
+        "noise_multiplier": noises[0] and fmean(one for one in noises if one), "privacy": [*finished.facts["privacy"]],
+    }  # fmt: skip
+    if traced := [one.recognised for one in attempts if one.recognised is not None]:
+        total = reduce(add, traced)
+        by_epsilon = [most_allowed(*one.of_run, 1 / total.candidates) for one in finished.covering]
+        facts["recognised"] = {
+            "candidates": total.candidates, "draws": total.draws, "rate": total.right / total.draws,
+            "interval": [*total.interval], "most_by_one_step": total.allowed / total.draws,
+            "most_by_epsilon": max(by_epsilon, default=None),
+        }  # fmt: skip
+    return facts
+
+
+def _noise(facts: dict[str, Any]) -> str:
+    noise = facts["noise_multiplier"]
+    return "without noise" if noise is None else f"clipped, with noise multiplier {noise:g}"
+
+
+def _say_inversion(facts: dict[str, Any]) -> None:
+    of, ratio = f"of {facts['records']}", facts["median_psnr"]
+    how = "read off" if facts["method"] == "analytic" else "found by optimisation"
+    psnr = "" if ratio is None else f", median PSNR {ratio:.1f} dB"
+    say(
+        f"gradients of {facts['batch']} record(s), {_noise(facts)}: {facts['exact']} {of} records are {how} to 1e-6, "
+        f"median error {facts['median_error']:.2g} of the largest value{psnr}; {facts['labels_found']} labels are right"
+    )
+    if facts["method"] == "optimise":
+        ratios = ", ".join("exact" if one is None else f"{one:.1f}" for one in facts["psnr"])
+        say(
+            f"PSNR of each record in dB: {ratios} (20 and more looks like the record; about 10 is no better than noise)"
+        )
+    if traced := facts.get("recognised"):
+        low, high = traced["interval"]
+        say(
+            f"the record behind a gradient is recognised among {traced['candidates']} in {_percent(traced['rate'])} "
+            f"[{100 * low:.1f}, {100 * high:.1f}] of {traced['draws']:,} draws of the noise (chance: "
+            f"{_percent(1 / traced['candidates'])}); the noise of one step allows at most "
+            f"{_percent(traced['most_by_one_step'])} if the batch is known"
+        )
+        if traced["most_by_epsilon"] is not None:
+            say(
+                f"by everything that the run publishes, with unknown batches: at most "
+                f"{_percent(traced['most_by_epsilon'])}, by its epsilon"
+            )
+    if "picture" in facts:
+        say(f"records and reconstructions: {facts['picture']}")
+
+
+_EXACT = 1e-6
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def show_labels(run: Path, clients: int, at: str, data_root: Path | None, *, json_output: bool) -> None:
+    """Print how well the label counts of clients of ``run`` are read off gradients and updates, and its epsilon."""
+    with importing():
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.labels import infer  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    finished.refuse_private_records("attack labels")
+    with waiting() as show:
+        batches, updates = infer(finished, clients, at, show)
+    facts: dict[str, Any] = {
+        "attack": "labels", "run": str(run), "model": at, "batch": _labels_facts(batches) if batches else None,
+        "update": _labels_facts(updates) if updates else None, "privacy": [*finished.facts["privacy"]],
+    }  # fmt: skip
+    if json_output:
+        say(json.dumps(facts))
+        return
+    for what, some in (("the gradient of one batch", batches), ("the update of a round", updates)):
+        if not some:
+            say(f"labels in {what}: unknown, as no such gradient of SGD leaves a client of this run")
+            continue
+        say(f"labels in {what} (true counts by class, then the estimate):")
+        for one in some[:_SHOWN]:
+            say(f"  client {one.client:<5} {_row(one.true)}")
+            say(f"  {'estimate':12} {_row(one.estimated)}")
+        told = _labels_facts(some)
+        say(
+            f"  {told['clients']} clients: mean absolute error {told['error']:.2f} records per class; by the class "
+            f"shares of all records {told['error_of_guess']:.2f}; {_percent(told['right'])} of the labels are right "
+            f"(by class shares {_percent(told['right_by_guess'])})"
+        )
+    say_privacy(finished.privacy)
+
+
+_SHOWN = 3
+"""The number of clients whose counts are printed."""
+
+
+def _row(counts: Any) -> str:
+    return " ".join(f"{count:>5}" for count in counts.tolist())
+
+
+def _labels_facts(some: Sequence[Counted]) -> dict[str, Any]:
+    return {
+        "clients": len(some), "error": fmean(one.error for one in some),
+        "error_of_guess": fmean(one.error_of_guess for one in some), "right": fmean(one.right for one in some),
+        "right_by_guess": fmean(one.right_by_guess for one in some),
+        "counts": [{"client": one.client, "true": one.true.tolist(), "estimated": one.estimated.tolist()}
+                   for one in some],
+    }  # fmt: skip

@@ -1,0 +1,186 @@
+"""Label inference: the counts of labels in a batch, from the gradient of the last layer's bias.
+
+For cross-entropy, the bias gradient of one record is p - e_y: p is the record's softmax, and e_y the unit vector of its
+label y. So the sum over a batch is (sum of p) - counts, and with the exact sum of p the counts are exact
+(``exact_counts``). For a single record, the label is the only class with a negative entry (iDLG, Zhao et al. 2020,
+section 3.1). For a batch, the attacker does not know p, but estimates it (LLG, Wainakh et al. 2022, section 4): it has
+other records of the same kind, and computes from them the mean bias gradient of each class, as it leaves a client. The
+counts are then the non-negative numbers whose combination of these means is nearest to the seen sum
+(``estimated_counts``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_sim.errors import UserError
+from fl_sim.params import head_weight
+from fl_sim.threats.finished import FinishedRun
+from fl_sim.threats.observed import Observed, server_of
+from fl_sim.types import Params
+
+_MOST_HELPERS = 100
+"""The largest number of the attacker's own records of each class."""
+_KNOWN_SIZE = 10.0
+"""The weight of the equation "the counts add up to the batch size", relative to each equation of a bias."""
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """The records of one client by class, shape (classes,) each.
+
+    ``true``: the counts. ``estimated``: the attacker's estimate, whole numbers with the same sum. ``guessed``: the same
+    number of records, by the class shares of all clients' records.
+    """
+
+    client: int
+    true: NDArray[np.int64]
+    estimated: NDArray[np.int64]
+    guessed: NDArray[np.int64]
+
+    @property
+    def error(self) -> float:
+        """The mean absolute error of the estimate, in records per class."""
+        return float(np.abs(self.estimated - self.true).mean())
+
+    @property
+    def error_of_guess(self) -> float:
+        """The mean absolute error of the guess, in records per class."""
+        return float(np.abs(self.guessed - self.true).mean())
+
+    @property
+    def right(self) -> float:
+        """The share of the labels that the estimate has right, in [0, 1]."""
+        return float(np.minimum(self.estimated, self.true).sum() / self.true.sum())
+
+    @property
+    def right_by_guess(self) -> float:
+        """The share of the labels that the guess has right, in [0, 1]."""
+        return float(np.minimum(self.guessed, self.true).sum() / self.true.sum())
+
+
+def head_bias(names: Params) -> str:
+    """Return the name of the bias of the last linear layer. Raises UserError if there is no such bias."""
+    bias = f"{head_weight(names).removesuffix('weight')}bias"
+    if bias not in names:
+        raise UserError(
+            "the last linear layer of this model has no bias, and labels are read off the gradient of this bias: give "
+            "a run of another model, such as niid-cnn, mlp or resnet"
+        )
+    return bias
+
+
+def exact_counts(summed: NDArray[np.float64], softmax: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the counts of labels in a batch, (classes,). ``summed``: the sum of the bias gradients of its records.
+
+    ``softmax``: the sum of the softmax of its records.
+    """
+    return softmax - summed
+
+
+def estimated_counts(summed: NDArray[np.float64], by_class: NDArray[np.float64], num_records: int) -> NDArray[np.int64]:
+    """Return the estimated counts of labels, (classes,), whole numbers with the sum ``num_records``.
+
+    ``summed``: the sum of the bias gradients of the records, (classes,). ``by_class``: the mean bias gradient of a
+    record of each class, (classes, classes), from ``bias_gradients``.
+    """
+    from scipy.optimize import nnls  # noqa: PLC0415 (the import takes half a second)
+
+    equations = np.vstack([by_class.T, np.full(len(by_class), _KNOWN_SIZE)])
+    found, _ = nnls(equations, np.append(summed, _KNOWN_SIZE * num_records))
+    return whole(found, num_records)
+
+
+def whole(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Return whole numbers in proportion to ``shares``, with the sum ``total``, by the largest remainders.
+
+    >>> whole(np.array([1.0, 1.0, 2.0]), 5).tolist()
+    [1, 1, 3]
+    """
+    exact = shares / shares.sum() * total if shares.sum() > 0 else np.full(len(shares), total / len(shares))
+    counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
+    missing = total - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return counts
+
+
+def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor]) -> NDArray[np.float64]:
+    """Return the mean bias gradient of a record of each class as it leaves a client, (classes, classes), without noise.
+
+    ``records``: the attacker's own records, inputs and labels. A class without records gets the mean softmax of all
+    records instead of its own.
+    """
+    inputs, labels = records
+    name = head_bias(observed.trained)
+    num_classes = len(observed.trained[name])
+    found: list[NDArray[np.float64] | None] = []
+    for label in range(num_classes):
+        some = torch.nonzero(labels == label).flatten()[:_MOST_HELPERS]
+        total = observed.summed(inputs[some], labels[some])[name].double().cpu().numpy() if len(some) else None
+        found.append(None if total is None else total / len(some))
+    units = np.eye(num_classes)
+    softmax = np.mean([one + unit for one, unit in zip(found, units, strict=True) if one is not None], axis=0)
+    return np.stack([softmax - unit if one is None else one for one, unit in zip(found, units, strict=True)])
+
+
+def infer(
+    finished: FinishedRun, clients: int, at: str, show: Callable[[str], object] = str
+) -> tuple[list[Counted], list[Counted]]:
+    """Return the estimates for up to ``clients`` clients: from one batch's gradient, and from a round's update.
+
+    ``at``: the attacked model, "initial" or "final". A list is empty if no such gradient or update leaves a client.
+    """
+    server, batches, updates = server_of(finished, at), list[Counted](), list[Counted]()
+    holders = np.flatnonzero(finished.job.shards.sizes)[:clients].tolist()
+    for number, client in enumerate(holders):
+        show(f"client {number + 1} of {len(holders)}")
+        observed = Observed.of(finished, client, server)
+        by_class = bias_gradients(observed, finished.test)
+        if observed.shows_gradients:
+            size = observed.training.job.task.settings.batch_size
+            batches.append(counted_in_batch(finished, observed, client, size, by_class))
+        if one := counted_in_update(finished, observed, client, by_class):
+            updates.append(one)
+    return batches, updates
+
+
+def counted_in_batch(
+    finished: FinishedRun, observed: Observed, client: int, size: int, by_class: NDArray[np.float64]
+) -> Counted:
+    """Estimate the labels of the first ``size`` records of ``client`` from their gradient in one step of the run."""
+    inputs, labels = (part[:size] for part in finished.held_by(client))
+    seen = observed.noisy(observed.summed(inputs, labels), 0)[head_bias(observed.trained)]
+    estimated = estimated_counts(seen.double().cpu().numpy(), by_class, len(labels))
+    return _counted(finished, client, labels, estimated)
+
+
+def counted_in_update(
+    finished: FinishedRun, observed: Observed, client: int, by_class: NDArray[np.float64]
+) -> Counted | None:
+    """Estimate the labels of all records of ``client`` from its update of a round.
+
+    The attacker takes the update for steps along the mean gradient of all records, between the received model and the
+    sent one. It uses the mean of ``by_class`` at both models. None if the update has another form than a change of the
+    model, or if the optimiser is no SGD.
+    """
+    task, name = observed.training.job.task, head_bias(observed.trained)
+    settings, update = task.settings, observed.update()
+    if update is None or settings.optimizer != "sgd" or not settings.learning_rate:
+        return None
+    steps = np.arange(1, settings.num_steps(observed.num_records) + 1)
+    moved = settings.learning_rate * float(((1 - settings.momentum**steps) / (1 - settings.momentum)).sum())
+    labels = finished.held_by(client)[1]
+    seen = -update[name].double().cpu().numpy() / moved * len(labels)
+    sent = {key: value + update[key] for key, value in task.params.items()}
+    by_class = (by_class + bias_gradients(observed.at(sent), finished.test)) / 2
+    return _counted(finished, client, labels, estimated_counts(seen, by_class, len(labels)))
+
+
+def _counted(finished: FinishedRun, client: int, labels: torch.Tensor, estimated: NDArray[np.int64]) -> Counted:
+    num_classes = len(estimated)
+    true = np.bincount(labels.cpu().numpy(), minlength=num_classes)
+    shares = np.bincount(finished.job.dataset.train.labels, minlength=num_classes).astype(np.float64)
+    return Counted(client, true, estimated, whole(shares, len(labels)))

@@ -1,0 +1,165 @@
+"""What an attacker sees of one client of a finished run: the gradients of its local steps, and its update of a round.
+
+All of it is computed by the client's own code. The algorithm makes the local plan, and the round layers change and
+protect it, as in the run. Only the payment is left out: the noise comes from a seed, and no privacy ledger is charged.
+So nothing here may be shown about records that a run promises to protect (``FinishedRun.refuse_private_records``).
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from clients.client_task import Broadcast, Client
+from clients.train import TrainingJob
+from fl_sim.engines import wire
+from fl_sim.engines.remote import Ticket
+from fl_sim.errors import UserError
+from fl_sim.kinds import kind_of
+from fl_sim.local_plan import PrivateSteps
+from fl_sim.params import copied, layout_of, load_statistics
+from fl_sim.privacy.mechanisms import Noise, add_noise
+from fl_sim.seeding import rng
+from fl_sim.store import run_directory
+from fl_sim.threats.finished import FinishedRun
+from fl_sim.training.loop import Objective, trained_weights
+from fl_sim.training.per_record import clipped_sum_of
+from fl_sim.training.private_steps import StepPlan
+from fl_sim.types import Params, ServerState
+
+
+def server_of(finished: FinishedRun, at: str) -> ServerState:
+    """Return the server state of a run: ``at`` "initial" before the first round, and "final" after the last round."""
+    server = finished.procedure.beginning()
+    if at == "initial":
+        return server
+    if kept := run_directory.read_checkpoint(finished.out, server):
+        return kept[1]
+    model = run_directory.read_model(finished.out)
+    layers = {name: model[name] for name in server.layers}
+    return replace(server, params={name: model[name] for name in server.params}, layers=layers)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One client in the next round of a run, as an attacker sees it.
+
+    ``model``: the model that the client received, in evaluation mode. ``training``: the client's local training, with
+    its protection. ``num_records``: the number of the client's training records.
+    """
+
+    model: nn.Module
+    training: TrainingJob
+    num_records: int
+
+    @classmethod
+    def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
+        """Return ``client`` in the round after ``server``. Raises UserError if the server sees no single client."""
+        experiment, runtime = finished.job.experiment, finished.runtime
+        if any(layer.only_sums for layer in runtime.layers):
+            raise UserError(
+                f"the run in {finished.out} has aggregator={kind_of(experiment.aggregator)}, by which the server sees "
+                "sums over clients alone, and this attack needs what a single client sends: give a run without it"
+            )
+        if not runtime.trains_on_own("synthetic records"):
+            raise UserError(
+                f"the clients of {finished.out} train on synthetic records alone "
+                f"(preprocess={kind_of(experiment.preprocess)}), so no gradient of a training record leaves a client: "
+                "give a run whose clients train on their own records"
+            )
+        key = Noise.seeded(int(rng(experiment.seed, "attack", client).integers(2**63))).key
+        rate = experiment.local.rate_in(finished.facts["rounds"], experiment.rounds)
+        config = replace(wire.BLANK, server_round=finished.facts["rounds"] + 1, learning_rate=rate)
+        received = Broadcast(server.model, server.broadcast)
+        sees = Client(
+            client, runtime, config, wire.config_content(config), ticket=Ticket(key, simulation_only=True),
+            read=lambda _: received,
+        )  # fmt: skip
+        training = TrainingJob.of(sees)
+        model = copied(runtime.model)
+        model.load_state_dict({**training.job.task.params}, strict=False)
+        load_statistics(model, training.job.task.statistics)
+        return cls(model.eval(), training, len(training.job.records))
+
+    def at(self, params: Params) -> "Observed":
+        """Return this client with another model: ``model`` with the tensors ``params``."""
+        model = copied(self.model)
+        model.load_state_dict({**params}, strict=False)
+        return replace(self, model=model.eval())
+
+    @property
+    def private(self) -> PrivateSteps | None:
+        """The clipping and the noise of the client's local steps; None for steps without noise."""
+        return self.training.job.plan.private
+
+    @cached_property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The parameters of ``model`` that local training changes, by name."""
+        return trained_weights(self.model, self.training.job.plan)
+
+    @cached_property
+    def step(self) -> StepPlan | None:
+        """The numbers of a step with noise, such as the standard deviation of its noise; None without noise."""
+        if self.private is None:
+            return None
+        return StepPlan.of(self.private, self.training.job.task.settings, self.num_records, layout_of(self.trained))
+
+    @property
+    def shows_gradients(self) -> bool:
+        """False if the client protects its whole update, and not the gradients of its steps."""
+        return self.private is not None or not self.training.paid
+
+    def refuse_protected_updates(self, finished: FinishedRun) -> None:
+        """Raise UserError if the client protects its whole update, and not the gradients of its steps."""
+        if not self.shows_gradients:
+            raise UserError(
+                f"the run in {finished.out} has local.privacy={kind_of(finished.job.experiment.local.privacy)}, which "
+                "adds noise to whole updates, so no gradient of a step leaves a client, and this attack is one on "
+                "gradients: give a run whose steps have noise (local.privacy=dp-sgd), or a run without local.privacy"
+            )
+
+    def summed(self, inputs: torch.Tensor, labels: torch.Tensor) -> Params:
+        """Return the sum of the gradients of n records, clipped as in a step of the run, without noise.
+
+        ``inputs``: (n, *input shape), normalised. ``labels``: (n,). The result has the names and shapes of ``trained``.
+        """
+        plan, settings = self.training.job.plan, self.training.job.task.settings
+        if self.private is None or self.step is None:
+            objective = Objective.of(self.model, plan, self.trained, inputs.device, smoothing=settings.label_smoothing)
+            loss = len(labels) * objective.loss(inputs, labels, objective.partner(rng(0, "attack")))
+            found = torch.autograd.grad(loss, list(self.trained.values()), materialize_grads=True)
+            return dict(zip(self.trained, found, strict=True))
+        clipped_sum = clipped_sum_of(self.model, self.trained, settings.label_smoothing, self.private.clipping)
+        return self._shaped(clipped_sum(inputs, labels, self.step.limit))
+
+    def noisy(self, total: Params, draw: int) -> Params:
+        """Return ``total``, a result of ``summed``, with the noise of a step; ``draw`` is the number of the noise.
+
+        Without noise in the run, ``total`` is returned unchanged.
+        """
+        if self.private is None or self.step is None:
+            return total
+        flat = torch.cat([value.flatten() for value in total.values()]).double().cpu().numpy()
+        steps = self.private.noise.gaussian(
+            self.step.size, self.step.std, purpose=f"noise {draw} of an attack", server_round=0
+        )
+        return self._shaped(add_noise(flat, self.step.std, steps))
+
+    def _shaped(self, values: NDArray[np.float64]) -> Params:
+        """Return the vector ``values`` as float64 tensors with the names and shapes of ``trained``."""
+        parts = torch.split(torch.from_numpy(values), [weight.numel() for weight in self.trained.values()])
+        pairs = zip(self.trained.items(), parts, strict=True)
+        return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}
+
+    def update(self) -> Params | None:
+        """Return the change of the model in the client's update of the round, as it leaves the client.
+
+        None if the update has another form, such as a compressed one.
+        """
+        sent = self.training.updated(self.training.client.runtime.prepare(self.training.jobs)())
+        delta = sent.payloads.get("delta")
+        return delta if delta is not None and delta.keys() == self.training.job.task.params.keys() else None
