@@ -49,6 +49,10 @@ class AggregatorMemory(Layer):
         """Return the aggregate of the round. The aggregator reads the memory of the last round from its cohort."""
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
+    def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate of a cohort that is only tried out, with the memory of the last round."""
+        return self.inner.foreseen(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
+
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the server state after the round, with the new memory."""
         merged = self.inner.merge(algorithm, server, aggregate)

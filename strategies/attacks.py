@@ -23,9 +23,9 @@ from fl_sim.kinds import Choices, Promising, Withstanding, is_none, kind_of, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
-from fl_sim.types import Examples, LocalTask, Reply
+from fl_sim.types import Aggregate, Cohort, Examples, LocalTask, Reply, ServerState
 from strategies.aggregators import as_rows, cohort_size, from_row
-from strategies.algorithm import Central, Dealing, Sharing
+from strategies.algorithm import Algorithm, Central, Dealing, Sharing
 from strategies.layer import Beginning, Layer, Tamper
 
 if TYPE_CHECKING:
@@ -127,12 +127,14 @@ class Seen:
 
     ``honest``: the updates of the honest clients with records; empty if ``sees_honest`` of the attack is False.
     ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: random
-    numbers from the run's seed.
+    numbers from the run's seed. ``aggregated``: a function (forged updates of all hostile clients) -> the run's
+    aggregate of the round, as one row of shape (d,); None if ``sees_honest`` is False. It changes nothing.
     """
 
     honest: Sequence[Reply]
     cohort_size: int
     coins: np.random.Generator
+    aggregated: Callable[[Sequence[Reply]], torch.Tensor] | None = None
 
 
 class _Harmless(Settings):
@@ -402,6 +404,12 @@ _KNOWN: Final = (
 )
 
 
+def _replaced(replies: Sequence[Reply], forged: Sequence[Reply]) -> tuple[Reply, ...]:
+    """Return ``replies``, with the updates in ``forged`` in place of those of the same clients."""
+    by_client = {reply.client: reply for reply in forged}
+    return tuple(by_client.get(reply.client, reply) for reply in replies)
+
+
 class HostileUpdates(Layer):
     """Replaces the updates of hostile clients by the attack's forged updates, before the aggregation."""
 
@@ -410,7 +418,7 @@ class HostileUpdates(Layer):
     def __init__(self, attack: Attack, hostile: frozenset[int], seed: int, expected: float = 0.0) -> None:
         """Create the layer. ``expected``: the public, expected number of clients in a round."""
         self._attack, self._hostile, self._seed, self._expected = attack, hostile, seed, expected
-        self._round, self._idle = 1, False
+        self._idle, self._is_due = False, True
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
@@ -474,33 +482,60 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning with the number of hostile clients that hold no records: these clients have no effect."""
+        """Return warnings on hostile clients without records, and on more of them than the aggregator is set for."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
-        if not (harmless := len(hostile.intersection(idle))):
-            return []
-        without = f"{harmless} of the {len(hostile)} hostile clients hold no records, so they have no effect"
-        return [f"{without}: set a larger attack.clients, another seed, or a partition that leaves no client empty"]
+        found, most = list[str](), getattr(experiment.aggregator, "hostile", None)
+        if harmless := len(hostile.intersection(idle)):
+            without = f"{harmless} of the {len(hostile)} hostile clients hold no records, so they have no effect"
+            found.append(
+                f"{without}: set a larger attack.clients, another seed, or a partition that leaves no client empty"
+            )
+        in_a_round = len(hostile) * cohort_size(experiment) / experiment.num_clients
+        if isinstance(most, int) and in_a_round > most:
+            found.append(
+                f"rounds have {in_a_round:g} hostile clients on average, and aggregator "
+                f"{kind_of(experiment.aggregator)} is set for {most}: set a larger aggregator.hostile, or a smaller "
+                "attack.clients"
+            )
+        return found
 
     def begin(self, server_round: int) -> None:
-        """Note the number of the round."""
-        self._round = server_round
+        """Note whether hostile clients attack in the round."""
+        self._is_due = hostile_in(self._attack, server_round)
         self.inner.begin(server_round)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the round's updates. Forged updates replace those of hostile clients."""
+        """Return the round's updates, and note whether a hostile client trained."""
         replies = self.inner.received(replies)
+        is_there = any(reply.client in self._hostile for reply in replies if reply.num_examples > 0)
+        self._idle = self._is_due and not is_there and bool(self._hostile)
+        return replies
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate of the round. Forged updates replace those of hostile clients."""
+        replies = self._with_forged(cohort, algorithm, server)
+        return self.inner.aggregate(replace(cohort, replies=replies), algorithm, server)
+
+    def _with_forged(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> tuple[Reply, ...]:
+        """Return the updates of the round, with forged updates in place of those of hostile clients."""
+        replies = cohort.replies
         trained = [reply for reply in replies if reply.num_examples > 0]
         hostile = [reply for reply in trained if reply.client in self._hostile]
-        is_due = hostile_in(self._attack, self._round)
-        self._idle = is_due and not hostile and bool(self._hostile)
-        if not hostile or not is_due:
+        if not hostile or not hostile_in(self._attack, cohort.server_round):
             return replies
         honest = [reply for reply in trained if reply.client not in self._hostile and sees_honest(self._attack)]
         size = round(self._expected) if self.hides_clients else len(replies)
-        seen = Seen(honest, size, rng(self._seed, "forged updates", self._round))
-        forged = {reply.client: reply for reply in self._attack.forged(hostile, seen)}
-        return tuple(forged.get(reply.client, reply) for reply in replies)
+        coins = rng(self._seed, "forged updates", cohort.server_round)
+
+        def aggregated(forged: Sequence[Reply]) -> torch.Tensor:
+            tried = replace(cohort, replies=_replaced(replies, forged))
+            found = self.inner.foreseen(tried, algorithm, server)
+            assert found is not None  # hostile clients hold records
+            return as_rows([replace(hostile[0], payloads=found.payloads)])[0]
+
+        seen = Seen(honest, size, coins, aggregated if sees_honest(self._attack) else None)
+        return _replaced(replies, self._attack.forged(hostile, seen))
 
     def remarks(self) -> Sequence[str]:
         """Return one sentence for each setting that has no effect in this experiment."""

@@ -53,6 +53,10 @@ class Planted(HostileClients):
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
         """Return the records on which a hostile client trains; see ``attacks.Tampering``."""
 
+    def is_held(self, examples: Examples) -> bool:
+        """Return True if a hostile client with the records ``examples`` trains on a changed record."""
+        return len(examples) > 0
+
     @abstractmethod
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records of the attack success rate, with the label ``target``.
@@ -153,15 +157,15 @@ class Backdoor(Planted):
 
 
 class SemanticBackdoor(Planted):
-    """Hostile clients label all their records of class ``source`` as ``target``; no record gets a trigger.
+    """Hostile clients label all their records of one class as another class; no record gets a trigger.
 
     This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) whose records are a whole class. For a part of a
     class, such as red cars, derive a class that overrides ``is_meant``, and give its import path as the attack. The
     base class ``Planted`` has the settings of model replacement, constrain-and-scale and Neurotoxin.
 
-    The attack success rate is the share of the test records of class ``source`` for which the model predicts
-    ``target``. The accuracy counts these predictions as errors. A hostile client without records of class ``source``
-    trains as an honest one.
+    ``source``: the class whose records hostile clients label as the target. The attack success rate is the share of its
+    test records for which the model predicts the target. The accuracy counts these predictions as errors. A hostile
+    client without records of this class trains as an honest one.
     """
 
     kind: Literal["semantic-backdoor"] = "semantic-backdoor"
@@ -184,6 +188,10 @@ class SemanticBackdoor(Planted):
         """
         mask: NDArray[np.bool_] = examples.labels == self.source
         return mask
+
+    def is_held(self, examples: Examples) -> bool:
+        """Return True if one of the records is meant."""
+        return bool(self._meant(examples).any())
 
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
         """Return a hostile client's records; those that are meant get the target label."""

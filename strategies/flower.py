@@ -371,6 +371,10 @@ class _Innermost(Layer):
         write_guard.check(aggregator.mean)
         return aggregate
 
+    def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the result of the aggregator, which has no state of its own."""
+        return self.aggregate(cohort, algorithm, server)
+
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the algorithm's next server state. Raises an error if the algorithm changes its arguments."""
         write_guard = WriteGuard.of(groups_of(server))

@@ -262,6 +262,13 @@ class Layer:
         """Return the aggregate of the cohort's updates, or None if no client of the cohort has records."""
         return self.inner.aggregate(cohort, algorithm, server)
 
+    def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate of a cohort that is only tried out, as by an attacker that knows the aggregator.
+
+        A layer overrides this method if the aggregator needs the layer's tensors. The method changes no layer.
+        """
+        return self.inner.foreseen(cohort, algorithm, server)
+
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the server state after the round."""
         return self.inner.merge(algorithm, server, aggregate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from fl_sim.importing import torch
+from fl_sim.kinds import Choices, Promising, kind_of
 from fl_sim.types import Reply
 from strategies.aggregators import as_rows
 from strategies.attacks import Forging, HostileClients, Knowing, Seen, with_row
@@ -96,6 +97,95 @@ class MinSum(_Farthest):
         """Return the largest g with sum_i |g p - c_i|^2 <= max_i sum_j |c_i - c_j|^2, for the rows c_i."""
         del way
         return float(centred.norm(dim=1).max())
+
+
+class _Searched(Forging):
+    """Base class of attacks that search the strength that moves the aggregate furthest from the honest mean.
+
+    The attackers know all honest updates, and the aggregator with its memory and its random numbers. They try out
+    ``evaluations`` strengths: from 0 in steps of 10, 20, 40 and so on, as long as the aggregate moves further from the
+    mean of the honest updates; then upwards from the best strength, in steps that shrink by a factor of .8 (Allouah et
+    al. 2023; the search of the program ByzFL). Under the plain mean every larger strength harms more, so training
+    diverges.
+    """
+
+    evaluations: int = Field(20, ge=2, le=10_000)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError, too, if the aggregator may not be tried out: its results have a privacy cost."""
+        if isinstance(experiment.aggregator, Promising) and experiment.aggregator.is_private:
+            raise ValueError(
+                f"attack {kind_of(self)} cannot run with aggregator {kind_of(experiment.aggregator)}: it tries out "
+                "aggregates, and here each of them would have a privacy cost; take another aggregator or attack"
+            )
+        super().check(experiment)
+
+    @abstractmethod
+    def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
+        """Return the forged update of a strength, (d,). ``honest``: the honest updates, float64 (n, d)."""
+
+    def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
+        """Return the forged update with the best strength for all hostile clients; their own if nobody is honest."""
+        if not seen.honest:
+            return hostile
+        assert seen.aggregated is not None
+        honest, aggregated = as_rows(seen.honest).double(), seen.aggregated
+
+        def tried(strength: float) -> list[Reply]:
+            sent = self.sent(honest, strength).float()
+            return [with_row(reply, sent) for reply in hostile]
+
+        def harm(strength: float) -> float:
+            return float((aggregated(tried(strength)).double() - honest.mean(dim=0)).norm())
+
+        return tried(strongest(harm, self.evaluations))
+
+
+def strongest(harm: Callable[[float], float], evaluations: int) -> float:
+    """Return the strength with the largest ``harm(strength)`` that a line search from 0 upwards finds.
+
+    ``evaluations``: the number of calls of ``harm``.
+    """
+    best, most, step, factor = 0.0, harm(0.0), 10.0, 2.0
+    for _ in range(evaluations - 1):
+        found = harm(best + step)
+        is_better = found > most
+        if is_better:
+            best, most = best + step, found
+        else:
+            factor = 0.8
+        step *= factor
+    return best
+
+
+class OptimalALittleIsEnough(_Searched):
+    """Opt-ALIE: ALIE against the run's own aggregator, with the number z of deviations that harms most.
+
+    All hostile clients send mean - z * deviation of the honest updates. This is the attack of Shejwalkar and Houmansadr
+    2021 (section 4, equation 1) on a known aggregator, with the direction "deviation". For the search of z see
+    ``evaluations``.
+    """
+
+    kind: Literal["opt-alie"] = "opt-alie"
+    title: ClassVar[str] = "Opt-ALIE"
+
+    def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
+        """Return mean - ``strength`` * deviation of the honest updates."""
+        return honest.mean(dim=0) - strength * honest.std(dim=0, correction=0)
+
+
+class OptimalInnerProductManipulation(_Searched):
+    """Opt-IPM: IPM against the run's own aggregator, with the factor eps that harms most.
+
+    All hostile clients send -eps times the mean of the honest updates. For the search of eps see ``evaluations``.
+    """
+
+    kind: Literal["opt-ipm"] = "opt-ipm"
+    title: ClassVar[str] = "Opt-IPM"
+
+    def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
+        """Return -``strength`` times the mean of the honest updates."""
+        return honest.mean(dim=0) * -strength
 
 
 class FangTrim(Knowing):

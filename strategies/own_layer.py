@@ -100,6 +100,11 @@ class OwnLayer(Layer):
             raise self._wrong("aggregate", f"{got}", f"an Aggregate of {wanted}, or None")
         return made
 
+    def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate of a cohort that is only tried out."""
+        with self._errors_of("foreseen"):
+            return self.inner.foreseen(cohort, algorithm, server)
+
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the next server state. Raises RunError if names or shapes of the model changed."""
         with self._errors_of("merge"):

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of
 from fl_sim.simulation.client_runtime import threads_of
 from fl_sim.simulation.stage import Run, Stage
+from strategies.attacks import hostile_clients
 from strategies.backdoors import Planted
 
 
@@ -21,10 +23,23 @@ class BackdoorSuccess(Stage):
         super().__init__(job)
         attack = job.experiment.attack
         assert isinstance(attack, Planted)
-        self._target, self._of_tests, triggered = attack.target, attack.of_tests, attack.triggered(job.dataset)
+        self._attack, triggered = attack, attack.triggered(job.dataset)
         self._num_records = len(triggered)
         self._records = job.source(triggered)
         self._round, self._success = -1, 0.0
+
+    def warnings(self) -> list[str]:
+        """Return a warning if no hostile client holds a record that the attack is about."""
+        experiment, job = self.job.experiment, self.job
+        if experiment.is_private:  # the clients' records are private
+            return []
+        hostile = hostile_clients(self._attack, experiment.num_clients, experiment.seed)
+        if any(self._attack.is_held(job.dataset.train.take(job.shards[client])) for client in sorted(hostile)):
+            return []
+        nobody = f"no hostile client holds a record that attack {kind_of(self._attack)} is about, so nobody attacks"
+        return [
+            f"{nobody}: set a larger attack.clients, another seed, or a partition with more holders of such records"
+        ]
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
         """Return the attack success rate of the round's model in rounds whose model is tested."""
@@ -50,8 +65,8 @@ class BackdoorSuccess(Stage):
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``backdoor`` for ``result.json``: target, number of triggered records and success rate."""
         said = (
-            f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} {self._of_tests} "
-            f"that the model predicts as class {self._target}"
+            f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} "
+            f"{self._attack.of_tests} that the model predicts as class {self._attack.target}"
         )
-        found = {"target": self._target, "triggered_records": self._num_records}
+        found = {"target": self._attack.target, "triggered_records": self._num_records}
         return {"backdoor": {**found, "success_rate": self._success, "in_words": said} if self._round >= 0 else found}

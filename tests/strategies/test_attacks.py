@@ -20,7 +20,7 @@ from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import kept_path
 from fl_sim.tables.plan import TableSettings, plan_table
-from fl_sim.types import LocalTask, Reply
+from fl_sim.types import Cohort, LocalTask, Reply, ServerState
 from strategies.algorithm import ONE_STEP
 from strategies.attacks import ALittleIsEnough, HostilePlans, HostileUpdates, LabelFlip, Seen, SignFlip, hostile_clients
 from strategies.backdoors import Backdoor
@@ -41,6 +41,11 @@ def _sent(replies):
     return [reply.payloads["delta"]["w"].tolist() for reply in replies]
 
 
+def _aggregated(layer, rows, server_round=1):
+    cohort = Cohort(server_round, tuple(_replies(rows)), len(rows), len(rows))
+    return _sent(layer.aggregate(cohort, FedAvg(), ServerState({})).replies)
+
+
 @dataclass
 class Passing:
     """A layer's inner layer, which passes on what it is given."""
@@ -52,6 +57,9 @@ class Passing:
 
     def received(self, replies: Any) -> Any:
         return replies
+
+    def aggregate(self, cohort: Any, *_: Any) -> Any:
+        return cohort
 
     def remarks(self) -> list[str]:
         return []
@@ -131,7 +139,7 @@ def test_attackers_that_see_no_honest_update_get_none_and_secret_cohorts_stay_se
 
     layer = HostileUpdates(Spy(), frozenset({0}), 0, 7.2)
     layer.inner = Passing(hides_clients=True)  # type: ignore[assignment]
-    assert _sent(layer.received(tuple(_replies([[1.0], [2.0]])))) == [[-1.0], [2.0]]
+    assert _aggregated(layer, [[1.0], [2.0]]) == [[-1.0], [2.0]]
     layer.received(())
     assert layer.remarks() == []
 
@@ -183,11 +191,18 @@ def test_a_schedule_is_kept_by_records_plans_and_updates() -> None:
     assert [task.server_round for task in tasks if half.planned(task, LocalPlan()) != LocalPlan()] == due
     layer = HostileUpdates(SignFlip(first_round=3, every=2), frozenset({0}), 0)
     layer.inner = Passing()  # type: ignore[assignment]
-    found = []
-    for number in range(1, 10):
-        layer.begin(number)
-        found += [number] if _sent(layer.received(tuple(_replies([[1.0], [2.0]])))) == [[-1.0], [2.0]] else []
-    assert found == due
+    sent = [_aggregated(layer, [[1.0], [2.0]], number) for number in range(1, 10)]
+    assert [number for number, one in enumerate(sent, 1) if one == [[-1.0], [2.0]]] == due
+
+
+def test_more_hostile_clients_than_the_rule_is_set_for_are_told() -> None:
+    def told(clients: int) -> list[str]:
+        made = experiment_from({"attack": {"kind": "sign-flip", "clients": clients}, "aggregator": "krum:2"})
+        return list(HostileUpdates.warnings(made, 0, []))
+
+    assert told(2) == []
+    [said] = told(3)
+    assert "rounds have 3 hostile clients on average, and aggregator krum is set for 2: set a larger" in said
 
 
 def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():

@@ -19,7 +19,7 @@ from fl_sim.report.measures import measures
 from fl_sim.seeding import rng
 from fl_sim.simulation.rounds import Rounds, procedure_of
 from fl_sim.simulation.run import run
-from fl_sim.simulation.stage import titles_of
+from fl_sim.simulation.stage import stages_of, titles_of
 from fl_sim.training.loop import train
 from fl_sim.types import ClientUpdate, Cohort, Dataset, Examples, LocalSettings, LocalTask, Reply, ServerState, Trained
 from strategies.aggregators import WeightedMean
@@ -199,6 +199,15 @@ def test_a_semantic_backdoor_relabels_the_meant_records_and_is_counted_over_them
     found = fl_sim.run(whole, out=tmp_path / "run", progress=False).facts["backdoor"]
     assert found["success_rate"] > 0.8
     assert f"share of the {len(meant)} test records that the attack is about" in found["in_words"]
+
+
+def test_that_nobody_holds_a_meant_record_is_told() -> None:
+    for source, count in ((4, 0), (5, 1)):  # with label-1, client 4 alone holds fours, and it is the hostile one
+        attack = {"kind": "semantic-backdoor", "source": source, "target": 7}
+        job = job_of(experiment_from({**IID, "partition": "label-1", "seed": 4, "attack": attack}))
+        [stage] = stages_of(job)
+        assert len(stage.warnings()) == count
+        assert all("no hostile client holds a record" in one and "another seed" in one for one in stage.warnings())
 
 
 class DarkFours(SemanticBackdoor):

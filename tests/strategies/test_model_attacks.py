@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import fl_sim
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.types import Reply
-from strategies.attacks import ALittleIsEnough, HostileUpdates, Seen, SignFlip
+from fl_sim.types import Cohort, Reply, ServerState
+from strategies.aggregators import WeightedMean, as_rows
+from strategies.attacks import ALittleIsEnough, HostileUpdates, Seen, SignFlip, with_row
+from strategies.fedavg import FedAvg
 from strategies.model_attacks import (
     FangTrim,
     FreeRider,
@@ -19,7 +23,11 @@ from strategies.model_attacks import (
     Mimic,
     MinMax,
     MinSum,
+    OptimalALittleIsEnough,
+    OptimalInnerProductManipulation,
+    strongest,
 )
+from strategies.trimmed_mean import TrimmedMean
 
 
 def replies(rows: Any, first: int = 0) -> list[Reply]:
@@ -120,32 +128,96 @@ def test_noise_and_free_riders() -> None:
 
 
 class Inner:
-    """A layer's inner layer, which passes on what it is given."""
+    """A layer's inner layer, which takes the mean, and returns the cohort that it is given as the aggregate."""
 
     hides_clients = False
 
-    def begin(self, server_round: int) -> None:
-        pass
+    def aggregate(self, cohort: Any, *_: Any) -> Any:
+        return cohort
 
-    def received(self, answers: Any) -> Any:
-        return answers
+    def foreseen(self, cohort: Any, *_: Any) -> Any:
+        return WeightedMean().mean(cohort, "examples")
+
+
+def aggregated(attack: Any, hostile: Any, answers: Any, seed: int = 0, server_round: int = 1) -> Any:
+    """Return the numbers that are aggregated."""
+    layer = HostileUpdates(attack, frozenset(hostile), seed)
+    layer.inner = Inner()  # type: ignore[assignment]
+    given: Any = Cohort(server_round, tuple(answers), len(answers), len(answers))
+    cohort: Any = layer.aggregate(given, FedAvg(), ServerState({}))
+    return [one.payloads["delta"]["w"].tolist() for one in cohort.replies]
 
 
 def test_attackers_see_the_honest_updates_of_clients_with_records_and_new_coins_in_every_round() -> None:
-    layer = HostileUpdates(InnerProductManipulation(eps=1.0), frozenset({0, 4}), seed=3)
-    layer.inner = Inner()  # type: ignore[assignment]
     answers = replies([[8.0], [1.0], [3.0], [50.0], [8.0]])
     answers[3] = replace(answers[3], num_examples=0)
-    sent = [one.payloads["delta"]["w"].tolist() for one in layer.received(tuple(answers))]
+    sent = aggregated(InnerProductManipulation(eps=1.0), {0, 4}, answers)
     assert sent == [[-2.0], [1.0], [3.0], [50.0], [-2.0]]
 
     def noise(seed: int, server_round: int) -> Any:
-        layer = HostileUpdates(GaussianUpdates(), frozenset({0, 4}), seed)
-        layer.inner = Inner()  # type: ignore[assignment]
-        layer.begin(server_round)
-        return layer.received(tuple(answers))[0].payloads["delta"]["w"].item()
+        return aggregated(GaussianUpdates(), {0, 4}, answers, seed, server_round)[0][0]
 
     assert len({noise(0, 1), noise(0, 1), noise(0, 2), noise(1, 1)}) == 3
+
+
+def test_the_search_finds_the_strength_that_moves_the_runs_own_aggregator_most() -> None:
+    """The trimmed mean of five drops the forged value as soon as it is the lowest one."""
+    rows = np.random.default_rng(4).normal(size=(5, 7)).astype(np.float32)
+    honest, rule = rows[1:].astype(np.float64), TrimmedMean(trim=0.2)
+
+    def moved_by(sent: Any) -> float:
+        aggregate: Any = rule.mean(Cohort(1, tuple(replies([sent, *rows[1:]])), 5, 5), "uniform")
+        return float(np.linalg.norm(aggregate.payloads["delta"]["w"].numpy() - honest.mean(0)))
+
+    class Trimmed(Inner):
+        def foreseen(self, cohort: Any, *_: Any) -> Any:
+            return rule.mean(cohort, "uniform")
+
+    for attack, start, way in (
+        (OptimalALittleIsEnough(), honest.mean(0), -honest.std(0)),
+        (OptimalInnerProductManipulation(), 0 * honest[0], -honest.mean(0)),
+    ):
+        layer = HostileUpdates(attack, frozenset({0}), 0)
+        layer.inner = Trimmed()  # type: ignore[assignment]
+        cohort: Any = layer.aggregate(Cohort(1, tuple(replies(rows)), 5, 5.0), FedAvg(), ServerState({}))
+        sent = cohort.replies[0].payloads["delta"]["w"].numpy()
+        assert moved_by(sent) >= 0.97 * max(moved_by(start + z * way) for z in np.linspace(0, 20, 400))
+
+
+def test_the_search_visits_the_strengths_of_byzfl() -> None:
+    visited = []
+
+    def harm(strength: float) -> float:
+        visited.append(strength)
+        return strength if strength < 34 else 0.0
+
+    assert strongest(harm, 15) == pytest.approx(30 + 40 * 0.8**11)
+    assert visited == pytest.approx([0, 10, 30, *(30 + 40 * 0.8**power for power in range(12))])
+
+
+class Found(OptimalInnerProductManipulation):
+    """Sends what a search of two strengths finds, without a search."""
+
+    kind: str = "found"  # type: ignore[assignment]
+
+    def forged(self, hostile: Any, seen: Seen) -> Any:
+        sent = self.sent(as_rows(seen.honest).double(), 10.0).float()
+        return [with_row(reply, sent) for reply in hostile]
+
+
+def test_a_search_leaves_the_memory_of_the_aggregator_alone(tmp_path: Any) -> None:
+    clipping = {"kind": "centred-clipping", "tau": 0.5}
+    settings = {"partition": "iid", "model": "logistic", "rounds": 3, "aggregator": clipping, "clients": 6}
+    found = []
+    for name, attack in (("searched", "opt-ipm"), ("found", f"{__name__}:Found")):
+        made = {**settings, "attack": {"kind": attack, "clients": 1, "evaluations": 2}}
+        found.append(load_file(fl_sim.run(made, out=tmp_path / name, progress=False).directory / "model.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_no_aggregate_with_a_privacy_cost_is_tried_out() -> None:
+    with pytest.raises(UserError, match="opt-alie cannot run with aggregator global-dp: it tries out aggregates"):
+        experiment_from({"attack": "opt-alie", "aggregator": {"kind": "global-dp", "noise": "seeded"}})
 
 
 @pytest.mark.parametrize("kind", ["ipm", "min-max", "min-sum", "fang-trim", "gaussian-noise", "free-rider"])
