@@ -165,6 +165,10 @@ class Choices(Protocol):
         """The engine, which executes clients: in this process, or on Ray."""
 
     @property
+    def is_private(self) -> bool:
+        """True if the run promises privacy."""
+
+    @property
     def hides_time(self) -> bool:
         """True if the run hides how long each client takes, because a duration would reveal private facts."""
 
@@ -278,6 +282,15 @@ class Supplying(Protocol):
     @property
     def supplies_rounds(self) -> bool:
         """True if clients train on the supplied records in the rounds; False if only the server trains on them."""
+
+
+@runtime_checkable
+class SettingAside(Protocol):
+    """A settings class that gives training records to the server. No client then holds these records."""
+
+    @property
+    def num_set_aside(self) -> int:
+        """The number of records, at least 0."""
 
 
 def replaces_records(kind: object) -> bool:

@@ -354,7 +354,7 @@ class Cohort:
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
     number of replies. ``num_holders``: the number of clients with records to train on, among all ``num_clients``
     clients; None means all clients. ``seed``: the run's seed. ``memory``: the tensors that the aggregator kept after
-    the last round.
+    the last round. ``own``: the payloads of the server's own update of the round, for aggregators that compare with it.
     """
 
     server_round: int
@@ -364,6 +364,7 @@ class Cohort:
     num_holders: int | None = None
     seed: int = 0
     memory: Params = field(default_factory=dict)
+    own: Payloads = field(default_factory=dict)
 
     def participation(self, num_trained: int) -> float:
         """Return ``num_trained`` divided by ``num_holders``, the number of clients that can take part."""

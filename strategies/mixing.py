@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, Promising, kind_of
+from fl_sim.kinds import Choices, Promising, kind_of, path_in
 from fl_sim.one_of import OneOf
 from fl_sim.seeding import rng
 from fl_sim.settings import by_default
@@ -32,6 +32,11 @@ class _Mixed(Robust):
             raise ValueError(
                 f"aggregator {kind_of(self)} cannot run over {kind_of(self.over)}, which needs the updates of single "
                 "clients: take another aggregator.over, such as median or krum"
+            )
+        if path_in(type(self.over), "stage"):
+            raise ValueError(
+                f"aggregator {kind_of(self)} cannot run over {kind_of(self.over)}, whose server trains in every round: "
+                "take another aggregator.over, such as median or krum"
             )
         super().check(experiment)
 

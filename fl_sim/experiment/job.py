@@ -21,7 +21,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.frozen_body import FrozenBody, body_of
 from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.foreign_models import source_of
-from fl_sim.kinds import Computing, Sealing, is_none, is_own_kind, kind_of, path_in
+from fl_sim.kinds import Computing, Sealing, SettingAside, is_none, is_own_kind, kind_of, path_in
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
 from fl_sim.params import copied, fixed_in
@@ -64,7 +64,8 @@ class Job:
     ``dataset.train``; empty if no records are held out. ``own_tests``: for each client, the indices of its own test
     records in ``dataset.test``; empty if clients need no test records. ``read``: a function that takes the path of a
     file and returns the tensors in it. The names of such files contain the digest of the content. ``weights``: the
-    tensors from which the model starts; empty if all its weights are random.
+    tensors from which the model starts; empty if all its weights are random. ``set_aside``: the server's own records,
+    which no client holds; None if the server has none.
     """
 
     experiment: Experiment
@@ -76,6 +77,7 @@ class Job:
     own_tests: Parts = field(default_factory=lambda: Parts.of(()))
     read: Callable[[str], Params] = read_by_content
     weights: Params = field(default_factory=dict)
+    set_aside: Examples | None = None
 
     @cached_property
     def members(self) -> NDArray[np.int64]:
@@ -281,8 +283,10 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     if pooled := experiment.evaluate.pooled_share:
         dataset = own_tests.merged(dataset)
     shards = _without_some(experiment, _without(experiment.forgotten, _shards(experiment, dataset)))
-    weights = _weights(experiment)
-    job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights)
+    own, weights = _set_aside(experiment, dataset), _weights(experiment)
+    shards = shards.where(~np.isin(shards.records, own)) if len(own) else shards
+    aside = dataset.train.take(own) if len(own) else None
+    job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights, set_aside=aside)
     if experiment.evaluate.measures_clients:
         job = _with_own_tests(job, pooled)
         dataset = job.dataset
@@ -548,6 +552,22 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
     if not len(left.records):
         raise UserError(f"{what} leaves no training record to any client: take a smaller number")
     return left
+
+
+def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
+    """Return the indices of the training records that the aggregator's server takes from clients, ascending.
+
+    They depend neither on ``forgotten`` nor on ``left_out``. Raises UserError if clients would have no records left.
+    """
+    aggregator, held = experiment.aggregator, len(dataset.train)
+    count = aggregator.num_set_aside if isinstance(aggregator, SettingAside) else 0
+    if count >= held:
+        raise UserError(
+            f"aggregator {kind_of(aggregator)} sets {count:,} training records aside, and {dataset.name} has {held:,}: "
+            "set fewer records aside, so that clients have records, too"
+        )
+    drawn = rng(experiment.seed_of_partition, "records of the server")
+    return np.sort(drawn.choice(held, count, replace=False)) if count else np.zeros(0, dtype=np.int64)
 
 
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:

@@ -18,6 +18,7 @@ from strategies.bulyan import Bulyan
 from strategies.centred_clipping import CentredClipping
 from strategies.coordinate_median import CoordinateMedian
 from strategies.dnc import DnC
+from strategies.flame import Flame
 from strategies.foolsgold import FoolsGold, foolsgold_weights
 from strategies.geometric_median import GeometricMedian
 from strategies.krum import Krum
@@ -25,7 +26,8 @@ from strategies.mixing import Bucketing, NearestNeighbourMixing
 from strategies.norm_bound import NormBound
 from strategies.signguard import SignGuard
 
-RULES = [made() for made in kinds_of("aggregator").values() if issubclass(made, Robust)]
+RULES = [made() for made in kinds_of("aggregator").values() if issubclass(made, Robust) and made is not Flame]
+RULES.append(Flame(noise=0))
 NINE = np.random.default_rng(2).normal(size=(9, 5)).astype(np.float32)
 
 
@@ -35,7 +37,8 @@ def cohort(rows: Any, server_round: int = 1, clients: Any = None, seed: int = 0,
         Reply(client, {"delta": {"w": torch.tensor(row, dtype=torch.float32)}}, 7, 1.0)
         for client, row in zip(numbers, rows, strict=True)
     ]
-    return Cohort(server_round, tuple(replies), 9, float(len(rows)), seed=seed, **more)
+    own = more.pop("own", replies[0].payloads)  # the server's own update, which only one rule reads
+    return Cohort(server_round, tuple(replies), 9, float(len(rows)), seed=seed, own=own, **more)
 
 
 def made(rule: Any, rows: Any, **more: Any) -> Aggregate:
@@ -164,6 +167,19 @@ def test_foolsgold_by_hand_and_over_rounds() -> None:
     assert later.payloads["delta"]["w"].tolist() == pytest.approx([3.0, 3.0])  # 2 and 4 are still too similar
 
 
+def test_flame_leaves_a_far_minority_out_clips_to_the_median_norm_and_adds_noise_in_its_proportion() -> None:
+    generator = np.random.default_rng(0)
+    honest = np.concatenate([generator.normal(1, 0.1, size=(6, 400)), 3 * generator.normal(1, 0.1, size=(1, 400))])
+    attacked = np.concatenate([honest, generator.normal(-5, 0.1, size=(3, 400))])
+    kept = np.array(row(Flame(noise=0), attacked))
+    assert kept.mean() == pytest.approx(1.05, abs=0.1)
+    middle = np.median(np.linalg.norm(attacked, axis=1))
+    assert np.linalg.norm(kept) <= middle
+    noisy = np.array(row(Flame(noise=0.5), attacked)) - kept
+    assert noisy.std() == pytest.approx(0.5 * middle, rel=0.1)
+    assert (noisy != np.array(row(Flame(noise=0.5), attacked, server_round=2)) - kept).all()
+
+
 @pytest.mark.parametrize("harm", [-1e8, 1e8])
 def test_no_size_of_two_hostile_updates_of_nine_moves_the_geometric_median(harm: float) -> None:
     honest = np.random.default_rng(0).normal(0, 0.1, size=(7, 20))
@@ -206,6 +222,7 @@ def test_means_of_clients_are_refused_where_single_clients_are_needed(over: str)
 REMEMBERING = {
     "buckets": {"kind": "bucketing", "over": {"kind": "centred-clipping", "tau": 0.3}},
     "foolsgold": "foolsgold",
+    "fltrust": "fltrust:60",
 }
 
 

@@ -14,6 +14,7 @@ from strategies.bulyan import Bulyan
 from strategies.centred_clipping import CentredClipping
 from strategies.coordinate_median import CoordinateMedian
 from strategies.dnc import DnC
+from strategies.flame import Flame
 from strategies.geometric_median import GeometricMedian
 from strategies.krum import Krum, MultiKrum, krum_scores
 from strategies.mixing import Bucketing, NearestNeighbourMixing
@@ -23,7 +24,7 @@ from strategies.trimmed_mean import TrimmedMean
 
 ROBUST = [CoordinateMedian(), TrimmedMean(trim=0.3), Krum(hostile=2), MultiKrum(hostile=2), NormBound(norm_bound=1.0),
           GeometricMedian(), Bulyan(hostile=1), CentredClipping(), DnC(hostile=2), SignGuard(coordinate_share=1.0),
-          NearestNeighbourMixing(hostile=2, over=Krum(hostile=2)),
+          Flame(noise=0), NearestNeighbourMixing(hostile=2, over=Krum(hostile=2)),
           Bucketing(size=2, over=GeometricMedian())]  # fmt: skip
 
 

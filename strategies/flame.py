@@ -1,0 +1,64 @@
+"""FLAME: clusters updates by their directions, clips them and adds noise (Nguyen et al. 2022, algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.seeding import rng
+from fl_sim.types import Cohort
+from strategies.aggregators import Robust
+from strategies.algorithm import Weighting
+
+
+class Flame(Robust):
+    """The mean of the updates in the largest cluster, each scaled down to the median norm at most, with noise.
+
+    HDBSCAN clusters the n updates by their cosine distances. A cluster has more than n / 2 updates, so there is one
+    cluster at most; without a cluster, all updates are taken. The median norm is that of all n updates. ``noise``: the
+    paper's lambda. Normal noise on every coordinate has a standard deviation of ``noise`` times the median norm. The
+    paper takes 0.001 for images. The noise comes from the run's seed, and the median norm depends on the updates
+    without a bound, so there is no privacy guarantee. More than half of the clients must be honest.
+    """
+
+    kind: Literal["flame"] = "flame"
+    noise: float = Field(0.001, ge=0, le=1e6)
+    title: ClassVar[str] = "FLAME"
+
+    def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
+        """Return the noisy mean of the clipped updates in the cluster."""
+        del weighting
+        rows = rows.double()
+        norms = rows.norm(dim=1)
+        middle = norms.quantile(0.5)
+        units = rows / norms[:, None].clamp(min=1e-300)
+        distances = (1 - units @ units.T).clamp(min=0).fill_diagonal_(0)
+        kept = torch.from_numpy(_in_cluster(((distances + distances.T) / 2).numpy()))
+        factors = middle / torch.maximum(norms, middle.clamp(min=1e-300))
+        mean: torch.Tensor = (factors[:, None] * rows)[kept].mean(dim=0)
+        if not self.noise:
+            return mean
+        coins = rng(cohort.seed, "noise of FLAME", cohort.server_round)
+        noisy: torch.Tensor = mean + self.noise * middle * torch.from_numpy(coins.standard_normal(len(mean)))
+        return noisy
+
+
+def _in_cluster(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return True for each point in the only cluster, from the ``distances`` of all pairs, shape (n, n).
+
+    Without a cluster, all points are True.
+    """
+    if (count := len(distances)) < 3:
+        return np.ones(count, dtype=bool)
+    from sklearn.cluster import HDBSCAN  # noqa: PLC0415 (a second to import)
+
+    # scikit-learn counts a point as its own neighbour, so 2 is the paper's min_samples of 1
+    clusters = HDBSCAN(
+        min_cluster_size=count // 2 + 1, min_samples=2, metric="precomputed", allow_single_cluster=True, copy=True
+    )
+    found: NDArray[np.bool_] = clusters.fit(distances).labels_ >= 0
+    return found if found.any() else np.ones(count, dtype=bool)
