@@ -45,6 +45,10 @@ def test_every_other_table_file_holds_experiments_that_go_together() -> None:
     assert len(files) >= 16
     for file in files:
         assert experiments(read_settings(file, [])), file
+    large = [*(BENCHMARKS / "robustness").glob("*.toml")]
+    assert large
+    for file in large:
+        assert experiments(read_settings(file, ["seed=0", "partition=iid"])), file
 
 
 def test_the_page_is_what_its_files_make() -> None:

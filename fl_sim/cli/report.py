@@ -23,6 +23,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.figures.by_client import client_figures, draw_clients
 from fl_sim.report.figures.by_epsilon import Images, is_in_features, sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
+from fl_sim.report.figures.heat_map import draw_heat_maps
 from fl_sim.report.figures.pate import pate_pictures
 from fl_sim.report.figures.sweep import draw_sweeps, sweeps
 from fl_sim.report.gallery import PAGE as GALLERY
@@ -75,6 +76,7 @@ def write_report(
         *draw_all(shown, full_axis=full_axis),
         *draw_clients(client_figures(found)),
         *draw_sweeps(sweeps(groups), full_axis=full_axis),
+        *draw_heat_maps(found.tables.values()),
         *deltas,
         *samples,
         *votes,

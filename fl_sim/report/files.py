@@ -324,6 +324,21 @@ class ShownMeasure(FileModel):
     measure: str = ""
 
 
+class HeatMapFile(FileModel):
+    """One heat map of ``table.json``, as in ``fl_sim.report.table.HeatMap``.
+
+    ``places``: (row label, column label, row of the table).
+    """
+
+    title: Annotated[str, Field(max_length=500)]
+    column: str
+    rows: str
+    columns: str
+    row_labels: Annotated[list[str], Field(min_length=1, max_length=200)]
+    column_labels: Annotated[list[str], Field(min_length=1, max_length=200)]
+    places: list[tuple[str, str, str]]
+
+
 class TableFile(FileModel):
     """The part of ``table.json`` that a report reads. ``titles``: None in files of older versions."""
 
@@ -337,6 +352,7 @@ class TableFile(FileModel):
     settings: ShownMeasure = ShownMeasure()
     alone: list[str] = []
     titles: dict[str, str] | None = None
+    heat_maps: Annotated[list[HeatMapFile], Field(max_length=100)] = []
 
 
 def read_json(path: Path) -> Any:

@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
-from fl_sim.report.files import CellFile, ResultFile, RunConfig, TableFile, read_json
+from fl_sim.report.files import CellFile, HeatMapFile, ResultFile, RunConfig, TableFile, read_json
+from fl_sim.report.heat_map import HeatMap
 from fl_sim.report.measures import Spent
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import VERSION
@@ -238,12 +239,18 @@ def read_json_table(place: Path) -> Table:
             return Table(
                 tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, tuple(file.caption),
                 settings=file.settings.model_dump(), labels=file.labels, reference=file.reference,
-                alone=frozenset(file.alone), titles=file.titles,
+                alone=frozenset(file.alone), titles=file.titles, heat_maps=tuple(map(_heat_map, file.heat_maps)),
             )  # fmt: skip
     raise ValueError(
         f"{TABLE} has format version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: use "
         "the fl-sim that wrote the file, or run 'fl-sim table' again, which writes the file anew from the finished runs"
     )
+
+
+def _heat_map(one: HeatMapFile) -> HeatMap:
+    places = {(row, column): name for row, column, name in one.places}
+    labels = tuple(one.row_labels), tuple(one.column_labels)
+    return HeatMap(one.title, one.column, one.rows, one.columns, *labels, places)
 
 
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
 from fl_sim.report.files import PrivacyStatement
+from fl_sim.report.heat_map import HeatMap
 from fl_sim.report.measures import FEWEST, LADDER, Difference, Value, difference, mean_and_deviation, mean_text
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
@@ -71,6 +72,7 @@ class Table:
     ``reference``: the row with which the other rows are compared; empty: the row with the highest mean. ``alone``: the
     rows in which every client trains alone. ``titles``: the titles of the measures of stages
     (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store titles.
+    ``heat_maps``: the layouts of the heat maps that a report draws.
     """
 
     rows: tuple[str, ...]
@@ -85,6 +87,7 @@ class Table:
     reference: str = ""
     alone: frozenset[str] = frozenset()
     titles: Mapping[str, str] | None = None
+    heat_maps: tuple[HeatMap, ...] = ()
 
     def label(self, row: str) -> str:
         """Return the short label of a row; the name of the row if it has no label."""

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from fl_sim.errors import as_cell, in_a_line
 from fl_sim.report.captions import notes
+from fl_sim.report.heat_map import HeatMap
 from fl_sim.report.measures import Value, mean_and_deviation, of_round
 from fl_sim.report.table import (
     MEASURES,
@@ -139,6 +140,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
         **({"alone": [row for row in table.rows if row in table.alone]} if table.alone else {}),
         "titles": dict(table.titles or {}),
+        **({"heat_maps": [_heat_map(one) for one in table.heat_maps]} if table.heat_maps else {}),
         "cells": [
             {"row": row, "column": column, **_cell(table.at(row, column), row, comparisons[column])}
             for row, column in places
@@ -148,6 +150,11 @@ def as_json(table: Table) -> dict[str, Any]:
         "settings": dict(table.settings),
         **({"tuning": list(table.tuning)} if table.tuning else {}),
     }
+
+
+def _heat_map(one: HeatMap) -> dict[str, Any]:
+    places = [[*place, row] for place, row in one.places.items()]
+    return {**{key: value for key, value in vars(one).items() if key != "places"}, "places": places}
 
 
 def csv_text(table: Table) -> str:

@@ -92,7 +92,7 @@ class TableState:
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
             reference=plan.reference, alone=frozenset(cell.row for cell in plan.cells if _is_alone(cell)),
-            titles=self._titles,
+            titles=self._titles, heat_maps=plan.heat_maps,
         )  # fmt: skip
         if (search := self.settings.tune) is None:
             return table

@@ -18,7 +18,9 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.importing import importing
 from fl_sim.kinds import kind_of, short_form
 from fl_sim.mistakes import explain, guess, shortened
+from fl_sim.report.heat_map import HeatMap
 from fl_sim.settings import Settings, flat, read_table
+from fl_sim.tables.heat_maps import HeatMapAxes, MappedRow, heat_maps_of
 from fl_sim.tables.labels import (
     SEEDS,
     RowName,
@@ -84,7 +86,7 @@ class TableSettings(Settings):
     ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or short label of
     the row with which the other rows are compared; empty: the row with the highest mean. ``measure``: the share that
     the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy`` or ``macro_f1``; empty:
-    the accuracy of the server's model.
+    the accuracy of the server's model. ``heat_map``: the axes of the heat maps in a report; None: no heat map.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -95,6 +97,7 @@ class TableSettings(Settings):
     tune: Tune | None = None
     reference: str = ""
     measure: str = Field("", pattern=r"^[a-z0-9_.]*$")
+    heat_map: HeatMapAxes | None = None
 
     @property
     def grids(self) -> list[dict[str, Any]]:
@@ -133,6 +136,7 @@ class Plan:
     """{row: settings that are neither in the label of the row nor in another line of the caption}."""
     reference: str = ""
     """Name of the row with which the other rows are compared; empty: the row with the highest mean."""
+    heat_maps: tuple[HeatMap, ...] = ()
 
     @property
     def runs(self) -> dict[str, Experiment]:
@@ -252,6 +256,7 @@ def plan_table(
     found = row_labels({row: names[row] for row in rows})
     labels, left_out = ({row: both[part] for row, both in found.items()} for part in (0, 1))
     plan = Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), (), over, labels, left_out)
+    plan = replace(plan, heat_maps=_heat_maps(settings.heat_map, plan, names, values_of))
     reference = _reference(settings.reference, plan)
     return replace(plan, reference=reference, caption=_caption(plan, [one for _, one in placed], settings.measure))
 
@@ -358,6 +363,21 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
         job.check_model()
         check_trainer(job)
     return job
+
+
+def _heat_maps(
+    axes: HeatMapAxes | None, plan: Plan, names: Mapping[str, RowName], spanned: Collection[str]
+) -> tuple[HeatMap, ...]:
+    """Return the layouts of the heat maps; empty without ``axes``. ``spanned``: the axes of the grid."""
+    if axes is None:
+        return ()
+    rows: dict[str, MappedRow] = {}
+    for cell in plan.cells:
+        if cell.row not in plan.upper_bounds:
+            name, chosen = names[cell.row], str(cell.point.get(_LABEL, ""))
+            values = {key: value for key, value in name.further.items() if not chosen or key in spanned}
+            rows.setdefault(cell.row, MappedRow(cell.row, chosen or name.method, values))
+    return heat_maps_of(axes, rows.values(), plan.columns)
 
 
 def _reference(wanted: str, plan: Plan) -> str:
