@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import reduce
 from operator import add
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from fl_sim.cli.screen import say, waiting
@@ -58,15 +58,16 @@ def _facts_of(finished: FinishedRun, asked: Asked, method: str, attempts: Sequen
     from fl_sim.threats.membership import most_allowed  # noqa: PLC0415 (slow, only here)
 
     found = [one for attempt in attempts for one in attempt.found]
-    errors, noises = sorted(one.error for one in found), [one.noise_multiplier for one in attempts]
-    ratios = sorted(one.psnr for one in found if one.squared)
+    errors, noises = [one.error for one in found], [one.noise_multiplier for one in attempts]
+    ratios = [one.psnr for one in found if one.squared]
     facts: dict[str, Any] = {
         "attack": "inversion", "run": str(finished.out), "method": method, "model": asked.at, "batch": asked.batch,
-        "records": len(found), "median_error": errors[len(errors) // 2],
+        "records": len(found), "median_error": median(errors),
         "exact": sum(error <= _EXACT for error in errors), "labels_found": sum(one.label_found for one in found),
         "squared_error": [one.squared for one in found],
         "psnr": [None if not one.squared else one.psnr for one in found],
-        "median_psnr": ratios[len(ratios) // 2] if ratios else None,
+        "median_psnr": median(ratios) if ratios else None,
+        "median_psnr_of_mean_record": median(one.psnr_of_typical for one in found),
         "noise_multiplier": noises[0] and fmean(one for one in noises if one), "privacy": [*finished.facts["privacy"]],
     }  # fmt: skip
     if traced := [one.recognised for one in attempts if one.recognised is not None]:
@@ -95,9 +96,8 @@ def _say_inversion(facts: dict[str, Any]) -> None:
     )
     if facts["method"] == "optimise":
         ratios = ", ".join("exact" if one is None else f"{one:.1f}" for one in facts["psnr"])
-        say(
-            f"PSNR of each record in dB: {ratios} (20 and more looks like the record; about 10 is no better than noise)"
-        )
+        guess = facts["median_psnr_of_mean_record"]
+        say(f"PSNR of each record in dB: {ratios} (the mean of the test records in place of each: median {guess:.1f})")
     if traced := facts.get("recognised"):
         low, high = traced["interval"]
         say(

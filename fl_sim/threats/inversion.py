@@ -59,7 +59,8 @@ class Inverted:
 
     ``record``, ``found``: pixels in [0, 1] or numbers of the data set, of the shape of one record. ``error``: the
     largest absolute difference of the two after normalisation, divided by the largest absolute value of the record.
-    ``label_found``: True if the label was read off the gradient.
+    ``label_found``: True if the label was read off the gradient. ``typical``: the mean of the test records, a guess
+    without any gradient.
     """
 
     client: int
@@ -67,6 +68,7 @@ class Inverted:
     found: torch.Tensor
     error: float
     label_found: bool
+    typical: torch.Tensor
 
     @property
     def squared(self) -> float:
@@ -76,7 +78,16 @@ class Inverted:
     @property
     def psnr(self) -> float:
         """The peak signal-to-noise ratio in decibels, for pixels in [0, 1]; infinite for an exact reconstruction."""
-        return math.inf if not self.squared else -10 * math.log10(self.squared)
+        return _psnr(self.squared)
+
+    @property
+    def psnr_of_typical(self) -> float:
+        """The peak signal-to-noise ratio of the guess ``typical`` in decibels."""
+        return _psnr(float((self.record - self.typical).square().mean()))
+
+
+def _psnr(squared: float) -> float:
+    return math.inf if not squared else -10 * math.log10(squared)
 
 
 @dataclass(frozen=True)
@@ -190,12 +201,14 @@ def _reconstructed(
             steps=asked.steps or _STEPS, variation=_VARIATION if asked.variation is None else asked.variation,
             bounds=units.bounds, show=show,
         )  # fmt: skip
-    return _compared(client, (inputs, labels), (made, guesses), units)
+    typical = units.shown(finished.test[0].mean(0, keepdim=True))[0].cpu()
+    return _compared(client, (inputs, labels), (made, guesses), units, typical)
 
 
 def _compared(
-    client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units"
-) -> list[Inverted]:
+    client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units",
+    typical: torch.Tensor,
+) -> list[Inverted]:  # fmt: skip
     """Assign reconstructions to records such that the sum of squared errors is smallest; return them in their order."""
     from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 (the import takes half a second)
 
@@ -206,7 +219,7 @@ def _compared(
         other = made[0][place]
         error = float((other - record).abs().double().max() / record.abs().max().clamp(min=1e-30))
         before, after = (units.shown(one[None])[0].cpu() for one in (record, other))
-        found.append(Inverted(client, before, after, error, bool(made[1][place] == label)))
+        found.append(Inverted(client, before, after, error, bool(made[1][place] == label), typical))
     return found
 
 

@@ -147,7 +147,7 @@ def test_optimised_images_resemble_the_records_of_a_convolutional_network(
     found = told("inversion", tmp_path, *options, "--variation", "0.01")
     assert found["method"] == "optimise"
     assert found["labels_found"] == 2
-    assert min(found["psnr"]) > 15
+    assert min(found["psnr"]) > max(15, found["median_psnr_of_mean_record"] + 1)
     (tmp_path / "inversion.png").unlink()
     before = Counter(path.name for path in tmp_path.iterdir())
 
