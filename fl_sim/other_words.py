@@ -63,7 +63,8 @@ _OF_PRIVACY: Final = {
     ): _LOCAL_DP,
     (
         "for noise that the clients add together, and a server that sees only sums (distributed differential privacy), "
-        "set aggregator=distributed-dp aggregator.epsilon=8; secure aggregation itself is simulated by a plain sum"
+        "set aggregator=distributed-dp aggregator.epsilon=8; secure aggregation itself is simulated by a plain sum. "
+        "For the arithmetic of its masks, without a guarantee, set aggregator=secure-sum"
     ): _DISTRIBUTED_DP,
 }
 

@@ -192,6 +192,12 @@ class Layer:
         return ()
 
     @classmethod
+    def exchanged(cls, experiment: Any) -> Traffic:
+        """Return the forecast of a round's bytes beside models and updates, to and from all its clients together."""
+        del experiment
+        return Traffic(0, 0)
+
+    @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
         """Return sentences on the privacy of the rounds. Users read them before the run, next to the privacy cost."""
         del experiment

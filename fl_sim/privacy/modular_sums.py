@@ -229,8 +229,8 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
     The numbers are whole, from 0 to 2^``bits`` - 1.
     """
-    if bits == 16:  # the usual case, which needs no slow operations on single bits
-        return numbers.astype("<u2").view(np.uint8)
+    if bits in {16, 32}:  # the usual cases, which need no slow operations on single bits
+        return numbers.astype(f"<u{bits // 8}").view(np.uint8)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
     each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]
     return np.concatenate([np.zeros(0, np.uint8), *each])
@@ -241,8 +241,8 @@ def unpacked(content: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.in
 
     Raises Malformed if a bit after the numbers is not 0.
     """
-    if bits == 16:
-        return content.view("<u2").astype(np.int64)
+    if bits in {16, 32}:
+        return content.view(f"<u{bits // 8}").astype(np.int64)
     each = np.unpackbits(content, bitorder="little")
     if each[count * bits :].any():
         raise Malformed("sent packed numbers whose unused bits are not 0")

@@ -214,7 +214,10 @@ class Rounds(Procedure):
             on_clients=self.on_clients,
         ).traffic  # fmt: skip
         once = {what: sent for stage in stages_of(self.job) for what, sent in stage.traffic(server.model).items()}
-        return {"rounds": each * round(updates) + Traffic(each.down * more_sent, 0), **once}
+        in_rounds = each * round(updates) + Traffic(each.down * more_sent, 0)
+        for kind in layer_kinds(experiment):
+            in_rounds += kind.exchanged(experiment) * experiment.rounds
+        return {"rounds": in_rounds, **once}
 
     def payments(self) -> "tuple[Payment, ...]":
         """Return the privacy costs of the rounds; an empty tuple if no round layer, such as Global DP, adds noise."""

@@ -35,7 +35,7 @@ def check_replayable(finished: FinishedRun) -> None:
     experiment, server = finished.job.experiment, finished.procedure.beginning()
     sent = [dict(layout_of(one)) for one in payload_template(finished.procedure.algorithm, server).values()]
     obstacles = {
-        "its cohorts depend on clients' answers or times": not cohorts_known(finished.job),
+        "its cohorts may depend on clients' answers or times": not cohorts_known(finished.job),
         "its clients answer before the first round or beside the rounds":
             any(map(asks_clients, stages_of(finished.job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(server)),

@@ -93,7 +93,7 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
     job, experiment = finished.job, finished.job.experiment
     kinds = [*map(type, (experiment.algorithm, experiment.aggregator, experiment.attack)), *layer_kinds(experiment)]
     obstacles = {
-        "the cohorts depend on clients' answers or times": not cohorts_known(job),
+        "the cohorts may depend on clients' answers or times": not cohorts_known(job),
         "clients answer before the first round or beside the rounds": any(map(asks_clients, stages_of(job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(
             finished.procedure.beginning())),

@@ -47,7 +47,7 @@ HOSTILE = 2
 
 
 def test_the_robust_aggregators_are_known_as_such() -> None:
-    assert set(kinds_of("aggregator")) == {"mean", "global-dp", "distributed-dp", *ROBUST}
+    assert set(kinds_of("aggregator")) == {"mean", "global-dp", "distributed-dp", "secure-sum", *ROBUST}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

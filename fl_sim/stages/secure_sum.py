@@ -1,0 +1,58 @@
+"""The facts about secure aggregation at the server: its rounding and its drop-outs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fl_sim.experiment.job import Job
+from fl_sim.params import detached, num_parameters, trainable
+from fl_sim.simulation.stage import Run, Stage
+from fl_sim.simulation.timing import Work
+from strategies.algorithm import first_template
+from strategies.layer import found_in
+from strategies.masking import mask
+from strategies.secure_rounds import EXTRA, SecureRounds, scale_of
+
+
+class SecureSumFacts(Stage):
+    """The stage at the server: it asks clients for nothing."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._layer: SecureRounds | None = None
+
+    def before(self, run: Run) -> None:
+        """Find the round layer of the run."""
+        self._layer = found_in(run.strategy.layer, SecureRounds)
+
+    def work(self) -> Sequence[Work]:
+        """Return the computation of masks: each pair of clients twice, and again those that the server removes."""
+        experiment = self.job.experiment
+        settings: Any = experiment.aggregator
+        params = detached(trainable(self.job.model()).items())
+        template = first_template(experiment.algorithm, params, experiment.local.personal)
+        count = sum(map(num_parameters, template.values())) + EXTRA
+        cohort = experiment.sampler.expected_size(experiment.num_members)
+        present = cohort * (1 - settings.dropout)
+        masks = cohort**2 + present + (cohort - present) * present
+
+        def ready(_: int, pieces: int) -> Callable[[], object]:
+            return lambda: [mask(secret, count, settings.bits) for secret in range(pieces)]
+
+        what = f"a mask of {count:,} numbers"
+        return (Work(what, f"{what}, {settings.bits} bits", 0.0, experiment.rounds * masks, ready, most=4),)
+
+    def warnings(self) -> list[str]:
+        """Return a sentence on the rounding, and on what is not protected."""
+        settings: Any = self.job.experiment.aggregator
+        size = self.job.experiment.sampler.expected_size(self.job.experiment.num_members)
+        step = 1 / scale_of(settings, max(1, round(size)))
+        said = (
+            f"aggregator=secure-sum: numbers are rounded to steps of {step:.3g}; masks come from the run's seed, so "
+            "the arithmetic is simulated and nothing is protected"
+        )
+        return [said]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum was not opened."""
+        layer = self._layer
+        return {"secure_sum": {"dropped": layer.dropped, "unopened": layer.unopened} if layer else {}}

@@ -1,0 +1,82 @@
+"""The settings of secure aggregation: the server learns the sum of the clients' updates, and no single update.
+
+The arithmetic is in ``strategies.masking``, and the round layer in ``strategies.secure_rounds``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.kinds import Choices, is_none, kind_of, path_in
+from fl_sim.local_plan import Sharing
+from fl_sim.settings import Settings
+from fl_sim.types import Aggregate, Cohort
+
+
+class SecureSum(Settings):
+    """Clients round their updates to whole numbers and add masks that cancel in the sum (Bonawitz et al. 2017).
+
+    A number is scaled such that ``clipping_range`` times the number of clients in the round is half of 2^``bits``. So
+    no sum can overflow, and a number beyond ``clipping_range`` ends the run with an error. One step is 2
+    ``clipping_range`` n / 2^``bits`` for n clients. ``rounding``: "nearest" has an error of at most half a step per
+    number. "stochastic" has an error of less than a step, and no bias. The sum without masks is the sum of the whole
+    numbers, bit for bit.
+
+    ``most_records``: 0 gives all clients with records the same weight. Otherwise an algorithm that weights clients by
+    records does so: a client sends its update times its number of records / ``most_records``, and a client with more
+    records ends the run with an error.
+
+    ``dropout``: the probability that a client drops out of a round after it agreed on masks. Then the others give
+    shares from which its masks are computed. ``threshold``: the share of a round's clients that must answer. With fewer
+    answers, or one, the sum is not opened and the model does not change.
+
+    This is a simulation: the masks come from the run's seed, and all parties are one program, so nothing is hidden from
+    a reader of its memory. A sum alone is no privacy guarantee either, and there is no epsilon; for one, take
+    distributed-dp. Bytes of keys and shares are those of a deployment with keys of 256 bits. The time for masks grows
+    with the square of the number of clients in a round. Messages before the first and after the last round have no
+    masks.
+    """
+
+    kind: Literal["secure-sum"] = "secure-sum"
+    title: ClassVar[str] = "secure sum"
+    layer: ClassVar[str] = "strategies.secure_rounds:SecureRounds"
+    stage: ClassVar[str] = "fl_sim.stages.secure_sum:SecureSumFacts"
+    bits: int = Field(32, ge=8, le=32)
+    clipping_range: float = Field(8.0, gt=0, le=1e6)
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    most_records: int = Field(0, ge=0, le=10**6)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    threshold: float = Field(2 / 3, gt=0.5, le=1)
+
+    def mean(self, cohort: Cohort, weighting: object) -> Aggregate:
+        """Raise AssertionError: the round layer computes the mean, from sums modulo 2^bits."""
+        del cohort, weighting
+        raise AssertionError("the round layer of secure-sum computes the mean")
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that need single updates, or send them beside the sums."""
+        what, algorithm = "cannot run with aggregator secure-sum", experiment.algorithm
+        reason = ""
+        if path_in(type(algorithm), "procedure"):
+            reason = "it has no rounds of local training"
+        elif isinstance(algorithm, Sharing):
+            reason = "its clients share averages of their records without masks before the first round"
+        if reason:
+            raise ValueError(f"algorithm {kind_of(algorithm)} {what}: {reason}; take another algorithm, such as fedavg")
+        if not is_none(experiment.attack):
+            raise ValueError(
+                f"attack {kind_of(experiment.attack)} {what}: attacks change single updates at the server, which sees "
+                "masked numbers alone; leave one of the two out"
+            )
+        if not is_none(experiment.compress):
+            raise ValueError(
+                f"compress {kind_of(experiment.compress)} {what}: masks hide which numbers are 0, and compressed "
+                "messages cannot be added; leave compress out, and set fewer aggregator.bits"
+            )
+        if path_in(type(experiment.server), "procedure"):
+            raise ValueError(
+                f"server {kind_of(experiment.server)} {what}: masks cancel among the clients of one round, and this "
+                "server has no such rounds; leave server out"
+            )
