@@ -35,8 +35,8 @@ class _Mixed(Robust):
             )
         if path_in(type(self.over), "stage"):
             raise ValueError(
-                f"aggregator {kind_of(self)} cannot run over {kind_of(self.over)}, whose server takes part in every round: "
-                "take another aggregator.over, such as median or krum"
+                f"aggregator {kind_of(self)} cannot run over {kind_of(self.over)}, whose server takes part in every "
+                "round: take another aggregator.over, such as median or krum"
             )
         super().check(experiment)
 
