@@ -248,7 +248,7 @@ class ByLabels(FedAvg):
 
 
 def test_an_own_algorithm_splits_records_and_not_their_labels():
-    with pytest.raises(UserError, match=r"ByLabels: .* pass different indices into the training set"):
+    with pytest.raises(UserError, match=r"ByLabels: .* pass each index at most once"):
         job_of(Experiment(algorithm=ByLabels()))
 
 
