@@ -15,9 +15,9 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import Silent, run
-from fl_sim.store.run_directory import RoundRecord, kept_rounds, read_rounds
+from fl_sim.store.run_directory import RoundRecord, kept_rounds, read_model, read_rounds
 from fl_sim.threats import unlearning
-from fl_sim.threats.finished import FinishedRun, Judged
+from fl_sim.threats.finished import FinishedRun, Judged, logits_of
 from fl_sim.threats.membership import area_by_loss
 from fl_sim.threats.unlearning import first_round, settings_without, unlearn
 
@@ -74,6 +74,13 @@ def test_an_unlearned_run_has_the_bits_of_the_run_that_never_knew_the_client(
     assert (made["cost"]["rounds_saved"] > 0) == is_resumed
     assert made["cost"]["rounds"] + made["cost"]["rounds_saved"] == made["cost"]["rounds_of_retraining"]
     assert kept_rounds(tmp_path / "without") == kept_rounds(tmp_path / "never")
+    first = read_rounds(tmp_path / "without")[0]
+    assert (first.client_accuracy is None) == is_resumed  # a copied round tells nothing about the forgotten records
+    model, job = read_model(tmp_path / "without"), before.job
+    others = [before.held_by(one) for one in np.flatnonzero(job.shards.sizes).tolist() if one != client]
+    logits = logits_of(job.whole_model(), model, torch.cat([inputs for inputs, _ in others]))
+    kept = Judged.of(logits, torch.cat([labels for _, labels in others]))
+    assert made["after"]["kept_accuracy"] == pytest.approx(kept.accuracy)
 
 
 def test_a_state_that_knew_the_client_ends_in_other_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +164,7 @@ def test_the_command_prints_measures_before_and_after(tmp_path: Path) -> None:
 def test_the_area_is_the_share_of_pairs_of_one_class_in_the_right_order() -> None:
     """Two classes, unequal numbers: each other record counts by the share of its class among the members."""
     generator = np.random.Generator(np.random.Philox(0))
-    members = Judged(generator.random(40), np.ones(40, bool), np.repeat([0, 1], [30, 10]))
+    members = Judged(generator.random(40).round(1), np.ones(40, bool), np.repeat([0, 1], [30, 10]))
     others = Judged(generator.random(60).round(1), np.ones(60, bool), np.repeat([0, 1, 2], [20, 20, 20]))
     weights = np.array([30 / 20, 10 / 20, 0.0])[others.labels]
     pairs = (members.losses[:, None] < others.losses) + (members.losses[:, None] == others.losses) / 2
@@ -165,7 +172,7 @@ def test_the_area_is_the_share_of_pairs_of_one_class_in_the_right_order() -> Non
     assert found is not None
     assert found.area == pytest.approx(float((pairs * weights).sum() / weights.sum() / 40))
     assert found.low < 0.5 < found.high
-    separated = area_by_loss(replace(members, losses=members.losses - 1), others)
+    separated = area_by_loss(replace(members, losses=members.losses - 2), others)
     assert separated is not None
     assert separated.area == 1
     assert area_by_loss(replace(members, labels=np.full(40, 3)), others) is None
