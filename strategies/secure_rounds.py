@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -224,6 +224,7 @@ class ClientMasks(ClientLayer):
     of records.
     """
 
+    only_sums: ClassVar[bool] = True
     settings: SecureSum
     template: Payloads
     seed: int

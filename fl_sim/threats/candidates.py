@@ -81,7 +81,8 @@ def recognised(
     the bound holds on average over the records and not for the most conspicuous one.
     """
     each = [seen.summed(inputs[[one]], labels[[one]]) for one in range(len(labels))]
-    vectors = torch.stack([_flat(one) for one in each])
+    names = seen.noisy(each[0], 0).keys()  # parameters that stay on the client tell the attacker nothing
+    vectors = torch.stack([_flat({name: one[name] for name in names}) for one in each])
     halves = vectors.square().sum(1) / 2
     right = 0
     for draw in range(draws):

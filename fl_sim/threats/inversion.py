@@ -184,7 +184,7 @@ def _reconstructed(
 ) -> list[Inverted]:  # fmt: skip
     """Return the reconstructions of the first records of ``client`` from their gradient."""
     inputs, labels = (part[: asked.batch] for part in finished.held_by(client))
-    gradient, bias = observed.noisy(observed.summed(inputs, labels), 0), head_bias(observed.trained)
+    gradient, bias = observed.noisy(observed.summed(inputs, labels), 0), head_bias(observed)
     if asked.batch == 1:
         guesses = gradient[bias].argmin()[None]
     else:
@@ -193,6 +193,11 @@ def _reconstructed(
         guesses = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(labels)
     units = Units.of(finished, inputs)
     if layer is not None:
+        if f"{layer}.weight".lstrip(".") not in gradient:
+            raise UserError(
+                f"the first layer ({layer or 'the model'}) stays on the clients of this run, and analytic inversion "
+                "reads records off its gradient: give a run whose clients send this layer"
+            )
         made = quotient(gradient, layer).to(inputs).reshape(inputs.shape)
     else:
         start = start_of(tuple(inputs.shape), inputs, rng(finished.job.experiment.seed, "inversion", client))

@@ -20,7 +20,6 @@ from fl_sim.errors import UserError
 from fl_sim.params import head_weight
 from fl_sim.threats.finished import FinishedRun
 from fl_sim.threats.observed import Observed, server_of
-from fl_sim.types import Params
 
 _MOST_HELPERS = 100
 """The largest number of the attacker's own records of each class."""
@@ -62,13 +61,13 @@ class Counted:
         return float(np.minimum(self.guessed, self.true).sum() / self.true.sum())
 
 
-def head_bias(names: Params) -> str:
-    """Return the name of the bias of the last linear layer. Raises UserError if there is no such bias."""
-    bias = f"{head_weight(names).removesuffix('weight')}bias"
-    if bias not in names:
+def head_bias(observed: Observed) -> str:
+    """Return the name of the bias of the model's last linear layer. Raises UserError if its gradient is not sent."""
+    bias = f"{head_weight(dict(observed.model.named_parameters())).removesuffix('weight')}bias"
+    if bias not in observed.sent & observed.trained.keys():
         raise UserError(
-            "the last linear layer of this model has no bias, and labels are read off the gradient of this bias: give "
-            "a run of another model, such as niid-cnn, mlp or resnet"
+            f"labels are read off the gradient of the last layer's bias ({bias}), which no client of this run sends: "
+            "the bias does not exist, is frozen, or stays on the client; give a run without this"
         )
     return bias
 
@@ -114,7 +113,7 @@ def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor
     records instead of its own.
     """
     inputs, labels = records
-    name = head_bias(observed.trained)
+    name = head_bias(observed)
     num_classes = len(observed.trained[name])
     found: list[NDArray[np.float64] | None] = []
     for label in range(num_classes):
@@ -152,7 +151,7 @@ def counted_in_batch(
 ) -> Counted:
     """Estimate the labels of the first ``size`` records of ``client`` from their gradient in one step of the run."""
     inputs, labels = (part[:size] for part in finished.held_by(client))
-    seen = observed.noisy(observed.summed(inputs, labels), 0)[head_bias(observed.trained)]
+    seen = observed.noisy(observed.summed(inputs, labels), 0)[head_bias(observed)]
     estimated = estimated_counts(seen.double().cpu().numpy(), by_class, len(labels))
     return _counted(finished, client, labels, estimated)
 
@@ -166,15 +165,15 @@ def counted_in_update(
     sent one. It uses the mean of ``by_class`` at both models. None if the update has another form than a change of the
     model, or if the optimiser is no SGD.
     """
-    task, name = observed.training.job.task, head_bias(observed.trained)
+    task, name = observed.training.job.task, head_bias(observed)
     settings, update = task.settings, observed.update()
-    if update is None or settings.optimizer != "sgd" or not settings.learning_rate:
+    if update is None or name not in update or settings.optimizer != "sgd" or not settings.learning_rate:
         return None
     steps = np.arange(1, settings.num_steps(observed.num_records) + 1)
     moved = settings.learning_rate * float(((1 - settings.momentum**steps) / (1 - settings.momentum)).sum())
     labels = finished.held_by(client)[1]
     seen = -update[name].double().cpu().numpy() / moved * len(labels)
-    sent = {key: value + update[key] for key, value in task.params.items()}
+    sent = {key: value + update[key] for key, value in task.params.items() if key in update}
     by_class = (by_class + bias_gradients(observed.at(sent), finished.test)) / 2
     return _counted(finished, client, labels, estimated_counts(seen, by_class, len(labels)))
 

@@ -49,12 +49,14 @@ class Observed:
     """One client in the next round of a run, as an attacker sees it.
 
     ``model``: the model that the client received, in evaluation mode. ``training``: the client's local training, with
-    its protection. ``num_records``: the number of the client's training records.
+    its protection. ``num_records``: the number of the client's training records. ``sent``: the names of the trained
+    parameters that clients send; all others, such as personal layers, stay on the client.
     """
 
     model: nn.Module
     training: TrainingJob
     num_records: int
+    sent: frozenset[str]
 
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
@@ -83,7 +85,13 @@ class Observed:
         model = copied(runtime.model)
         model.load_state_dict({**training.job.task.params}, strict=False)
         load_statistics(model, training.job.task.statistics)
-        return cls(model.eval(), training, len(training.job.records))
+        found = cls(model.eval(), training, len(training.job.records), frozenset(server.params))
+        if not found.sent & found.trained.keys():
+            raise UserError(
+                f"no trained parameter of the model leaves a client of {finished.out} "
+                f"(algorithm={kind_of(experiment.algorithm)}): give a run of another algorithm, such as fedavg"
+            )
+        return found
 
     def at(self, params: Params) -> "Observed":
         """Return this client with another model: ``model`` with the tensors ``params``."""
@@ -137,17 +145,20 @@ class Observed:
         return self._shaped(clipped_sum(inputs, labels, self.step.limit))
 
     def noisy(self, total: Params, draw: int) -> Params:
-        """Return ``total``, a result of ``summed``, with the noise of a step; ``draw`` is the number of the noise.
+        """Return the part of ``total`` that leaves the client, with the noise of a step if the run has noise.
 
-        Without noise in the run, ``total`` is returned unchanged.
+        ``total``: a result of ``summed``. ``draw``: the number of the noise.
         """
         if self.private is None or self.step is None:
-            return total
+            return self._visible(total)
         flat = torch.cat([value.flatten() for value in total.values()]).double().cpu().numpy()
         steps = self.private.noise.gaussian(
             self.step.size, self.step.std, purpose=f"noise {draw} of an attack", server_round=0
         )
-        return self._shaped(add_noise(flat, self.step.std, steps))
+        return self._visible(self._shaped(add_noise(flat, self.step.std, steps)))
+
+    def _visible(self, gradient: Params) -> Params:
+        return {name: value for name, value in gradient.items() if name in self.sent}
 
     def _shaped(self, values: NDArray[np.float64]) -> Params:
         """Return the vector ``values`` as float64 tensors with the names and shapes of ``trained``."""
@@ -162,4 +173,4 @@ class Observed:
         """
         sent = self.training.updated(self.training.client.runtime.prepare(self.training.jobs)())
         delta = sent.payloads.get("delta")
-        return delta if delta is not None and delta.keys() == self.training.job.task.params.keys() else None
+        return delta if delta and delta.keys() <= self.training.job.task.params.keys() else None

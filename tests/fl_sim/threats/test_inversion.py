@@ -202,6 +202,8 @@ def test_what_leaves_no_client_is_not_attacked(tmp_path: Path) -> None:
     finished(tmp_path / "sums", aggregator={"kind": "distributed-dp", "noise_multiplier": 1.0, "noise": "seeded"})
     for verb in ("inversion", "labels"):
         assert "sees sums over clients alone" in refused(verb, tmp_path / "sums")
+    finished(tmp_path / "masks", aggregator="secure-sum")
+    assert "sees sums over clients alone" in refused("inversion", tmp_path / "masks")
     made = {
         "kind": "da-fl", "epsilon": 10, "generator": "mean-embedding", "train_on": "synthetic", "noise": "seeded",
     }  # fmt: skip
@@ -213,3 +215,9 @@ def test_what_leaves_no_client_is_not_attacked(tmp_path: Path) -> None:
         "inversion", tmp_path / "open", "--method", "analytic", "--batch", "2"
     )
     assert "belong to the optimiser" in refused("inversion", tmp_path / "open", "--steps", "9")
+    finished(tmp_path / "head", model="mlp", local={"batch_size": 32, "personal": "head"})
+    for verb in ("inversion", "labels"):
+        assert "which no client of this run sends" in refused(verb, tmp_path / "head")
+    finished(tmp_path / "body", model="mlp", local={"batch_size": 32, "personal": "body"})
+    assert "stays on the clients of this run" in refused("inversion", tmp_path / "body")
+    assert told("labels", tmp_path / "body", "--model", "initial")["batch"]["right"] > 0.9
