@@ -122,8 +122,8 @@ def attack_membership(
     --method loss compares the losses of the final model on training records and on test records. It is a weak attack.
     --method lira trains shadow runs with and without each record, and compares the likelihoods of the confidence
     (Carlini et al. 2022). The shadow runs stay in RUN-shadows, and a repeated command goes on with them. LiRA compares
-    training records with those that the run left out (the setting left_out), or else with test records. It uses all
-    models that the run keeps (the setting keep_every).
+    training records with those that the run left out (the setting left_out), or else with test records. It uses the
+    final model, and also reports the sum over all rounds that the run keeps (the setting keep_every).
 
     The command prints the area under the ROC curve, and the true-positive rates at .1 % and 1 % false positives, with
     intervals of 95 % confidence. If the run promises privacy of records for the model, it prints beside them the

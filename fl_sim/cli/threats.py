@@ -177,11 +177,13 @@ def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: b
     with waiting() as show:
         scored = attack(finished, shadows, folder, show)
     (members, others), by_loss = scored.split(scored.by_score), _measured(*scored.split(scored.by_loss))
+    over_rounds = _measured(*scored.split(scored.over_rounds))
     unscored = int((~scored.is_scored).sum())
     facts: dict[str, Any] = {
         "attack": "membership", "method": "lira", "run": str(run), "shadows": shadows, "shadow_runs": str(folder),
         "form": "online" if left_out else "offline", "rounds_used": list(scored.rounds), "unscored": unscored,
-        **_measured(members, others), "by_loss": by_loss, "privacy": list(finished.facts["privacy"]),
+        **_measured(members, others), "over_rounds": over_rounds, "by_loss": by_loss,
+        "privacy": list(finished.facts["privacy"]),
     }  # fmt: skip
     if json_output:
         say(json.dumps(facts))
@@ -189,9 +191,10 @@ def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: b
     compared = f"records that the run left out (left_out={left_out:g})" if left_out else "test records (offline form)"
     say(
         f"{facts['members']:,} training records against {facts['others']:,} {compared}, by LiRA with {shadows} shadow "
-        f"runs in {folder} and the models of {len(scored.rounds)} rounds: area under the curve {_area(facts['area'])} "
-        "(.5 is chance)"
+        f"runs in {folder}: area under the curve {_area(facts['area'])} (.5 is chance)"
     )
+    if len(scored.rounds) > 1:
+        say(f"by the summed scores of {len(scored.rounds)} rounds: area under the curve {_area(over_rounds['area'])}")
     say(f"by a threshold of the loss on the same records: area under the curve {_area(by_loss['area'])}")
     if unscored:
         say(f"{unscored:,} records are in all shadow runs or in none and were not scored: more --shadows help")

@@ -9,14 +9,15 @@ one to the runs without it. The score is the logarithm of the ratio of both dens
 **Members and non-members** must come from one distribution, or the test would measure another difference. If the
 audited run leaves records out, they are the non-members: a random number of each record alone decides on which side it
 is. Without such records, the non-members are test records. No shadow run trains on test records, so the score must not
-use the runs with a record. Then it is the offline form (section VI.B): minus the logarithm of the probability that a
-model without the record has a higher confidence. For equal errors of the fits, each shadow run is ignored for a test
+use the runs with a record. Then it is the offline form (also section IV): minus the logarithm of the probability that
+a model without the record has a higher confidence. For equal errors of the fits, each shadow run is ignored for a test
 record with the probability with which it contains a training record.
 
 **Over rounds**, the scores of all kept models (the setting ``keep_every``) are added. The sum is the likelihood ratio
 of these models together if their confidences are independent, given the membership of the record. In the offline form,
-it is Fisher's combination of p-values. The models of one run are not independent. The sum is still a valid score, as
-members and non-members are treated alike, but the true ratio may be a stronger one.
+it is Fisher's combination of p-values. The models of one run are not independent, and the fits of early rounds add
+errors. The sum is still a valid score, as members and non-members are treated alike, but it may be weaker than the
+score of the final model alone. So both are reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ LEAST_SHADOWS = 8
 OWN_VARIANCE_FROM = 64
 """The smallest number of shadow runs for a variance of each record; with fewer runs, all records share the variances.
 
-The number is that of Carlini et al. 2022, section VI.B."""
+The number is that of Carlini et al. 2022, section VI."""
 
 _AT_ONCE = 2_000
 """The number of records that are normalised at the same time, to bound the memory."""
@@ -90,13 +91,14 @@ class Audited:
 class Scored:
     """The result of LiRA for all records of ``audited``, first members, then non-members.
 
-    ``by_score``: the records with minus the score in place of the loss; NaN for records without a score, which are in
-    all shadow runs or in none of them. ``by_loss``: the records with the loss of the final model. ``rounds``: the
-    rounds whose models were used.
+    ``by_score``: the records with minus the score of the final model in place of the loss; NaN for records without a
+    score, which are in all shadow runs or in none of them. ``over_rounds``: the same with the sum of the scores of
+    ``rounds``. ``by_loss``: the records with the loss of the final model.
     """
 
     audited: Audited
     by_score: Judged
+    over_rounds: Judged
     by_loss: Judged
     rounds: tuple[int, ...]
 
@@ -106,7 +108,7 @@ class Scored:
         return ~np.isnan(self.by_score.losses)
 
     def split(self, judged: Judged) -> tuple[Judged, Judged]:
-        """Return the members and the non-members with a score in ``judged``, one of ``by_score`` and ``by_loss``."""
+        """Return the members and the non-members with a score in ``judged``, a field of this object."""
         is_member, is_scored = self.audited.is_member, self.is_scored
         return judged.where(is_member & is_scored), judged.where(~is_member & is_scored)
 
@@ -158,12 +160,13 @@ def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable
         taught.append(_taught(job_of(shadow, job.root), audited))
     target = confidences_of(finished.out)
     rounds = sorted(set(target).intersection(*confidences))
-    is_in, scores = np.stack(taught), np.zeros(len(labels))
+    is_in, scores = np.stack(taught), list[Floats]()
     for server_round in rounds:
         of_shadows = np.stack([one[server_round] for one in confidences])
-        scores += score(target[server_round], of_shadows, is_in, is_online=audited.is_online)
+        scores.append(score(target[server_round], of_shadows, is_in, is_online=audited.is_online))
     by_loss = judged_by_loss(finished, audited)
-    scored = Scored(audited, replace(by_loss, losses=-scores), by_loss, tuple(rounds))
+    by_score, over_rounds = (replace(by_loss, losses=-values) for values in (scores[-1], np.sum(scores, axis=0)))
+    scored = Scored(audited, by_score, over_rounds, by_loss, tuple(rounds))
     if not all(len(some.losses) for some in scored.split(scored.by_score)):
         raise UserError(
             f"each member or each non-member is in all of {shadows} shadow runs or in none of them, so there is "

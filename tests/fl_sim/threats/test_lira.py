@@ -103,6 +103,7 @@ def test_lira_recognises_members_of_an_overfit_run_and_goes_on_with_finished_sha
     assert area.low > 0.5
     assert area.area > by_loss.area
     assert scored.rounds == (1, 2)
+    assert not np.array_equal(scored.over_rounds.losses, scored.by_score.losses, equal_nan=True)
     assert len(scored.is_scored) == len(everything)
     assert 0 < (~scored.is_scored).sum() < 0.05 * len(everything)  # in all of 8 shadow runs, or in none
     proven = told("canaries", tmp_path / "run")
