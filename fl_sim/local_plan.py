@@ -242,7 +242,6 @@ class LocalPlan:
 
     gradient_offset: Params | None = None
     step_offset: Params | None = None
-    step_mask: Params | None = None
     proximal_mu: float = 0.0
     gradient_scale: float = 1.0
     momentum_buffers: Params | None = None
@@ -259,6 +258,7 @@ class LocalPlan:
     trained: frozenset[str] | None = None
     phases: tuple[Phase, ...] = ()
     private: PrivateSteps | None = None
+    step_mask: Params | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for fields that exclude each other: ``mix`` beside a shift or a scale of logits."""

@@ -252,8 +252,7 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
     for client, tamper in tampers.items():
         part = slice(*bounds[client : client + 2])
         changed.append(tamper(Examples(honest.inputs[part], honest.labels[part])))
-    ends = np.concatenate([bounds, bounds[-1] + np.cumsum([len(one) for one in changed], dtype=np.int64)]).tolist()
-    holders = [*range(len(job.shards.sizes)), *tampers]
+    ends = np.concatenate([bounds, bounds[-1] + np.cumsum([len(one) for one in changed], dtype=np.int64)])
     everybody = honest
     if changed:
         inputs, labels = (
@@ -262,6 +261,7 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
         everybody = Examples(inputs, labels)
     if _is_skewed(job.experiment):
         seen, known = to_tensors(everybody, job.records)
+        holders = (*range(len(job.shards.sizes)), *tampers)
         for client, own in zip(holders, torch.split(seen, np.diff(ends).tolist()), strict=True):
             own.copy_(_as_seen_by(client, own, job))
         source = Source(seen.to(job.device), known.to(job.device))
@@ -271,7 +271,7 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
 
     def held(client: int, tamper: Tamper | None) -> Records:
         place = client if tamper is None else place_of[client]
-        return Records(((source, range(ends[place], ends[place + 1])),))
+        return Records(((source, range(int(ends[place]), int(ends[place + 1]))),))
 
     return held
 

@@ -93,8 +93,11 @@ def test_another_data_set_may_be_the_servers(tmp_path: Path) -> None:
     np.savez(tmp_path / "own.npz", **images, y_train=train.labels, y_test=test.labels)
     given = {**SETTINGS, "rounds": 1, "aggregator": {"kind": "fltrust", "records": f"npz:{tmp_path}/own.npz"}}
     assert fl_sim.run(given, out=tmp_path / "run", progress=False).facts["server_records"]["count"] == 50
-    with pytest.raises(UserError, match=r"aggregator.records=adult has float32 records of shape .*the same form"):
-        fl_sim.run({**given, "aggregator": "fltrust:adult"}, out=tmp_path / "other", progress=False)
+    vectors = {"x_train": np.zeros((9, 4), np.float32), "x_test": np.zeros((3, 4), np.float32)}
+    np.savez(tmp_path / "vectors.npz", **vectors, y_train=np.arange(9) % 3, y_test=np.arange(3))
+    other = {**given, "aggregator": {"kind": "fltrust", "records": f"npz:{tmp_path}/vectors.npz"}}
+    with pytest.raises(UserError, match=r"aggregator.records=npz:.* has float32 records of shape .*the same form"):
+        fl_sim.run(other, out=tmp_path / "other", progress=False)
 
 
 @pytest.mark.parametrize(
