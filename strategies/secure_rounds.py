@@ -21,7 +21,7 @@ from fl_sim.engines import arrays, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.kinds import kind_of
 from fl_sim.params import detached, num_parameters, payload_vector, payloads_in, trainable
-from fl_sim.privacy.modular_sums import packed, unpacked
+from fl_sim.privacy.modular_sums import packed, signed, unpacked
 from fl_sim.seeding import rng
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import (
@@ -191,9 +191,8 @@ class SecureRounds(Layer):
         with_records, weights = (int(one) for one in summed[-EXTRA:])
         if not weights:
             return None
-        centred = (summed[:-EXTRA] + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
         unit = settings.most_records if is_weighted(settings, algorithm) else 1
-        mean = centred / scale_of(settings, len(self.clients)) * (unit / weights)
+        mean = signed(summed[:-EXTRA], bits) / scale_of(settings, len(self.clients)) * (unit / weights)
         return Aggregate(payloads_in(torch.from_numpy(mean), template), cohort.participation(with_records))
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:

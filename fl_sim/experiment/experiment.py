@@ -360,6 +360,11 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
         raise UserError(explain(error, Experiment, "")) from error
 
 
+def changed(experiment: Experiment, **settings: object) -> Experiment:
+    """Return ``experiment`` with other ``settings``. Raises UserError as ``experiment_from`` does."""
+    return experiment_from({name: getattr(experiment, name) for name in Experiment.model_fields} | settings)
+
+
 def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
     """Return the experiment of a stored ``config.toml``.
 

@@ -17,7 +17,7 @@ from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, changed, experiment_from
 from fl_sim.experiment.frozen_body import FrozenBody, body_of
 from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.foreign_models import source_of
@@ -679,8 +679,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
     # A node does not partition its records. The partition iid stands for this case, and also switches off a feature
     # skew.
-    settled = {**{key: getattr(experiment, key) for key in Experiment.model_fields}, "data": name, "partition": "iid"}
-    experiment = experiment_from(settled)
+    experiment = changed(experiment, data=name, partition="iid")
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))
     held = none if client in experiment.forgotten else everything
     shards = Parts.of([held if one == client else none for one in range(experiment.num_clients)])

@@ -209,8 +209,13 @@ def mean_of_sum(
 
 def centred(total: NDArray[np.int64], grid: SumGrid) -> NDArray[np.int64]:
     """Return the numbers of the sum from -2^(bits-1) to 2^(bits-1) - 1, which are equal to ``total`` modulo 2^bits."""
-    half = grid.modulus // 2
-    return np.asarray((total + half) % grid.modulus - half)
+    return signed(total, grid.bits)
+
+
+def signed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
+    """Return the numbers from -2^(bits-1) to 2^(bits-1) - 1 that are equal to ``numbers`` modulo 2^``bits``."""
+    half = 1 << (bits - 1)
+    return np.asarray((numbers + half) % (1 << bits) - half)
 
 
 def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:

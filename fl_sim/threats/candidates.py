@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from fl_sim.threats.membership import share_interval
 from fl_sim.types import Params
 
 
@@ -54,11 +55,7 @@ class Recognised:
     @property
     def interval(self) -> tuple[float, float]:
         """The interval of 95 % confidence for the probability of a right draw, by Clopper and Pearson."""
-        from scipy.stats import beta  # noqa: PLC0415 (the import takes half a second)
-
-        wrong = self.draws - self.right
-        low = float(beta.ppf(0.025, self.right, wrong + 1)) if self.right else 0.0
-        return low, float(beta.ppf(0.975, self.right + 1, wrong)) if wrong else 1.0
+        return share_interval(self.right, self.draws)
 
 
 def most_found(noise_multiplier: float, candidates: int) -> float:

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, changed
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.kinds import kind_of
 from fl_sim.seeding import rng
@@ -81,7 +81,7 @@ class Audited:
         members, held_out = (_of_members(job, parts) for parts in (job.shards, job.validation))
         if not job.experiment.left_out:
             return cls(members, np.arange(len(job.dataset.test)), is_online=False)
-        everything = job_of(_with(job.experiment, left_out=0.0), job.root)
+        everything = job_of(changed(job.experiment, left_out=0.0), job.root)
         pool = [_of_members(everything, parts) for parts in (everything.shards, everything.validation)]
         others = np.setdiff1d(np.concatenate(pool), np.concatenate([members, held_out]))
         return cls(members, others, is_online=True)
@@ -124,7 +124,7 @@ def check_shadows(shadows: int) -> None:
 
 def shadow_of(experiment: Experiment, number: int) -> Experiment:
     """Return the settings of the shadow run ``number`` of a run of ``experiment``."""
-    return _with(
+    return changed(
         experiment, seed=int(rng(experiment.seed, "shadow run", number).integers(2**31)),
         partition_seed=experiment.seed_of_partition, model_seed=experiment.seed_of_model,
         left_out=experiment.left_out or 0.5,
@@ -206,10 +206,6 @@ def _fitted(confidences: Floats, chosen: NDArray[np.bool_]) -> tuple[Floats, Flo
     else:
         variances = np.full(len(counts), squares.sum() / max(1, np.maximum(counts - 1, 0).sum()))
     return means, np.sqrt(np.maximum(variances, 1e-24))
-
-
-def _with(experiment: Experiment, **changes: object) -> Experiment:
-    return experiment_from({name: getattr(experiment, name) for name in Experiment.model_fields} | changes)
 
 
 def _of_members(job: Job, parts: Parts) -> NDArray[np.int64]:

@@ -81,12 +81,20 @@ def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | N
     allowed = int(false_positives * len(others.losses))
     if not allowed or not len(members.losses):
         return None
+    hits, count = int((members.losses < np.sort(others.losses)[allowed]).sum()), len(members.losses)
+    return Rate(false_positives, hits / count, *share_interval(hits, count))
+
+
+def share_interval(hits: int, count: int) -> tuple[float, float]:
+    """Return the interval of 95 % confidence for a probability after ``hits`` of ``count`` trials.
+
+    The interval is that of Clopper and Pearson.
+    """
     from scipy.stats import beta  # noqa: PLC0415 (the import takes half a second)
 
-    hits, count = int((members.losses < np.sort(others.losses)[allowed]).sum()), len(members.losses)
     low = float(beta.ppf(0.025, hits, count - hits + 1)) if hits else 0.0
     high = float(beta.ppf(0.975, hits + 1, count - hits)) if hits < count else 1.0
-    return Rate(false_positives, hits / count, low, high)
+    return low, high
 
 
 def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:

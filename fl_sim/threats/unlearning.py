@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, changed
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import job_of
 from fl_sim.kinds import is_own
@@ -114,8 +114,7 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
 
 def settings_without(experiment: Experiment, client: int) -> Experiment:
     """Return the experiment of the run that never knew ``client``."""
-    given = {name: getattr(experiment, name) for name in Experiment.model_fields}
-    return experiment_from({**given, "forgotten": (*experiment.forgotten, client)})
+    return changed(experiment, forgotten=(*experiment.forgotten, client))
 
 
 def unlearn(finished: FinishedRun, client: int, out: Path, observer: Observer | None = None) -> dict[str, Any]:
