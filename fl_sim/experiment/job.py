@@ -17,7 +17,7 @@ from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
-from fl_sim.experiment.experiment import Experiment, changed, experiment_from
+from fl_sim.experiment.experiment import Experiment, changed
 from fl_sim.experiment.frozen_body import FrozenBody, body_of
 from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.foreign_models import source_of
@@ -422,7 +422,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     filled |= {name: part.sealed() for name, part in given.items() if isinstance(part, Sealing)}
     filled["model"] = experiment.model.sealed(models.default_model(dataset.input_shape, dataset.vocabulary))
-    return experiment_from({**given, **filled})
+    return changed(experiment, **filled)
 
 
 def _weights(experiment: Experiment) -> Params:

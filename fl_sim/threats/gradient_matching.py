@@ -36,7 +36,9 @@ class PixelBounds:
 
     def within(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs``, clipped to the bounds."""
-        return inputs if self.low is None else torch.maximum(torch.minimum(inputs, self.high), self.low)  # type: ignore[arg-type]
+        if self.low is None or self.high is None:
+            return inputs
+        return torch.maximum(torch.minimum(inputs, self.high), self.low)
 
 
 def matched(
