@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, Protocol
 
+import numpy as np
+
 from fl_sim.errors import Diverged, RunError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
@@ -174,6 +176,14 @@ def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
     parts = [flattened(params) for params in like.values()]
     cut = row.split_with_sizes([part.flat.numel() for part in parts])
     return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}
+
+
+def ordered(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows`` with the values of every column in ascending order.
+
+    NumPy sorts many short columns several times faster than PyTorch, which sorts one column after the other.
+    """
+    return torch.from_numpy(np.sort(rows.numpy(), axis=0))
 
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:

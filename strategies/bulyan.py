@@ -8,9 +8,9 @@ from pydantic import Field
 
 from fl_sim.importing import torch
 from fl_sim.types import Cohort
-from strategies.aggregators import Robust, squared_distances
+from strategies.aggregators import Robust, ordered, squared_distances
 from strategies.algorithm import Weighting
-from strategies.coordinate_median import median
+from strategies.coordinate_median import middle
 from strategies.krum import scores_of
 
 
@@ -44,7 +44,18 @@ class Bulyan(Robust):
             nearest_first = among.sum(dim=1).argsort(stable=True)
             scores = scores_of(among, self.hostile)[nearest_first]
             selected.append(left.pop(int(nearest_first[scores.argsort(stable=True)[0]])))
-        chosen = rows[sorted(selected)].double()
-        nearest = (chosen - median(chosen)).abs().argsort(dim=0, stable=True)[: len(rows) - 4 * self.hostile]
-        mean: torch.Tensor = chosen.gather(0, nearest).mean(dim=0)
-        return mean
+        return mean_near_median(rows[selected], len(rows) - 4 * self.hostile)
+
+
+def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return for every column the mean of the ``count`` values nearest to the median, float64 (d,).
+
+    Of two values that are equally near, the smaller is taken.
+    """
+    ascending = ordered(rows).double()
+    centre = middle(ascending)
+    # The nearest values are neighbours in ascending order. A value before them is further away than the value that
+    # takes its place, ``count`` further on.
+    first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
+    mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
+    return mean

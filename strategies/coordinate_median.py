@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.types import Cohort
-from strategies.aggregators import Robust, cohort_size
+from strategies.aggregators import Robust, cohort_size, ordered
 from strategies.algorithm import Weighting
 
 
@@ -36,5 +36,9 @@ class CoordinateMedian(Robust):
 
 def median(rows: torch.Tensor) -> torch.Tensor:
     """Return the median of every column; for an even number of rows, the mean of the two middle values."""
-    ordered = rows.sort(dim=0).values
-    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
+    return middle(ordered(rows))
+
+
+def middle(ascending: torch.Tensor) -> torch.Tensor:
+    """Return the median of every column whose values are in ascending order."""
+    return (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2

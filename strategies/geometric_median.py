@@ -9,9 +9,9 @@ from pydantic import Field
 from fl_sim.importing import torch
 from fl_sim.kinds import off
 from fl_sim.types import Cohort
-from strategies.aggregators import Robust
+from strategies.aggregators import Robust, ordered
 from strategies.algorithm import Weighting
-from strategies.coordinate_median import median
+from strategies.coordinate_median import middle
 
 
 class GeometricMedian(Robust):
@@ -34,8 +34,7 @@ class GeometricMedian(Robust):
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
         """Return the approximate geometric median of ``rows``."""
         del cohort, weighting
-        rows = rows.double()
-        centre = median(rows)
+        centre, rows = middle(ordered(rows).double()), rows.double()
         for _ in range(self.iterations):
             weights = 1 / (rows - centre).norm(dim=1).clamp(min=self.smoothing)
             centre = (weights / weights.sum()) @ rows

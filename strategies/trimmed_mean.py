@@ -10,7 +10,7 @@ from pydantic import Field
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.types import Cohort
-from strategies.aggregators import Robust, cohort_size
+from strategies.aggregators import Robust, cohort_size, ordered
 from strategies.algorithm import Weighting
 
 
@@ -36,4 +36,4 @@ class TrimmedMean(Robust):
         """Return the trimmed mean of every coordinate."""
         del cohort, weighting
         cut = min(math.ceil(self.trim * len(rows) - 1e-9), (len(rows) - 1) // 2)
-        return rows.sort(dim=0).values[cut : len(rows) - cut].mean(dim=0)
+        return ordered(rows)[cut : len(rows) - cut].mean(dim=0)
