@@ -181,7 +181,12 @@ def enumerated(names: Iterable[str], most: int = 20) -> str:
 
 def most_bytes() -> int:
     """Return the maximum size in bytes of one array that is read from a file: half of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return machine_bytes() // 2
+
+
+def machine_bytes() -> int:
+    """Return the size in bytes of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def listed_classes(own: OwnName) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from clients.client_layer import ClientLayer
 from clients.client_task import ClientRuntime, ClientTask, Resizing
+from fl_sim.data.dataset import machine_bytes
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
@@ -42,7 +43,10 @@ PADDING = 4
 """Pixels of padding on every side of a training image, before a random crop is cut out, as in He et al. 2016."""
 
 KEEP_BYTES = 256 * 2**20
-"""A training set of at most this many bytes stays in memory. Each process then has its own copy."""
+"""A training set of at most this many bytes stays in memory, on every machine. Each process has its own copy."""
+
+KEEP_IN_MEMORY = 1 / 3
+"""A larger training set stays in memory if copies for as many processes as processors take at most this share."""
 
 KEEP_ON_GPU = 0.25
 """A training set stays in a GPU's memory if it takes at most this share. Images are stored there as bytes (uint8)."""
@@ -296,7 +300,7 @@ def _num_bytes(job: Job) -> int:
 def _room(device: torch.device) -> float:
     """Return the largest memory, in bytes, that a training set may permanently take on ``device``."""
     if device.type == "cpu":
-        return KEEP_BYTES
+        return max(KEEP_BYTES, KEEP_IN_MEMORY * machine_bytes() / (os.cpu_count() or 1))
     return KEEP_ON_GPU * torch.cuda.get_device_properties(device).total_memory
 
 

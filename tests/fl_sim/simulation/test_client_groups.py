@@ -52,7 +52,7 @@ def test_clients_see_their_group_in_memory_or_not(kind: str, monkeypatch: pytest
     for client in range(CLIENTS):
         found, before = seen(experiment, client), seen(plain, client)
         with monkeypatch.context() as changed:
-            changed.setattr(wiring, "KEEP_BYTES", 0)
+            changed.setattr(wiring, "_room", lambda device: 0)
             again = seen(experiment, client)
         assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
         same = all(torch.equal(*pair) for pair in zip(found, before, strict=True))

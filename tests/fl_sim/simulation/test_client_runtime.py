@@ -127,7 +127,7 @@ def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_se
 def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monkeypatch):
     settings = _made(f"partition={partition}").model_dump_json()
     kept = runtime_of.__wrapped__(settings, "")
-    monkeypatch.setattr(wiring, "KEEP_BYTES", 0)
+    monkeypatch.setattr(wiring, "_room", lambda device: 0)
     made_anew = runtime_of.__wrapped__(settings, "")
     for client in (0, 3):
         assert all(
@@ -227,7 +227,7 @@ def test_an_own_scheme_changes_what_clients_see_in_memory_or_not(monkeypatch: py
     assert np.array_equal(np.concatenate(job.shards), np.concatenate(plain.shards))
     expected = procedure_of(plain).runtime().records(3, "").tensors()[0]
     for room in (wiring.KEEP_BYTES, 0):
-        monkeypatch.setattr(wiring, "KEEP_BYTES", room)
+        monkeypatch.setattr(wiring, "_room", lambda device, room=room: room)
         assert torch.equal(procedure_of(job).runtime().records(3, "").tensors()[0], 3 * expected)
 
 
