@@ -15,7 +15,7 @@ from fl_sim.cli.screen import say
 from fl_sim.errors import in_a_line, printable
 from fl_sim.privacy.bill import Bill
 from fl_sim.report.captions import notes
-from fl_sim.report.table import MEASURES, Table, differences, targets, texts
+from fl_sim.report.table import MEASURES, Grid, Table, differences, mapped, targets, texts
 from fl_sim.report.table_files import as_json, markdown
 from fl_sim.simulation.timing import Stopwatch, Timing
 from fl_sim.tables.filling import TableState, conclude
@@ -152,16 +152,12 @@ def print_table(state: TableState, out: Path, *, json_output: bool) -> None:
     if json_output:
         say(json.dumps(as_json(table)))
     elif console.is_terminal:
-        console.print(_table_grid(table))
+        for one in [_further_grid(grid) for grid in mapped(table)] or [_table_grid(table)]:
+            console.print(one)
         for note in notes(table):
             console.print(printable(note), highlight=False, markup=False)
         for further in filter(None, (differences(table), targets(table))):
-            grid = RichTable("Method", title=Text(in_a_line(further.title)))
-            for head in further.heads:
-                grid.add_column(Text(in_a_line(head)), justify="right")
-            for row, cells in further.rows:
-                grid.add_row(Text(in_a_line(row)), *(Text(in_a_line(cell)) for cell in cells))
-            console.print(grid)
+            console.print(_further_grid(further))
     else:
         say(markdown(table))
     for problem in problems:
@@ -185,6 +181,15 @@ def _status(one: Forecast) -> str:
         return "finished"
     begun = f"{one.done} of {one.rounds} rounds done" if one.done else "new"
     return f"{begun}, synthetic records exist" if one.has_pool else begun
+
+
+def _further_grid(further: Grid) -> RichTable:
+    grid = RichTable(in_a_line(further.corner), title=Text(in_a_line(further.title)))
+    for head in further.heads:
+        grid.add_column(Text(in_a_line(head)), justify="right")
+    for row, cells in further.rows:
+        grid.add_row(Text(in_a_line(row)), *(Text(in_a_line(cell)) for cell in cells))
+    return grid
 
 
 def _table_grid(table: Table) -> RichTable:

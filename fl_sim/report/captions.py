@@ -6,6 +6,7 @@ from typing import Final
 
 from fl_sim.privacy.terms import Adjacency, rounded_up
 from fl_sim.report.files import PrivacyStatement
+from fl_sim.report.heat_map import row_groups
 from fl_sim.report.measures import ENOUGH, FEWEST
 from fl_sim.report.table import Table, most_seeds
 
@@ -27,9 +28,11 @@ _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 def notes(table: Table) -> list[str]:
     """Return the lines of text below a table: caption, meaning of bold print, privacy, warnings and failed runs."""
     statements: dict[str, list[tuple[PrivacyStatement, ...]]] = {}
-    for row in table.rows:
-        finished = [one.statements for one in table.results if (one.row, one.status) == (row, "finished")]
-        statements |= {table.label(row): finished} if finished else {}
+    groups = row_groups(table.heat_maps)
+    names = {row: groups.get(row, table.label(row)) for row in table.rows}
+    for one in (one for row in table.rows for column in table.columns for one in table.at(row, column)):
+        if one.status == "finished":
+            statements.setdefault(names[one.row], []).append(one.statements)
     failures = [one for one in table.results if one.status == "failed"]
     bill = [str(bill["in_words"]) for bill in table.bill or ()]
     if table.bill is None and any(result.guarantee for result in table.results):
@@ -39,7 +42,7 @@ def notes(table: Table) -> list[str]:
     return [
         *caption,
         *([bold] if bold and caption == [*table.caption] else []),
-        *privacy_notes(statements, are_all=len(statements) == len(table.rows)),
+        *privacy_notes(statements, are_all=len(statements) == len(set(names.values()))),
         *bill,
         *_warnings(table),
         *(f"Failed: {table.label(one.row)}, {one.column}, seed {one.seed}: {one.error}" for one in failures),

@@ -15,7 +15,7 @@ from fl_sim.report.groups import Panel, SeedGroup, parameters
 from fl_sim.report.measures import Reached, as_percent, mean_text
 from fl_sim.report.row_names import further_settings, short_names
 from fl_sim.report.runs import Found, SavedRun
-from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
+from fl_sim.report.table import MEASURES, Grid, Table, differences, further, mapped, targets, texts
 
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, SeedGroup]]]
 """{data set and partition: [(label, group)]}. A group is the runs that differ only in the seed."""
@@ -211,9 +211,10 @@ def table_section(place: Path, table: Table) -> str:
     below = "<br>".join(escape(line) for line in table.caption)
     more = "".join(_grid(grid) for grid in (differences(table), targets(table), *further(table)) if grid)
     head = f"<tr><td></td>{heads}</tr><tr>{_head('Method')}{measures}</tr>"
+    first = "".join(map(_grid, mapped(table))) or _table(head, rows)
     return (
         f'<section><h2>Table <span class="small path">{escape(str(place))}</span></h2>'
-        f'{_table(head, rows)}{more}<p class="small">{below}</p></section>'
+        f'{first}{more}<p class="small">{below}</p></section>'
     )
 
 
@@ -405,7 +406,7 @@ def _column(
 def _grid(grid: Grid) -> str:
     heads = "".join(_head(head, "n") for head in grid.heads)
     rows = [_row([HtmlCell(row), *(HtmlCell(cell, kind="n") for cell in cells)]) for row, cells in grid.rows]
-    body = _table(f"<tr>{_head('Method')}{heads}</tr>", rows)
+    body = _table(f"<tr>{_head(grid.corner)}{heads}</tr>", rows)
     return f"<details><summary>{escape(grid.title)}</summary>{body}</details>"
 
 

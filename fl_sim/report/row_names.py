@@ -45,7 +45,7 @@ def settings_of(label: str) -> list[str]:
     >>> settings_of("A (b=1, c=d (e=2)) + F, G (h=3), i=4")
     ['b=1', 'c=d (e=2)', 'h=3', 'i=4']
     """
-    return [one for part in _outside_brackets(label, ", ") for one in _settings_in(part)]
+    return [one for part in outside_brackets(label, ", ") for one in _settings_in(part)]
 
 
 def further_settings(label: str, name: str, parameters: str) -> str:
@@ -65,12 +65,12 @@ def _is_shown(common: Collection[str], setting: str) -> bool:
 def _keeping(label: str, is_kept: Callable[[str], bool]) -> str:
     """Return ``label`` with only those settings for which ``is_kept`` returns True."""
     parts = []
-    for part in _outside_brackets(label, ", "):
+    for part in outside_brackets(label, ", "):
         if _SETTING.match(part):
             parts += [part] * is_kept(part)
             continue
         words = []
-        for word in _outside_brackets(part, " "):
+        for word in outside_brackets(part, " "):
             if inside := _in_brackets(word):
                 kept = ", ".join(filter(is_kept, inside))
                 words += [f"({kept})"] if kept else []
@@ -84,17 +84,17 @@ def _settings_in(part: str) -> Iterator[str]:
     if _SETTING.match(part):
         yield part
         return
-    for word in _outside_brackets(part, " "):
+    for word in outside_brackets(part, " "):
         yield from _in_brackets(word)
 
 
 def _in_brackets(word: str) -> list[str]:
     """Return the settings in a word such as "(mu=0.1, tau=2)". The list is empty for any other word."""
-    inside = _outside_brackets(word[1:-1], ", ") if word.startswith("(") and word.endswith(")") else []
+    inside = outside_brackets(word[1:-1], ", ") if word.startswith("(") and word.endswith(")") else []
     return inside if all(map(_SETTING.match, inside)) else []
 
 
-def _outside_brackets(text: str, separator: str) -> list[str]:
+def outside_brackets(text: str, separator: str) -> list[str]:
     """Split ``text`` at each ``separator`` that is outside brackets, and return the parts."""
     parts: list[str] = []
     for piece in text.split(separator):

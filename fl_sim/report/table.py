@@ -1,8 +1,8 @@
 """Tables of accuracies: means and standard deviations over seeds, the best row of each column, and further tables."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Literal, TypeAlias
 
 from fl_sim.report.files import PrivacyStatement
@@ -107,11 +107,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Grid:
-    """A further table below the main table. ``heads``: headings of the value columns. ``rows``: (row label, cells)."""
+    """A further table below the main table.
+
+    ``heads``: headings of the value columns. ``rows``: (row label, cells). ``corner``: heading of the row labels.
+    """
 
     title: str
     heads: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
+    corner: str = "Method"
 
 
 @dataclass(frozen=True)
@@ -216,11 +220,31 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     ]
 
 
+def mapped(table: Table) -> list[Grid]:
+    """Return the final accuracies as a table for each heat map. The list is empty for a table without heat maps."""
+    shown = str(table.settings.get("measure", ""))
+    title = title_of_measure(shown, table.titles or {}) if shown else "Test accuracy"
+    return _mapped(table, f"{title} after the last round, in percent", lambda results: cell_text(results, "last"))
+
+
+def _mapped(table: Table, title: str, text: Callable[[list[SeedResult]], str]) -> list[Grid]:
+    grids = []
+    for one in table.heat_maps:
+        cells = {place: text(table.at(row, one.column)) for place, row in one.places.items()}
+        rows = [(row, [cells.get((row, column), "-") for column in one.column_labels]) for row in one.row_labels]
+        if any(any(character.isdigit() for character in cell) for cell in cells.values()):
+            grids.append(Grid(f"{title}, {one.title}", one.column_labels, rows, f"{one.rows} / {one.columns}"))
+    return grids
+
+
 def differences(table: Table) -> Grid | None:
     """Return a table with the difference of each row to the reference row, for each column.
 
-    The result is None if no confidence interval can be computed.
+    The result is None if no confidence interval can be computed. It is None, too, for a table with heat maps and
+    without a reference row: the highest mean of such a table is that of the weakest attack.
     """
+    if table.heat_maps and not table.reference:
+        return None
     comparisons = [compare(table, column) for column in table.columns]
     if not any(found for one in comparisons for found in one.others.values()):
         return None
@@ -261,7 +285,8 @@ def targets(table: Table) -> Grid | None:
 def further(table: Table) -> list[Grid]:
     """Return a table for each further measure that any run has, such as balanced accuracy.
 
-    If the name of a measure contains ``*``, there is a table for each column of ``table``.
+    If the name of a measure contains ``*``, there is a table for each column of ``table``. A table with heat maps has
+    a further table for each measure and heat map.
     """
     grids: list[Grid] = []
     shown = str(table.settings.get("measure", ""))
@@ -271,7 +296,9 @@ def further(table: Table) -> list[Grid]:
         if "*" in name:
             grids += _by_part(table, name, title)
         elif name != f"{shown}_percent" and name.startswith(section) and any(_has(one, name) for one in table.results):
-            grids.append(_grid(table, title, table.columns, [(column, name) for column in table.columns]))
+            places = [(column, name) for column in table.columns]
+            means = partial(_mean_of, name)
+            grids += _mapped(table, title, means) if table.heat_maps else [_grid(table, title, table.columns, places)]
     return grids
 
 
@@ -302,13 +329,14 @@ def _grid(table: Table, title: str, heads: Sequence[str], places: Sequence[tuple
 
     ``places``: for each heading in ``heads``, (column, name of the measure).
     """
-    rows = []
-    for row in table.rows:
-        cells = [(table.at(row, column), name) for column, name in places]
-        values = [[one.measures[name] for one in cell if _has(one, name)] for cell, name in cells]
-        shown = [_mean_text(some, len(cell)) for some, (cell, _) in zip(values, cells, strict=True)]
-        rows.append((table.label(row), shown))
+    rows = [
+        (table.label(row), [_mean_of(name, table.at(row, column)) for column, name in places]) for row in table.rows
+    ]
     return Grid(title, heads, rows)
+
+
+def _mean_of(name: str, results: list[SeedResult]) -> str:
+    return _mean_text([one.measures[name] for one in results if _has(one, name)], len(results))
 
 
 def _has(one: SeedResult, name: str) -> bool:

@@ -22,11 +22,13 @@ from fl_sim.report.measures import Value, mean_and_deviation, of_round
 from fl_sim.report.table import (
     MEASURES,
     Comparison,
+    Grid,
     SeedResult,
     Table,
     compare,
     differences,
     further,
+    mapped,
     percentages,
     targets,
     texts,
@@ -74,23 +76,34 @@ def write_rounds(out: Path, table: Table, rounds: Mapping[str, Sequence[RoundRec
 
 
 def markdown(table: Table) -> str:
-    """Return the content of ``table.md``: the table, notes and further tables in Markdown."""
+    """Return the content of ``table.md``: the table, notes and further tables in Markdown.
+
+    A table with heat maps is shown as one table for each map.
+    """
     heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
     rows = [
         (table.label(row), [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)
     ]
     below = "\n".join(f"{in_a_line(note)}  " for note in notes(table))
-    return "\n\n".join(
-        [part for part in (_markdown_grid(heads, rows), below.rstrip(), *further_paragraphs(table)) if part]
-    )
+    first = _paragraphs(mapped(table)) or [_markdown_grid(heads, rows)]
+    return "\n\n".join([part for part in (*first, below.rstrip(), *further_paragraphs(table)) if part])
 
 
 def further_paragraphs(table: Table) -> list[str]:
     """Return the further tables as Markdown paragraphs: for each table its title, then the table."""
-    parts: list[str] = []
-    for grid in (differences(table), targets(table), *further(table)):
-        parts += [f"{in_a_line(grid.title)}:", _markdown_grid(grid.heads, grid.rows)] if grid else []
-    return parts
+    return _paragraphs(_further_grids(table))
+
+
+def _paragraphs(grids: Iterable[Grid]) -> list[str]:
+    return [
+        text
+        for grid in grids
+        for text in (f"{in_a_line(grid.title)}:", _markdown_grid(grid.heads, grid.rows, grid.corner))
+    ]
+
+
+def _further_grids(table: Table) -> list[Grid]:
+    return [grid for grid in (differences(table), targets(table), *further(table)) if grid]
 
 
 def latex(table: Table, label: str) -> str:
@@ -102,9 +115,11 @@ def latex(table: Table, label: str) -> str:
     caption, *below = notes(table) or [""]
     under = [r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in below),
              r"\end{minipage}"]  # fmt: skip
+    shown = [line for grid in mapped(table) for line in (rf"{_escape(grid.title)}\par", *_tabular_of(grid))]
+    shown = shown or _tabular(table)
     return "\n".join([
         r"% \usepackage{booktabs,graphicx}",
-        *_environment(caption, _label(label), [*_tabular(table), *(under if below else [])]),
+        *_environment(caption, _label(label), [*shown, *(under if below else [])]),
     ])  # fmt: skip
 
 
@@ -113,13 +128,10 @@ def latex_further(table: Table, label: str) -> str:
 
     The text is empty if there are no further tables. ``label``: the prefix of the names for references in LaTeX.
     """
-    grids = [grid for grid in (differences(table), targets(table), *further(table)) if grid]
-    parts = []
-    for number, grid in enumerate(grids, 1):
-        heads = [_line(["Method", *map(_escape, grid.heads)])]
-        lines = [_line([_escape(row), *map(_escape, cells)]) for row, cells in grid.rows]
-        tabular = _fitted(heads, lines, len(grid.heads))
-        parts.append("\n".join(_environment(f"{grid.title}.", f"{_label(label)}-{number}", tabular)))
+    parts = [
+        "\n".join(_environment(f"{grid.title}.", f"{_label(label)}-{number}", _tabular_of(grid)))
+        for number, grid in enumerate(_further_grids(table), 1)
+    ]
     return "\n\n".join([r"% \usepackage{booktabs,graphicx}", *parts]) if parts else ""
 
 
@@ -197,11 +209,17 @@ def rounds_text(table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> st
     )
 
 
-def _markdown_grid(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    lines = [["Method", *heads], ["---", *["---:"] * len(heads)], *([row, *cells] for row, cells in rows)]
+def _markdown_grid(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], corner: str = "Method") -> str:
+    lines = [[corner, *heads], ["---", *["---:"] * len(heads)], *([row, *cells] for row, cells in rows)]
     return "\n".join(
         f"| {' | '.join(in_a_line(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines
     )
+
+
+def _tabular_of(grid: Grid) -> list[str]:
+    heads = [_line([_escape(grid.corner), *map(_escape, grid.heads)])]
+    lines = [_line([_escape(row), *map(_escape, cells)]) for row, cells in grid.rows]
+    return _fitted(heads, lines, len(grid.heads))
 
 
 def _tabular(table: Table) -> list[str]:

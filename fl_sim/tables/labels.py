@@ -166,8 +166,7 @@ def caption(
     shares: Mapping[str, float],
     *,
     has_bound: bool,
-    rows: Sequence[str] = (),
-    columns: Sequence[str] = (),
+    places: Sequence[Sequence[str]] = (),
     settings: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Return the lines of the caption of a table of ``experiments``.
@@ -175,11 +174,12 @@ def caption(
     The first line says which accuracies the table shows. Each further line starts with a label, such as "Data:".
 
     ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the largest class in its test
-    records}. ``has_bound``: True if the table has the row Centralized. ``rows`` and ``columns``: the row label and the
-    column name of each experiment. If an experiment does not have the most frequent value of a setting, the caption
-    names its row or column. ``settings``: {row label: settings that no other line of the caption states}.
+    records}. ``has_bound``: True if the table has the row Centralized. ``places``: names
+    of each experiment's place, such as all row labels, then all column names. If an experiment does not have the most
+    frequent value of a setting, the caption says where it is, by the first names that determine the value.
+    ``settings``: {row label: settings that no other line of the caption states}.
     """
-    show = partial(_with_places, rows=rows, columns=columns)
+    show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
     algorithms: list[tuple[object, float]] = [(e.algorithm, e.local.momentum) for e in experiments]
     advice = [one.advice(momentum) for one, momentum in algorithms if isinstance(one, Advising)]
@@ -366,16 +366,16 @@ def _values(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values))
 
 
-def _with_places(values: Iterable[Any], *, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """Return as text the most frequent value, and each other value with the rows (or columns) that have this value.
+def _with_places(values: Iterable[Any], *, places: Sequence[Sequence[str]]) -> str:
+    """Return as text the most frequent value, and each other value with the names of the places that have this value.
 
-    >>> _with_places([0.9, 0.0, 0.9], rows=["A", "B", "C"], columns=["x"] * 3)
+    >>> _with_places([0.9, 0.0, 0.9], places=[["A", "B", "C"], ["x"] * 3])
     '0.9 (0 for B)'
     """
     texts = [_short(value) for value in values]
-    for places in (rows, columns) if len(set(texts)) > 1 else ():
-        found = dict(zip(places, texts, strict=bool(places)))
-        if all(found.get(place) == text for place, text in zip(places, texts, strict=bool(places))) and found:
+    for names in places if len(set(texts)) > 1 else ():
+        found = dict(zip(names, texts, strict=True))
+        if all(found[name] == text for name, text in zip(names, texts, strict=True)):
             by_text: dict[str, list[str]] = {}
             for place, text in found.items():
                 by_text.setdefault(text, []).append(place)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.importing import importing
 from fl_sim.kinds import kind_of, short_form
 from fl_sim.mistakes import explain, guess, shortened
-from fl_sim.report.heat_map import HeatMap
+from fl_sim.report.heat_map import HeatMap, column_groups, row_groups
+from fl_sim.report.row_names import outside_brackets
 from fl_sim.settings import Settings, flat, read_table
 from fl_sim.tables.heat_maps import HeatMapAxes, MappedRow, heat_maps_of
 from fl_sim.tables.labels import (
@@ -408,9 +409,8 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
         notes,
         shares,
         has_bound=bool(plan.upper_bounds),
-        rows=[plan.labels[cell.row] for cell in shown],
-        columns=[cell.column for cell in shown],
-        settings={plan.labels[row]: left_out for row, left_out in plan.settings.items()},
+        places=_places(plan, [cell.row for cell in shown], [cell.column for cell in shown]),
+        settings=_left_out(plan),
     )
     if not measure:
         return lines
@@ -419,6 +419,23 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 
     titles = titles_of(cell.experiment for cell in plan.cells)
     return (f"Measure: {title_of_measure(measure, titles)}.", *lines)
+
+
+def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
+    """Return the names by which the caption says where a setting differs: lines of the heat maps, rows, columns."""
+    groups = row_groups(plan.heat_maps), column_groups(plan.heat_maps)
+    lines = [[names.get(row, "") for row in rows] for names in groups if names]
+    return [*lines, [plan.labels[row] for row in rows], [*columns]]
+
+
+def _left_out(plan: Plan) -> dict[str, str]:
+    """Return {name: settings that no other line of the caption states}, for each row or line of the heat maps."""
+    groups, found = row_groups(plan.heat_maps), dict[str, dict[str, None]]()
+    along = tuple(f"{one.columns}=" for one in plan.heat_maps)
+    for row, left_out in plan.settings.items():
+        parts = [part for part in outside_brackets(left_out, ", ") if not part.startswith(along)]
+        found.setdefault(groups.get(row, plan.labels[row]), {})[", ".join(parts)] = None
+    return {name: " or ".join(filter(None, some)) for name, some in found.items()}
 
 
 class _Placed(NamedTuple):

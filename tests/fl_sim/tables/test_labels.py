@@ -107,10 +107,10 @@ def test_values_that_differ_between_cells_are_all_told_in_the_order_of_the_cells
     assert "Settings: 4, 30 clients, " in line
     assert "rounds of 1 local epoch, batch" in line
     assert "gradients clipped to norm 0, 2.5" in line
-    by_row = caption(experiments, {}, {}, has_bound=False, rows=["A", "B", "C"], columns=["x"] * 3)[2]
+    by_row = caption(experiments, {}, {}, has_bound=False, places=[["A", "B", "C"], ["x"] * 3])[2]
     assert "Settings: 4 (30 for B) clients, " in by_row
     assert "gradients clipped to norm 0 (2.5 for B)" in by_row
-    by_column = caption(experiments, {}, {}, has_bound=False, rows=["A"] * 3, columns=["x", "y", "x"])[2]
+    by_column = caption(experiments, {}, {}, has_bound=False, places=[["A"] * 3, ["x", "y", "x"]])[2]
     assert "clipped to norm 0 (2.5 for y)" in by_column
 
 

@@ -1,12 +1,16 @@
 """Heat maps: a table of four small runs draws one for each column, and a map says what its numbers leave out."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from fl_sim.errors import UserError
+from fl_sim.report.captions import notes
 from fl_sim.report.figures.heat_map import draw, draw_heat_maps
+from fl_sim.report.files import PrivacyStatement
 from fl_sim.report.heat_map import HeatMap
+from fl_sim.report.page_sections import table_section
 from fl_sim.report.picture import PAGE, WIDE_PAGE
 from fl_sim.report.runs import read_json_table
 from fl_sim.report.table import SeedResult, Table
@@ -43,6 +47,33 @@ def test_a_table_of_four_runs_draws_its_means_at_the_places_of_its_axes(tmp_path
     table = state.table()
     assert texts(figure) == [f"{table.at(row, 'digits iid')[0].accuracy('last'):.1f}" for row in table.rows]
     assert table.rows[1] == "Mean, attack=sign-flip:1"
+    numbers = texts(figure)
+    shown = (tmp_path / "table.md").read_text()
+    assert shown.startswith(
+        "Test accuracy after the last round, in percent, digits iid:\n\n| algorithm / attack | none |"
+    )
+    assert f"| Mean | {numbers[0]} | {numbers[1]} |\n| Median | {numbers[2]} | {numbers[3]} |" in shown
+    assert "attack=sign-flip:1 |" not in shown
+    assert f"Median & {numbers[2]} & {numbers[3]}" in (tmp_path / "table.tex").read_text()
+    assert f"<td>Median</td>{''.join(f'<td class=n>{one}</td>' for one in numbers[2:])}" in re.sub(
+        '"', "", table_section(tmp_path, table)
+    )
+
+
+def test_a_caption_names_a_line_of_the_map_in_place_of_all_its_rows():
+    caption = plan_table(table_settings(GIVEN, ["seed=0", "partition=iid,label-2"], "it")).caption
+    assert "aggregator mean (median for Median), attack none (sign-flip:1 by 1 of them for sign-flip:1)" in caption[2]
+    assert "Methods: Mean: FedAvg, aggregator=mean; Median: FedAvg, aggregator=median." in caption
+    private, bare = (PrivacyStatement(unit="client", epsilon=one, delta=1e-5) for one in (1.0, None))
+    places = {("A", "x"): "A, attack=x", ("A", "y"): "A, attack=y", ("B", "x"): "B, attack=x"}
+    one = HeatMap("c", "c", "algorithm", "attack", ("A", "B"), ("x", "y"), places)
+    results = [
+        SeedResult(row, "c", 0, "finished", "d", 0.5, 0.5, statements=(bare if row[0] == "B" else private,))
+        for row in places.values()
+    ]
+    lines = notes(Table(tuple(places.values()), ("c",), frozenset(), tuple(results), heat_maps=(one,)))
+    assert any("delta 1e-05: A epsilon 1." in line for line in lines)
+    assert "No privacy guarantee: B." in lines
 
 
 def test_other_axes_of_the_grid_have_maps_of_their_own_and_unknown_ones_are_refused():
