@@ -29,6 +29,15 @@ def test_both_ways_to_aggregate_agree_and_all_are_measured(load_benchmark: Calla
     assert rows["plain numpy loop"]["cpu_ratio"] == 1.0
 
 
+def test_every_rule_of_the_robustness_tables_is_measured(load_benchmark: Callable[[str], ModuleType]) -> None:
+    rules = load_benchmark("robust_rules")
+    for name in ("fashion_mnist", "cifar10"):
+        assert len(rules.rules_of(rules.TABLE.with_name(f"{name}.toml"))) == 16
+    rows = rules.measure(rules.rules_of(rules.TABLE), clients=20, parameters=100, repeat=2)
+    assert rows["mean"]["ratio"] == 1.0
+    assert all(row["milliseconds"] > 0 for row in rows.values())
+
+
 @pytest.fixture
 def scale(load_benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.delenv("FL_SIM_DATA", raising=False)
