@@ -124,10 +124,10 @@ def table(  # noqa: PLR0913 (one parameter per option)
     dafl-paper, dafl-paper-cifar10, dafl-paper-fashion-mnist, dafl-paper-mnist, dafl-paper-svhn, digits, mnist. The name
     of a preset always means the preset; for a file of the same name, write ./NAME.
 
-    The same command resumes a table after a crash or Ctrl-C, and repeats no finished run. After every run, the command
-    writes table.md, table.csv (one line per run), table.tex (for a paper) and table.json. At the end it writes
-    rounds.csv (one line per round). Each run has a directory in DIR/cells. Bold marks the significantly best method.
-    With fewer than three seeds, bold marks the highest mean.
+    The same command resumes a table after a crash or Ctrl-C, and repeats no finished run. After a run, the command
+    writes table.md, table.csv (one line per run), table.tex (for a paper) and table.json; files of large tables are
+    written less often. At the end it writes rounds.csv (one line per round). Each run has a directory in DIR/cells.
+    Bold marks the significantly best method. With fewer than three seeds, bold marks the highest mean.
 
     A FILE has a section [base] and a section [grid]. [base] has settings as for 'fl-sim run'. [grid] has lists of
     values for algorithm, data, partition, seed or any other setting. Several sections [[grid]] make one table with the

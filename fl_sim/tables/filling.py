@@ -148,6 +148,9 @@ def _is_alone(cell: Cell) -> bool:
 WRITE_SECONDS = 1.0
 """Minimum time in seconds between two writes of a table's files, because each write covers the whole table."""
 
+WRITE_SHARE = 0.02
+"""Largest share of the time that is spent on these writes. A table of a thousand rows takes seconds to write."""
+
 
 class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
     """The time budget ended before all runs were finished. The message is empty."""
@@ -185,7 +188,7 @@ def fill(
     for cell in reversed(state.plan.cells):
         column = data_label(cell.experiment.data) if cell.row in state.plan.upper_bounds else cell.column
         labels[cell.name] = f"{state.plan.labels[cell.row]}, {column}, {state.plan.over.replace('_', ' ')} {cell.seed}"
-    written, is_behind = -math.inf, False
+    due, is_behind = -math.inf, False
     try:
         with closing(runner.run_all_of(CELLS, state.plan.runs, labels, tracking)) as events:
             for number, event in enumerate(events):
@@ -193,10 +196,11 @@ def fill(
                     state.outcomes[event.name] = event
                 elif number:  # the files of the table are written after the first event, and after each run that ends
                     continue
-                is_behind = time.monotonic() - written < WRITE_SECONDS
+                is_behind = (begun := time.monotonic()) < due
                 if not is_behind:
                     write_table(out, state.table())
-                    written = time.monotonic()
+                    now = time.monotonic()
+                    due = now + max(WRITE_SECONDS, (now - begun) / WRITE_SHARE)
     finally:
         if is_behind:
             write_table(out, state.table())
