@@ -164,7 +164,7 @@ class Job:
             experiment.model.name, dataset.input_shape, dataset.num_classes, experiment.local.batch_norm,
             dataset.vocabulary, _Preparation.of(self, experiment.seed_of_model),
         ):  # fmt: skip
-            self.model()
+            _ = self.body  # builds the model without a copy
 
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         dataset, prepare = self.dataset, _Preparation.of(self, seed)
