@@ -275,8 +275,10 @@ class Trained:
     steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: shape (C, d)
     for C classes and d features, given if the plan asks for it. Features are the inputs of the new model's last linear
     layer. A row has the sum of the features over the client's records of one class. ``statistics``: the running
-    statistics of the new model's BatchNorm layers. ``further``: the results of the algorithm's further models, by name
-    (fl_sim.local_plan.FurtherModels), or further tensors from a course (fl_sim.training.courses).
+    statistics of the new model's BatchNorm layers. ``personal``: the new values of the parameters that stay with the
+    client; in an algorithm's ``finish``, ``params`` has only the sent parameters. ``further``: the results of the
+    algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course
+    (fl_sim.training.courses).
     """
 
     params: Params
@@ -286,6 +288,7 @@ class Trained:
     feature_sums: torch.Tensor | None = None
     statistics: Params = field(default_factory=dict)
     further: Mapping[str, Trained] = field(default_factory=dict)
+    personal: Params = field(default_factory=dict)
 
     def followed_by(self, later: Trained) -> Trained:
         """Return the joint result of this training and of ``later``, a training that began with its parameters."""

@@ -48,9 +48,10 @@ class OwnPart(Layer):
         return has_model or sends_a_part(experiment.algorithm, experiment.local.personal)
 
     @classmethod
-    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
         """Return None: no layer is needed in the server's rounds."""
         del experiment, out, progress
+        return None
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
@@ -141,7 +142,8 @@ class ClientOwnPart(ClientLayer):
         """Return the task and the trained parameters without personal parameters: the update must not contain these."""
         del came
         params, after = self._without(task.params), self._without(trained.params)
-        return replace(task, params=params), replace(trained, params=after)
+        personal = {name: trained.params[name] for name in self.own}
+        return replace(task, params=params), replace(trained, params=after, personal=personal)
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
         """Return the update with the trained personal parameters added to the client state for the next round."""

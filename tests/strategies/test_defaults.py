@@ -29,8 +29,7 @@ from strategies.samplers import FixedSize
 WITHOUT_ROUNDS = {
     "pate": "an answer needs more teachers than digits have records for",
     "tstr": "it needs a pool",
-    "local-only": "every client's model stays with it",
-    "fedproto-local": "every client's model stays with it",
+    **dict.fromkeys(("local-only", "fedproto-local", "fd", "fedgh", "fedtgp"), "every client's model stays with it"),
 }
 """Kinds that do not train one model on clients' records in rounds."""
 

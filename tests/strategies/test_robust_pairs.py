@@ -30,6 +30,8 @@ REFUSED = {
     **dict.fromkeys(("heterofl", "fedrolex"), "compares or bounds updates of one shape"),
     "fedproto": "divided by counts",
     "fedproto-local": "divided by counts",
+    "fd": "reads the mean logits of every client",
+    **dict.fromkeys(("fedgh", "fedtgp"), "reads the mean features of every client"),
     "fednova": "set a public algorithm.tau_eff",
     **dict.fromkeys(("feddisco", "q-ffl", "term", "agnostic-fl", "fedmgda"), "only aggregator mean uses such weights"),
     "fedmix": "averages that others share",

@@ -1,0 +1,114 @@
+"""FD (federated distillation): clients keep their models and send only mean logits (Jeong et al. 2018, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.params import head_shape, head_weight
+from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
+from strategies.algorithm import Averaging
+from strategies.class_means import Rows, check_in_the_clear
+
+
+class FD(Averaging):
+    """Adds ``gamma`` times the distance of a record's logits to the mean logits of its class to the loss.
+
+    After its local steps, a client sends the mean of its logits over its records of each class, and which classes it
+    has. A client's target for a class is the mean, with equal weights, over all other clients that had the class in the
+    last round with this class. A class that no other client had adds nothing to the loss. Each client trains its own
+    model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
+
+    ``gamma``: 0 is local-only. ``distance``: "l2" is the mean over classes of squared differences of logits; "kl" is
+    KL(softmax(target) || softmax(logits)). In the paper, the mean is over the logits of all local steps, instead of the
+    logits after the last step.
+    """
+
+    kind: Literal["fd"] = "fd"
+    title: ClassVar[str] = "FD"
+    layer: ClassVar[str] = "strategies.other_logits:OtherLogits"
+    needs_head: ClassVar[bool] = True
+    sends_nothing: ClassVar[bool] = True
+    knobs: ClassVar[str] = "algorithm.gamma weighs squared distances without an upper bound: set a smaller one"
+    gamma: float = Field(1.0, ge=0)
+    distance: Literal["l2", "kl"] = "l2"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover logits."""
+        check_in_the_clear(self, experiment, "mean logits")
+
+    def mean_only(self) -> str:
+        """Return the reason why robust aggregators do not fit."""
+        return "clients receive the mean logits of all others, also of those that a robust aggregator leaves out"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        if not self.gamma:
+            return [off("algorithm.gamma=0", "own models are those of local-only")]
+        first = "rounds=1, and there are no logits of others in the first round"
+        return [off(f"algorithm.gamma={self.gamma:g}", first)] if experiment.rounds == 1 else []
+
+    def note(self) -> str:
+        """Return the note for tables: it names what clients send."""
+        return "FD: clients send only their mean logits of each class that they hold."
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return no names: clients send no parameters."""
+        del params
+        return ()
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round: the model ``params`` without logits."""
+        return self.init_for(params, params)
+
+    def init_for(self, params: Params, model: Params) -> ServerState:
+        """Return the server state before the first round: ``params``, a part of ``model``, without logits."""
+        classes, _ = head_shape(model)
+        return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the local plan: the distance to the other clients' logits, and sums of features after training."""
+        term = LossTerm(self.distances, task.broadcast["others"]) if self.gamma else None
+        return LocalPlan(loss_term=term, class_features=True)
+
+    def distances(self, batch: Batch) -> torch.Tensor:
+        """Return ``gamma`` times the distance of each record's logits to the target of its class, (n,)."""
+        target, known = batch.data["logits"][batch.labels], batch.data["known"][batch.labels]
+        if self.distance == "l2":
+            return self.gamma * known * (batch.logits - target).square().mean(-1)
+        logs = torch.log_softmax(target, -1)
+        return self.gamma * known * (logs.exp() * (logs - torch.log_softmax(batch.logits, -1))).sum(-1)
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Return the update: the mean logits of each class, and 1 for each class that the client has."""
+        update, like = super().finish(task, trained), task.broadcast["others"]
+        means, held = like["logits"] * 0, like["known"] * 0
+        model = {**trained.params, **trained.personal}
+        if trained.feature_sums is not None and model:
+            counts = torch.tensor(task.class_counts, dtype=torch.float32)
+            held = (counts > 0).float()
+            # logits are linear in the features, so the mean of logits is the logit of the mean
+            weight = head_weight(model)
+            features = trained.feature_sums / counts.clamp(min=1)[:, None]
+            logits = features @ model[weight].T + model.get(f"{weight.removesuffix('weight')}bias", torch.zeros(()))
+            means = held[:, None] * logits
+        payloads = {**update.payloads, "logits": {"means": means, "held": held}}
+        return ClientUpdate(payloads, update.num_examples, update.loss)
+
+    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+        """Return the server state with the round's logits in its memory: row i of the memory is client i.
+
+        A class that no client of the round has keeps its rows.
+        """
+        memory, new = server.memory["logits"], rows.payloads["logits"]
+        means, held = memory["means"].clone(), memory["held"].clone()
+        seen = new["held"].amax(0) > 0
+        held[:, seen] = 0
+        held[rows.clients] = torch.where(seen, new["held"], held[rows.clients])
+        means[rows.clients] = torch.where(new["held"][:, :, None] > 0, new["means"], means[rows.clients])
+        return ServerState(server.params, server.broadcast, {"logits": {"means": means, "held": held}}, server.layers)

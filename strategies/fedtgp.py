@@ -1,0 +1,114 @@
+"""FedTGP: FedProto with prototypes that the server trains with an adaptive margin (Zhang et al. 2024, AAAI)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices
+from fl_sim.seeding import rng
+from fl_sim.types import Aggregate, Params, ServerState
+from strategies.class_means import Rows, check_in_the_clear
+from strategies.fedproto_local import FedProtoLocal
+
+LARGEST_MARGIN: Final = 100.0
+"""The paper's tau: the upper bound of the margin."""
+
+
+class FedTGP(FedProtoLocal):
+    """``fedproto-local`` with other prototypes: the server trains them on the clients' mean features of each class.
+
+    The prototype of class c is g(e_c). g is a network with one hidden layer of ReLU and the width of the features; e_c
+    is a trained vector. Let P be a client's mean features of its class y. The server takes ``server_steps`` steps of
+    gradient descent, with the learning rate ``server_rate``, on the mean over all P of the cross-entropy of y under
+    softmax_c(-(||P - prototype c|| + margin [c = y])). The margin is the largest distance between two classes' means
+    of P, and at most 100 (section 3.3). g and all e_c are trained further in every round. A class that no client of the
+    round has keeps its prototype. In the released code, the server takes steps on batches of P.
+    """
+
+    kind: Literal["fedtgp"] = "fedtgp"  # type: ignore[assignment]  # another kind than its base class
+    title: ClassVar[str] = "FedTGP"
+    layer: ClassVar[str] = "strategies.single_payloads:SinglePayloads"
+    before: ClassVar[Mapping[str, Any]] = {}
+    server_steps: int = Field(200, ge=1, le=10**6)
+    server_rate: float = Field(0.5, gt=0)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover features."""
+        check_in_the_clear(self, experiment, "mean features")
+
+    def mean_only(self) -> str:
+        """Return the reason why robust aggregators do not fit."""
+        return "its server trains on the mean features of all clients, also those that a robust aggregator leaves out"
+
+    def note(self) -> str:
+        """Return the note for tables: it names what clients send."""
+        return "FedTGP: clients send the mean features of each class that they hold, and each class's share."
+
+    def init_for(self, params: Params, model: Params) -> ServerState:
+        """Return the server state before the first round, with the initial e_c and g in the server's memory."""
+        server = super().init_for(params, model)
+        classes, features = server.broadcast["prototypes"]["z"].shape
+        draw, bound = rng(0, "trainable prototypes"), 1 / math.sqrt(features)
+        drawn = {
+            "vectors": draw.normal(size=(classes, features)),
+            "hidden.weight": draw.uniform(-bound, bound, (features, features)),
+            "hidden.bias": draw.uniform(-bound, bound, features),
+            "output.weight": draw.uniform(-bound, bound, (features, features)),
+            "output.bias": draw.uniform(-bound, bound, features),
+        }
+        return replace(server, memory={"g": {name: torch.from_numpy(one).float() for name, one in drawn.items()}})
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next server state, with the prototypes of ``fedproto-local``: training starts after it."""
+        return replace(super().merge(server, aggregate), memory=server.memory)
+
+    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+        """Return the server state with the trained prototypes of all classes of the round."""
+        sums, counts = rows.payloads["features"]["sums"], rows.payloads["features"]["counts"]
+        held = counts > 0
+        if not held.any():
+            return server
+        inputs, labels = sums[held] / counts[held][:, None], held.nonzero()[:, 1]
+        weights = {name: value.clone().requires_grad_() for name, value in server.memory["g"].items()}
+        margin = margin_of(inputs, labels)
+        for _ in range(self.server_steps):
+            loss = contrast(prototypes_of(weights), inputs, labels, margin)
+            slopes = torch.autograd.grad(loss, list(weights.values()))
+            with torch.no_grad():
+                for value, slope in zip(weights.values(), slopes, strict=True):
+                    value.sub_(slope, alpha=self.server_rate)
+        trained = {name: value.detach() for name, value in weights.items()}
+        old = server.broadcast["prototypes"]
+        there = held.any(0)[:, None]
+        prototypes = {**old, "z": torch.where(there, prototypes_of(trained), old["z"])}
+        return replace(
+            server, broadcast={**server.broadcast, "prototypes": prototypes}, memory={**server.memory, "g": trained}
+        )
+
+
+def margin_of(inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the largest distance between two classes' means of ``inputs`` (n, d), at most ``LARGEST_MARGIN``.
+
+    ``labels``: (n,). With a single class the margin is 0.
+    """
+    centres = torch.stack([inputs[labels == one].mean(0) for one in sorted(set(labels.tolist()))])
+    return min(float(torch.cdist(centres, centres).max()), LARGEST_MARGIN)
+
+
+def prototypes_of(weights: Params) -> torch.Tensor:
+    """Return the prototypes g(e_c) of all classes, (C, d). ``weights``: the vectors e_c and the weights of g."""
+    hidden = torch.relu(weights["vectors"] @ weights["hidden.weight"].T + weights["hidden.bias"])
+    return hidden @ weights["output.weight"].T + weights["output.bias"]
+
+
+def contrast(prototypes: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor, margin: float) -> torch.Tensor:
+    """Return the mean cross-entropy of ``labels`` (n,) by distances of ``inputs`` (n, d) to ``prototypes`` (C, d)."""
+    distances = torch.cdist(inputs, prototypes)
+    own = torch.nn.functional.one_hot(labels, len(prototypes)).to(distances.dtype)
+    return torch.nn.functional.cross_entropy(-(distances + margin * own), labels)

@@ -1,0 +1,53 @@
+"""The round layer of methods whose clients keep their models, and whose server learns from every single payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fl_sim.types import Aggregate, Cohort, Payloads, ServerState
+from strategies.class_means import Rows
+from strategies.own_part import OwnPart
+
+if TYPE_CHECKING:
+    from strategies.algorithm import Algorithm
+
+
+class Learning(Protocol):
+    """An algorithm whose server learns from single payloads."""
+
+    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+        """Return the server state after a round. ``server``: the state after the algorithm's ``merge``."""
+        ...
+
+
+class SinglePayloads(OwnPart):
+    """Gives the payloads of every client of a round to the algorithm's method ``learned``, after the mean is merged."""
+
+    def __init__(self, algorithm: Learning) -> None:
+        self._algorithm = algorithm
+        self._rows = Rows((), {})
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SinglePayloads | None:
+        """Return the layer. Its state is in the server state."""
+        del out, progress
+        return cls(experiment.algorithm)
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregate of the inner layer, and keep the payloads of all clients with records."""
+        held = [reply for reply in cohort.replies if reply.num_examples]
+        groups = {group: list(params) for group, params in held[0].payloads.items()} if held else {}
+        payloads: Payloads = {
+            group: {name: torch.stack([one.payloads[group][name] for one in held]) for name in names}
+            for group, names in groups.items()
+        }
+        self._rows = Rows([one.client for one in held], payloads)
+        return self.inner.aggregate(cohort, algorithm, server)
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the server state after the algorithm has learned from the payloads."""
+        return self._algorithm.learned(self.inner.merge(algorithm, server, aggregate), self._rows)
