@@ -24,9 +24,9 @@ class FD(Averaging):
     last round with this class. A class that no other client had adds nothing to the loss. Each client trains its own
     model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
 
-    ``gamma``: 0 is local-only. ``distance``: "l2" is the mean over classes of squared differences of logits; "kl" is
-    KL(softmax(target) || softmax(logits)). In the paper, the mean is over the logits of all local steps, instead of the
-    logits after the last step.
+    ``gamma``: 0 is local-only. ``distance``: "kl" is KL(softmax(target) || softmax(logits)), which has the gradient of
+    the paper's cross-entropy; "l2" is the mean over classes of squared differences of logits. In the paper, the mean is
+    over the logits of all local steps, instead of the logits after the last step.
     """
 
     kind: Literal["fd"] = "fd"
@@ -34,9 +34,9 @@ class FD(Averaging):
     layer: ClassVar[str] = "strategies.other_logits:OtherLogits"
     needs_head: ClassVar[bool] = True
     sends_nothing: ClassVar[bool] = True
-    knobs: ClassVar[str] = "algorithm.gamma weighs squared distances without an upper bound: set a smaller one"
+    knobs: ClassVar[str] = "algorithm.gamma weighs distances without an upper bound: set a smaller one"
     gamma: float = Field(1.0, ge=0)
-    distance: Literal["l2", "kl"] = "l2"
+    distance: Literal["kl", "l2"] = "kl"
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for settings that hide single clients, and for privacy, which would not cover logits."""
