@@ -10,7 +10,7 @@ from fl_sim.types import Payloads
 
 
 @dataclass(frozen=True)
-class Rows:
+class RoundPayloads:
     """The payloads of a round's clients with records.
 
     ``clients``: the numbers of these m clients, ascending. ``payloads``: the clients' tensors, with a first axis of

@@ -13,7 +13,7 @@ from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import head_shape, head_weight
 from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging
-from strategies.class_means import Rows, check_in_the_clear
+from strategies.class_means import RoundPayloads, check_in_the_clear
 
 
 class FD(Averaging):
@@ -100,7 +100,7 @@ class FD(Averaging):
         payloads = {**update.payloads, "logits": {"means": means, "held": held}}
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
-    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+    def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
         """Return the server state with the round's logits in its memory: row i of the memory is client i.
 
         A class that no client of the round has keeps its rows.

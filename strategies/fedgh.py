@@ -14,7 +14,7 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.params import head_names, head_shape
 from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging
-from strategies.class_means import Rows, check_in_the_clear
+from strategies.class_means import RoundPayloads, check_in_the_clear
 
 if TYPE_CHECKING:
     from clients.client_task import OnClient
@@ -85,7 +85,7 @@ class FedGH(Averaging):
         features = {"means": sums / counts.clamp(min=1)[:, None], "held": (counts > 0).float()}
         return ClientUpdate({**update.payloads, "features": features}, update.num_examples, update.loss)
 
-    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+    def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
         """Return the server state with the head after its training on the clients' mean features."""
         means, held = rows.payloads["features"]["means"], rows.payloads["features"]["held"] > 0
         inputs, labels = means[held], held.nonzero()[:, 1]

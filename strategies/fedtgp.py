@@ -13,7 +13,7 @@ from fl_sim.importing import torch
 from fl_sim.kinds import Choices
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Params, ServerState
-from strategies.class_means import Rows, check_in_the_clear
+from strategies.class_means import RoundPayloads, check_in_the_clear
 from strategies.fedproto_local import FedProtoLocal
 
 LARGEST_MARGIN: Final = 100.0
@@ -68,7 +68,7 @@ class FedTGP(FedProtoLocal):
         """Return the next server state, with the prototypes of ``fedproto-local``: training starts after it."""
         return replace(super().merge(server, aggregate), memory=server.memory)
 
-    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+    def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
         """Return the server state with the trained prototypes of all classes of the round."""
         sums, counts = rows.payloads["features"]["sums"], rows.payloads["features"]["counts"]
         held = counts > 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fl_sim.types import Aggregate, Cohort, Payloads, ServerState
-from strategies.class_means import Rows
+from strategies.class_means import RoundPayloads
 from strategies.own_part import OwnPart
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Learning(Protocol):
     """An algorithm whose server learns from single payloads."""
 
-    def learned(self, server: ServerState, rows: Rows) -> ServerState:
+    def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
         """Return the server state after a round. ``server``: the state after the algorithm's ``merge``."""
         ...
 
@@ -29,7 +29,7 @@ class SinglePayloads(OwnPart):
 
     def __init__(self, algorithm: Learning) -> None:
         self._algorithm = algorithm
-        self._rows = Rows((), {})
+        self._rows = RoundPayloads((), {})
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SinglePayloads | None:
@@ -45,7 +45,7 @@ class SinglePayloads(OwnPart):
             group: {name: torch.stack([one.payloads[group][name] for one in held]) for name in names}
             for group, names in groups.items()
         }
-        self._rows = Rows([one.client for one in held], payloads)
+        self._rows = RoundPayloads([one.client for one in held], payloads)
         return self.inner.aggregate(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:

@@ -18,7 +18,7 @@ from fl_sim.store.tensors import load_state
 from fl_sim.training.features import feature_sums
 from fl_sim.types import LocalTask, Params, ServerState, Trained
 from strategies.algorithm import first_state
-from strategies.class_means import Rows
+from strategies.class_means import RoundPayloads
 from strategies.fd import FD
 from strategies.fedgh import FedGH
 from strategies.fedtgp import LARGEST_MARGIN, FedTGP, contrast, margin_of, prototypes_of
@@ -81,10 +81,10 @@ def test_fd_targets_are_those_of_others_and_classes_without_holders_stay() -> No
         flags = torch.tensor(held)
         return {"means": flags[:, None] * torch.randn(3, 3, generator=DRAW), "held": flags}
 
-    def rows(**of: Any) -> Rows:
+    def rows(**of: Any) -> RoundPayloads:
         chosen = list(of.values())
         stacked = {name: torch.stack([one[name] for one in chosen]) for name in ("means", "held")}
-        return Rows([int(name[1:]) for name in of], {"logits": stacked})
+        return RoundPayloads([int(name[1:]) for name in of], {"logits": stacked})
 
     algorithm, layer = FD(), OtherLogits(FD())
     layer.inner = SimpleNamespace(sent_to=lambda client, server: server)  # type: ignore[assignment]
@@ -107,12 +107,12 @@ def test_fd_targets_are_those_of_others_and_classes_without_holders_stay() -> No
     assert layer.sent_to(0, alone) is layer.sent_to(2, alone)
 
 
-def means(held: list[list[float]], size: int = 4) -> Rows:
+def means(held: list[list[float]], size: int = 4) -> RoundPayloads:
     """Return the mean features of clients, and their sums for two records of each class."""
     flags = torch.tensor(held)
     features = flags[:, :, None] * torch.randn(*flags.shape, size, generator=DRAW)
     payload = {"means": features, "held": flags, "sums": 2 * features, "counts": 2 * flags}
-    return Rows(range(len(held)), {"features": payload})
+    return RoundPayloads(range(len(held)), {"features": payload})
 
 
 def test_the_server_of_fedgh_takes_steps_of_sgd_on_all_means() -> None:
