@@ -105,7 +105,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return the sentences in ``said`` as one text. Names of rows stand before a sentence that not all rows share.
+    """Return the sentences in ``said`` as one text. The names of its rows precede a sentence that some rows lack.
 
     ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
     """
@@ -121,7 +121,8 @@ def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str
 def _warnings(table: Table) -> list[str]:
     """Return lines of text with the warnings of the finished runs, the most frequent warning first.
 
-    Each line names one run that has the warning. If the caption already contains a warning, the warning is left out.
+    Each line names one run that has the warning, and the number of further runs. Warnings that are already in the
+    caption are left out.
     """
     runs: dict[str, list[str]] = {}
     for one in table.results:
@@ -142,10 +143,7 @@ def _warnings(table: Table) -> list[str]:
 
 
 def _bold(table: Table) -> str:
-    """Return the sentence that explains bold print in the table.
-
-    The text is empty for a table with fewer than two rows to compare.
-    """
+    """Return the sentence that explains bold print in the table; an empty text if there are no two rows to compare."""
     seeds = most_seeds(table)
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
         return ""

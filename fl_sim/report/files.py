@@ -59,12 +59,12 @@ class PrivacyStatement(FileModel):
 
     @property
     def protects(self) -> bool:
-        """Return True if the statement has an epsilon, so that it is a privacy guarantee."""
+        """Return True if the statement is a privacy guarantee: its epsilon is a number."""
         return self.epsilon is not None
 
     @property
     def of_run(self) -> tuple[float | None, float]:
-        """Return (epsilon, delta) of all published outputs of the run together, for this statement's privacy unit."""
+        """Return (epsilon, delta) of the whole run: of all its outputs about this statement's privacy unit."""
         if self.epsilon is None or self.epsilon_whole_run is None:
             return self.epsilon, self.delta or 0.0
         return self.epsilon_whole_run, self.delta_whole_run or 0.0
@@ -86,7 +86,7 @@ class PrivacyStatement(FileModel):
 
     @property
     def in_short(self) -> str:
-        """Return the privacy cost of the whole run for the privacy unit as text, such as ``epsilon 3.2 per client``."""
+        """Return the privacy cost of the whole run per privacy unit as text, such as ``epsilon 3.2 per client``."""
         epsilon, _ = self.of_run
         return f"{'none' if epsilon is None else f'epsilon {rounded_up(epsilon, 3)}'} per {self.unit}"
 
@@ -140,15 +140,15 @@ class RunConfig(FileModel):
     @field_validator("model", mode="before")
     @classmethod
     def _in_one_line(cls, value: Any) -> Any:
-        """Return the model in one line if the file has a table of its settings, such as its initial weights."""
+        """Return the model as one line of text. In the file, the model may be a table of settings."""
         return model_line(value) if isinstance(value, dict) else value
 
 
 class ClientShare(FileModel):
     """The synthetic records of one client in DA-FL. ``counts``: the number of synthetic records in each class.
 
-    ``facts``: the privacy mechanisms that made the records, with their noise. The privacy cost is computed from
-    ``facts``.
+    ``facts``: the privacy mechanisms with which the client made the records, and their noise. The privacy cost is
+    computed from ``facts``.
     """
 
     counts: list[Count]
@@ -248,9 +248,9 @@ class ResultFile(FileModel):
     """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
     A file of an older version may lack ``is_private``; its run then counts as private. ``image_shape``: (channels,
-    height, width) of the images from which the features were computed. ``by_client``: the lists of shares in [0, 1]
-    with one share for each client, under the key ``by_client`` of other fields: {"field.by_client.name": shares}. A
-    share is None if it is unknown.
+    height, width) of the images from which the features were computed. ``by_client``: {"field.by_client.name": list},
+    collected from the key ``by_client`` of all fields. A list has one number in [0, 1] for each client, or None if the
+    number is unknown.
     """
 
     algorithm: str = ""
@@ -280,7 +280,8 @@ class ResultFile(FileModel):
     @model_validator(mode="before")
     @classmethod
     def _with_lists(cls, content: Any) -> Any:
-        """Collect the lists of shares of all fields. Other lists, such as lists of a user's own stage, are left out."""
+        """Collect the lists under the key ``by_client`` of all fields. Lists of other values than shares are left out.
+        """
         if not isinstance(content, dict):
             return content
         found = {

@@ -96,7 +96,7 @@ class Question(_FileModel):
 
     ``title``: the question. ``folder``: the folder of the table in the gallery. ``text``: the answer in words, in
     Markdown. ``columns``: {column of the table: heading on the page}. ``rows``: {row of the table: label on the page}.
-    ``best``: a number of further rows, shown before ``rows``: the rows with the highest means in the first column.
+    ``best``: the number of top rows to show before ``rows``. Top rows have the highest means in the first column.
     ``published``: True adds the published accuracies of the shown rows.
     """
 
@@ -123,8 +123,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def read_gallery(directory: Path) -> list[Entry]:
     """Return the tables of the gallery in ``directory``: its folders that have an ``about.toml``, sorted by name.
 
-    Raises UserError if there is no such folder, and for a damaged file. Also raises UserError for published rows or
-    columns that are not in the table.
+    Raises UserError if there is no such folder, if a file is damaged, or if a published row or column is not in the
+    table.
     """
     places = sorted(path.parent for path in directory.glob(f"*/{ABOUT}"))
     if not places:
@@ -273,7 +273,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
-    """Yield the Markdown lines of the table. The published accuracies of a method stand below our row of the method."""
+    """Yield the Markdown lines of the table. The published accuracies of a method are below our row."""
     yield from _head(table.columns)
     measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
     best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}

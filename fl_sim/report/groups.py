@@ -13,7 +13,7 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-# of these settings, only the seed changes numbers in the result
+# only the seed changes the result; the other settings here do not
 _NOT_COMPARED = {"seed", "engine", "round_timeout", "keep_every"}
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
@@ -63,7 +63,7 @@ class SeedGroup:
     def is_bound(self) -> bool:
         """Return True if the runs of the group are centralized training.
 
-        Centralized training has no partition. It is shown for every partition of the same data set.
+        Centralized training has no partition. It is shown with every partition of the same data set.
         """
         return any(split_of(run) == _CENTRALIZED for run in self.runs)
 
@@ -73,7 +73,7 @@ class SeedGroup:
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:
-        """Return for each finished run the bytes and seconds until it first has a test accuracy of ``accuracy``.
+        """Return the bytes and seconds of each finished run until its test accuracy is first at least ``accuracy``.
 
         ``accuracy`` is in [0, 1]. A run that does not reach this accuracy is left out.
         """
@@ -83,7 +83,7 @@ class SeedGroup:
 
 @dataclass(frozen=True)
 class Panel:
-    """The groups of one data set and one partition, which are drawn on the same axes.
+    """The groups of one data set and one partition. Their curves are drawn on the same axes.
 
     ``note``: text that says that the records are stand-in data; else empty. ``lines``: (label, group) pairs.
     """
@@ -95,14 +95,14 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return the title of the panel: the name of its column in a table. Without a table: data set and partition."""
+        """Return the title of the panel: the name of its column in a table, or else "data, partition"."""
         return where([one for _, one in self.lines], self.data, self.partition)
 
 
 def where(groups: Iterable[SeedGroup], data: str, partition: str) -> str:
-    """Return the heading of a column of runs: the column's name in the table.
+    """Return the name of the table column to which all runs of ``groups`` belong.
 
-    For several columns it is "data, partition".
+    If the runs belong to several columns or to none, "data, partition" is returned. Centralized training is ignored.
     """
     columns = {run.column for one in groups if not one.is_bound for run in one.runs}
     return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
@@ -216,8 +216,8 @@ def _titles(run: SavedRun) -> dict[str, str]:
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
     """Return the name of a run's method: the titles of its preprocessing, algorithm and server.
 
-    ``titles``: {kind: title}. If a kind such as "fedavg" has no title, the kind itself is shown. The default server is
-    not mentioned.
+    ``titles``: {kind: title}. A kind without a title, such as "fedavg", is shown itself. The default server is left
+    out.
     """
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
@@ -227,7 +227,7 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the setting ``place`` differs between the groups that can have this setting.
+    """Return True if the value of the setting ``place`` is not the same in all groups that can have this setting.
 
     ``flat``: for each group {setting: value}.
     """

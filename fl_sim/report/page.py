@@ -52,7 +52,7 @@ Pictures that would make the page larger are left out.
 """
 
 _DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
-"""Headings of those pictures whose curves the page's script also draws."""
+"""Headings of the pictures whose curves the page's script draws, too."""
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
@@ -153,7 +153,7 @@ def page_data(panels: Sequence[Panel], target: float | None, *, full_axis: bool 
 
 @cache
 def _web() -> tuple[str, str]:
-    """Return (style sheet, script) of the page. The script is one function, so that it defines no global name."""
+    """Return (style sheet, script) of the page. The script is inside a function, so that it defines no global names."""
     style = (_WEB / "page.css").read_text(encoding="utf-8")
     parts = "\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return style, f'"use strict";\n(() => {{\n{parts}}})();\n'
@@ -166,8 +166,7 @@ def _digest(text: str) -> str:
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
     """Return the names of the pictures that fit into ``room`` bytes.
 
-    The page's script draws some of the curves again. Pictures of such curves come last, because the page shows the
-    curves anyway.
+    Pictures whose curves the page's script also draws are added last: the page shows their curves anyway.
     """
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):
@@ -196,9 +195,9 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
 
 
 class _Matrices:
-    """Sums confusion matrices over the seeds of a method. The sums of a page have a largest total number of cells.
+    """Sums the confusion matrices of each method over its seeds, up to ``_MOST_CELLS`` matrix cells per page.
 
-    ``left_out``: the number of sums for which there was no room.
+    ``left_out``: the number of sums that were left out because of this limit.
     """
 
     def __init__(self) -> None:
@@ -206,7 +205,7 @@ class _Matrices:
         self.left_out = 0
 
     def summed(self, runs: Iterable[SavedRun]) -> list[list[int]]:
-        """Return the sum of the runs' confusion matrices. It is empty without matrices or without room on the page.
+        """Return the sum of the runs' confusion matrices; an empty list if there are none or if the page has no room.
 
         A matrix is left out if its size differs from the size of the first matrix.
         """
@@ -258,10 +257,10 @@ def _line(one: SeedGroup, steps: Sequence[float], most: int, matrices: _Matrices
 
 
 def _curve(one: SeedGroup, most: int) -> dict[str, Any]:
-    """Return a curve of a method: for each measure, its mean and standard deviation in each round.
+    """Return the curve of a method: for each measure, its mean and standard deviation over seeds in each round.
 
-    The result also has the values of the points on each horizontal axis. ``most``: largest number of points of a curve.
-    None stands for an unknown value.
+    The result also has the positions of the points on each horizontal axis: round, MB, seconds, epsilon. ``most``:
+    largest number of points of a curve. None stands for an unknown value.
     """
     curves = {name: curve(one, name) for name in MEASURES}
     rounds = sorted({number for drawn in curves.values() for number in drawn.rounds})

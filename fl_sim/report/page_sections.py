@@ -25,7 +25,7 @@ NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 _LONGEST_NOTE = 60
 """Largest number of characters of a note that is always visible in a table cell.
 
-A longer note is closed at first, and the reader can open it.
+A longer note is hidden until the reader opens it.
 """
 
 _PICKED = {
@@ -96,9 +96,9 @@ def summary(groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class TargetRow:
-    """The costs of one method until a target accuracy. They are a row of a table.
+    """The costs of one method until a target accuracy, as one row of a table.
 
-    ``where``: data set and partition. ``runs``: number of finished runs. ``reached``: the costs of those runs that
+    ``where``: data set and partition. ``runs``: number of finished runs. ``reached``: the costs of the runs that
     reached the target accuracy.
     """
 
@@ -150,7 +150,7 @@ class HtmlCell:
 
     @property
     def html(self) -> str:
-        """Return the cell as HTML. A long note is hidden at first, and the reader can open it."""
+        """Return the cell as HTML. A long note is hidden until the reader opens it."""
         text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
         note = ""
         if self.note:
@@ -224,10 +224,7 @@ def section(heading: str, content: str) -> str:
 
 
 def data_notes(panels: Sequence[Panel]) -> list[str]:
-    """Return HTML paragraphs that name the data sets that are stand-in data.
-
-    Stand-in data are synthetic records in place of the real records.
-    """
+    """Return an HTML paragraph for each data set that is stand-in data: synthetic records in place of real ones."""
     notes = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
     return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in notes]
 
@@ -318,7 +315,7 @@ def to_target(groups: Groups, target: float) -> str:
 
 
 def privacy(groups: Groups) -> str:
-    """Return the section "Privacy": each different privacy statement, with the names of the runs that have it."""
+    """Return the section "Privacy": each distinct privacy statement once, with the names of its runs."""
     who: dict[str, list[str]] = {}
     for where, some in groups.items():
         for label, one in some:
@@ -347,14 +344,14 @@ def privacy_in_words(run: SavedRun) -> str:
 
 
 def bill(lines: Sequence[str]) -> list[str]:
-    """Return the section about the total privacy cost of all runs. ``lines``: its text; empty: there is no section."""
+    """Return the section about the total privacy cost of all runs, with the text ``lines``; [] without ``lines``."""
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
     content = f'{paragraphs}<p class="small">{_BILL}</p>'
     return [section("Privacy cost of all runs together", content)] if lines else []
 
 
 def all_runs(groups: Groups) -> str:
-    """Return the section "Runs": a table with one row for each run. The reader can open this table."""
+    """Return the section "Runs": a table with one row for each run, hidden until the reader opens it."""
     several = len(groups) > 1
     lines = [
         (f"{label}, {where}" if several else label, run)

@@ -1,7 +1,7 @@
 """The privacy cost of runs on disk: of each run, and of all runs together (see ``fl_sim.privacy.bill``).
 
-A payment is the privacy cost of one published output, as its privacy statement states it. A bill is the total privacy
-cost of several payments. This module is imported only when needed, because the accountants take long to import.
+A payment is the privacy cost that one privacy statement states. A bill is the total privacy cost of several payments.
+This module is imported only when needed, because the accountants take long to import.
 """
 
 from collections import Counter
@@ -24,8 +24,8 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return (bills in JSON form, error messages). A bill is the total privacy cost of all runs on one data set.
 
     Each privacy unit, such as a client or a record, has its own bill. The bills also cover runs that the report does
-    not show. A run with damaged privacy statements gives an error message. Such a run counts as a run with unknown
-    published outputs. If no run has a privacy statement, there are no bills. The computation takes seconds.
+    not show. A run with damaged privacy statements gives an error message, and counts as a run with unknown published
+    outputs. If no run has a privacy statement, there are no bills. The computation takes seconds.
     """
     if not found.has_statements:
         return [], []
@@ -49,11 +49,11 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
 
 
 def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the privacy ``statements`` of a run, each with the privacy cost of the whole run for its privacy unit.
+    """Return the privacy ``statements`` of a run. Each also states the whole run's privacy cost for its privacy unit.
 
-    The added cost is None for a statement without a guarantee. It is also None for a statement that already states the
-    cost of the whole run. ``made``: the section ``preprocess`` of the run's ``result.json``. The computation takes
-    seconds, because it uses PLD accounting.
+    The added cost is None for a statement without a guarantee, and for a statement whose own cost is already that of
+    the whole run. ``made``: the section ``preprocess`` of the run's ``result.json``. The computation takes seconds,
+    because it uses PLD accounting.
     """
     checked = [PrivacyStatement.model_validate(one) for one in statements]
     payments = _payments(checked, StageResult.model_validate(made))
@@ -79,10 +79,9 @@ def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment])
 
 
 def payments_of(run: SavedRun) -> tuple[Payment, ...] | None:
-    """Return the payments of a run, one for each of its privacy statements.
+    """Return the payments of a run, one for each of its privacy statements; None if its published outputs are unknown.
 
-    The result is None if it is unknown what the run published. Raises RunError, KeyError, TypeError or ValueError for
-    damaged privacy statements.
+    Raises RunError, KeyError, TypeError or ValueError for damaged privacy statements.
     """
     result = run.result
     if result is None or (not result.privacy and not result.rounds and result.is_private):
@@ -102,7 +101,7 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
     pool = made.pool if is_of_pool else ""
     plan = () if statement.planned_events is None else (counted(statement.planned_events),)
     charged = _charged_by_client(made) if pool else plan
-    # the statement guarantees a privacy budget, not the cost of certain events
+    # the statement guarantees a budget, so its epsilon is not the cost of the planned events
     if not pool and statement.epsilon == statement.budget:
         charged = ()
     # The name of a pool's file depends on its content. A ledger of PATE with the name "ID, published" includes the
@@ -114,10 +113,10 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the privacy events in the clients' privacy ledgers that belong to the making of synthetic records.
+    """Return the privacy events for which the clients' ledgers were charged when the clients made synthetic records.
 
-    A privacy event is a kind of noisy output, and is returned with the number of times it occurred. If several clients
-    have equal events, these events are returned once. The result is empty if the events of any client are unknown.
+    A privacy event is a kind of noisy output, and is counted with its number of occurrences. Clients with equal events
+    are returned once. The result is empty if the events of any client are unknown.
     """
     shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):

@@ -62,7 +62,7 @@ WIDE_PAGE = Layout("", 11.0, 4.2, text=9, title=11, small=8, line=1.6, across=2)
 COLUMN = Layout("-column", 3.3, 2.2, text=7, title=8, small=7, line=0.9, highest=7.0)
 TEXT_WIDTH = Layout("-wide", 6.9, 2.6, text=8, title=8, small=7, line=1.1, across=2, highest=7.0)
 PAPER = (COLUMN, TEXT_WIDTH)
-"""Two layouts for papers with two columns of text. A figure is as wide as one column, or as wide as two columns."""
+"""Layouts for papers with two columns of text: one for figures in a column, one for figures across both columns."""
 
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
 """Settings of matplotlib: PDF files embed TrueType fonts, and identifiers in SVG files are not random."""
@@ -105,7 +105,7 @@ class Picture:
 
 
 def for_papers(picture: Picture) -> dict[str, bytes]:
-    """Return {file name: content} of the picture as PDF and SVG, each as wide as one column and as two columns."""
+    """Return {file name: content} of the picture as PDF and SVG, each in the width of one column and of two columns."""
     files: dict[str, bytes] = {}
     if picture.draw is not None:
         for layout in PAPER:
@@ -150,7 +150,7 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Return a part of a file name for each title. All parts are different."""
+    """Return a distinct text for each title, for use in a file name."""
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"
@@ -213,7 +213,7 @@ def draw_points(
     axes: "Axes", places: Sequence[float], means: Sequence[float], bars: Sequence[float] | None, style: Style,
     layout: Layout, label: str,
 ) -> None:  # fmt: skip
-    """Draw points with error bars, and give the points a label in the legend.
+    """Draw points with error bars, and add ``label`` to the legend for all of them together.
 
     ``places``: horizontal positions. ``means``: vertical positions. ``bars``: half lengths of the error bars; None: no
     error bars.
@@ -226,7 +226,7 @@ def draw_points(
 
 
 def with_legend(figure: "Figure", last: str = "") -> "Figure":
-    """Return ``figure``, which has one panel, with a legend below the panel.
+    """Add a legend below the only panel of ``figure``, and return ``figure``.
 
     Labels that begin with ``last`` come last in the legend.
     """

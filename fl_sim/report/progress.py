@@ -53,7 +53,7 @@ class LinePart:
 
 
 class ProgressLine(ProgressColumn):
-    """A line of rich's progress display: the title, the bar, and the parts that the task's field ``parts`` returns."""
+    """A line of rich's progress display: title, bar, and the parts that the function in the field ``parts`` returns."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Column(no_wrap=True))
@@ -141,8 +141,8 @@ class _Bars:
 class RunProgress(_Bars):
     """Progress display of a run with ``rounds`` rounds.
 
-    ``timed``: False for a private run. The display then shows no time. Without a terminal, the rounds to print are then
-    chosen by number, not by time.
+    ``timed``: False for a private run, whose display shows no time. Without a terminal, the display of such a run
+    prints every n-th round instead of a line every two seconds.
     """
 
     def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
@@ -151,7 +151,7 @@ class RunProgress(_Bars):
         self._timed = timed
         self._done = 0
         self._measured: tuple[str, ...] = ()
-        # a tuple, because the thread that draws the bars reads it during a change
+        # a tuple, because the thread that draws the bars may read it at any time
         self._round_seconds: tuple[float, ...] = ()
         self._clients = ""
         self._start = self._last_round = time.monotonic()
@@ -279,8 +279,7 @@ class TableProgress(_Bars):
     def _left(self, before: str) -> str:
         """Return the estimated remaining time as text, after the text ``before``, such as "; about 30 s left".
 
-        The text is empty if the time is unknown. It is also empty if any of the runs is private, because the time is
-        then hidden.
+        The text is empty if the time is unknown, or if any run is private: times of private runs are hidden.
         """
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 _ALWAYS, _NEVER = "aggregator=", "aggregator=mean"
-"""Settings that a short name always and never states. An aggregator can make a run private, so it must be visible."""
+"""Prefix of a setting that short names always state, and a setting that they never state, respectively."""
 _SETTING = re.compile(r"[\w.]+=")
 
 
 def short_names(labels: Iterable[str]) -> dict[str, str]:
     """Return {label: short name}. A short name has the method, and the settings in which its rows differ.
 
-    A short name always states an aggregator other than the mean. A short name also keeps text in brackets that is no
-    setting. If two rows would have the same short name, both rows keep their whole labels.
+    It always states an aggregator other than the mean, and keeps text in brackets that is no setting. If two rows would
+    have the same short name, both rows keep their whole labels.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())
     ['A, b=1', 'A, b=2', 'B + C (ours)']
@@ -49,7 +49,7 @@ def settings_of(label: str) -> list[str]:
 
 
 def further_settings(label: str, name: str, parameters: str) -> str:
-    """Return as text those settings of a row that the short ``name`` of the row does not state.
+    """Return the settings of a row that its short ``name`` does not state, as text.
 
     ``label``: the row's full label. ``parameters``: further settings of the row, separated by commas.
     """

@@ -32,9 +32,9 @@ class SavedRun:
 
     ``config``: the settings that a report uses. ``settings``: all settings in ``config.toml``. ``result``: the content
     of ``result.json``; None if the file is missing. ``row``, ``column``, ``label``: the place of the run in its table:
-    row, column and the row's short label. These three are empty if the run is in no table. Each of the three is also
-    empty if the table has several names for the run. ``identity``: digests of the user's own records and code, if the
-    run directory has them.
+    row, column and the row's short label. Each of the three is empty if the run is in no table, or if the table has
+    several such names for the run. ``identity``: digests of the user's own records and code, if the run directory has
+    them.
     """
 
     path: Path
@@ -94,7 +94,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Problem:
-    """A run or table that is missing or incomplete in the report. ``error``: the reason for this."""
+    """The reason (``error``) why a run or table is missing or incomplete in the report."""
 
     path: Path
     error: str
@@ -104,9 +104,9 @@ class Problem:
 class Found:
     """All runs and tables that were found on disk.
 
-    ``runs``: the runs that the report shows. ``read``: all runs that were read. Runs that the report does not show are
-    among them, because they have a privacy cost too. ``num_unread``: the number of run directories that could not be
-    read. ``tables``: {directory: table}. ``problems``: the reasons for missing or incomplete runs.
+    ``runs``: the runs that the report shows. ``read``: all runs that were read, also those that the report does not
+    show, because they have a privacy cost too. ``num_unread``: the number of run directories that could not be read.
+    ``tables``: {directory: table}. ``problems``: the reasons for missing or incomplete runs.
     """
 
     runs: list[SavedRun] = field(default_factory=list)
@@ -124,9 +124,9 @@ class Found:
 def find(directories: Sequence[Path]) -> Found:
     """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep, for a report.
 
-    The runs of a table are sorted by the table's rows. A run in the folder of a table may not belong to the table. Such
-    a run is left out and reported. Raises UserError for a missing directory, for a directory without runs, and if no
-    run has an evaluated round.
+    The runs of a table are sorted by the table's rows. A run in the folder of a table that is not in the table is left
+    out and reported. Raises UserError for a missing directory, for a directory without runs, and if no run has an
+    evaluated round.
     """
     for directory in directories:
         if not directory.is_dir():
@@ -256,8 +256,8 @@ def _heat_map(one: HeatMapFile) -> HeatMap:
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
     """Yield the result of each seed of a cell of ``table.json``, with accuracies in [0, 1].
 
-    An older file has one status for the whole cell. Each seed without an accuracy then gets the status and all errors
-    of the cell.
+    An older file has only one status per cell. Each seed without an accuracy then gets the cell's status and all its
+    errors.
     """
     statuses = cell.statuses or [cell.status] * len(cell.seeds)
     is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
@@ -300,7 +300,7 @@ def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> 
 def _apply_tables(found: Found) -> None:
     """Sort the runs of each table by row. Remove a run if it is in a table's folder but not in the table.
 
-    For each removed run, an error message is added to ``found.problems``.
+    An error message for each removed run is added to ``found.problems``.
     """
     order = dict.fromkeys(place / one.directory for place, table in found.tables.items() for one in table.results)
     position = {path: number for number, path in enumerate(order)}

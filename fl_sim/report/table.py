@@ -70,8 +70,8 @@ class Table:
     of all runs (``Bill.to_json``); None while runs are missing. ``tuning``: the results of the hyperparameter search by
     row and column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables.
     ``reference``: the row with which the other rows are compared; empty: the row with the highest mean. ``alone``: the
-    rows in which every client trains alone. ``titles``: the titles of the measures of stages
-    (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store titles.
+    rows without federation, in which each client trains only its own model. ``titles``: the titles of the measures of
+    stages (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store titles.
     ``heat_maps``: the layouts of the heat maps that a report draws.
     """
 
@@ -131,9 +131,9 @@ class Comparison:
 
 
 def title_of_measure(name: str, titles: Mapping[str, str]) -> str:
-    """Return the title of a share, given by its dotted name in ``result.json``.
+    """Return the title of the measure with this dotted name in ``result.json``; the name itself if it has no title.
 
-    If the share has no title, the dotted name is returned. ``titles``: the titles of the measures of stages.
+    The measure must be a share. ``titles``: the titles of the measures of stages.
     """
     return {**_FURTHER, **titles}.get(f"{name}_percent", name)
 
@@ -165,7 +165,7 @@ def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison
 
 
 def compare(table: Table, column: str) -> Comparison:
-    """Compare the final accuracies of a column with the accuracy of the reference row.
+    """Compare the final accuracies of all rows in a column with that of the reference row.
 
     If the table has no reference row, the row with the highest mean takes its place.
     """
@@ -178,7 +178,7 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
     """Return a set with the row of the highest mean, if every other row is significantly worse; else an empty set.
 
     A row is significantly worse if the 95 % confidence interval of its difference excludes 0. Rows with a failed run
-    are ignored. The set is empty for fewer than three seeds, and if there is no other row.
+    are ignored. The set is empty if there are fewer than three seeds or no other rows.
     """
     comparison = compare_with_best(table, column, measure)
     rivals = [
@@ -191,7 +191,7 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the rows to print in bold: the row that ``best_rows`` finds.
+    """Return the rows to print in bold: the result of ``best_rows``.
 
     If there are too few seeds for ``best_rows``, the rows with the highest mean are returned. Means are compared as the
     table shows them, rounded to one decimal place.
@@ -208,7 +208,7 @@ def most_seeds(table: Table) -> int:
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return for each row of the table (name of the row, [(text of a cell, True if bold)]).
+    """Return for each row of the table its name, and its cells as (text, True if bold).
 
     Each column has two cells: the accuracy after the last round, and in the best round.
     """
@@ -221,7 +221,7 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def mapped(table: Table) -> list[Grid]:
-    """Return the final accuracies as a table for each heat map. The list is empty for a table without heat maps."""
+    """Return one table of final accuracies for each heat map. The list is empty for a table without heat maps."""
     shown = str(table.settings.get("measure", ""))
     title = title_of_measure(shown, table.titles or {}) if shown else "Test accuracy"
     return _mapped(table, f"{title} after the last round, in percent", lambda results: cell_text(results, "last"))
@@ -240,8 +240,8 @@ def _mapped(table: Table, title: str, text: Callable[[list[SeedResult]], str]) -
 def differences(table: Table) -> Grid | None:
     """Return a table with the difference of each row to the reference row, for each column.
 
-    The result is None if no confidence interval can be computed. It is None, too, for a table with heat maps and
-    without a reference row: the highest mean of such a table is that of the weakest attack.
+    The result is None if no confidence interval can be computed, and for a table with heat maps but no reference row.
+    The highest mean of such a table would only show the weakest attack.
     """
     if table.heat_maps and not table.reference:
         return None
@@ -261,11 +261,10 @@ def differences(table: Table) -> Grid | None:
 def targets(table: Table) -> Grid | None:
     """Return a table of rounds, MB and virtual seconds until a target accuracy; None if no run reached a target.
 
-    The targets in question are the accuracies in the list ``LADDER``. The target of a column is the highest accuracy in
-    this list that all runs of some row reached. If only some runs of another row reach the target, that row shows their
-    mean and their number.
+    The target of a column is the highest accuracy in the list ``LADDER`` that all runs of at least one row reached. If
+    only some runs of a row reach the target, the row shows their mean and their number.
     """
-    # the targets are accuracies of the server's model, which this table does not show
+    # targets are accuracies of the global model, but this table shows another measure
     if table.settings.get("measure"):
         return None
     chosen = {column: _highest(table, column) for column in table.columns}
@@ -285,12 +284,12 @@ def targets(table: Table) -> Grid | None:
 def further(table: Table) -> list[Grid]:
     """Return a table for each further measure that any run has, such as balanced accuracy.
 
-    If the name of a measure contains ``*``, there is a table for each column of ``table``. A table with heat maps has
-    a further table for each measure and heat map.
+    If ``table`` has heat maps, each measure has a table per heat map. If the name of a measure contains ``*``, the
+    measure has a table per column of ``table``.
     """
     grids: list[Grid] = []
     shown = str(table.settings.get("measure", ""))
-    # a table of the accuracies of clients' own models does not show measures of the server's model
+    # if the table shows the clients' own models, the measures of the global model are left out
     section = shown.rpartition(".")[0]
     for name, title in {**_FURTHER, **(table.titles or {})}.items():
         if "*" in name:
@@ -305,8 +304,8 @@ def further(table: Table) -> list[Grid]:
 def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
     """Return for each column of ``table`` a table of the measures whose names fit ``pattern``.
 
-    The further table has a column for each text that ``*`` stands for, such as the name of a client. A column of
-    ``table`` without such measures is left out.
+    The new table has a column for each text that replaces ``*``, such as a domain. There is no new table for a column
+    of ``table`` without such measures.
     """
     start, _, end = pattern.partition("*")
     grids = []
@@ -377,7 +376,7 @@ def _mean_text(values: Sequence[float], wanted: int) -> str:
 
 
 def _highest(table: Table, column: str) -> str | None:
-    """Return the highest target accuracy that all runs of some row reached, in percent as text, or None."""
+    """Return the highest target accuracy that all runs of at least one row reached, as text in percent, or None."""
     for accuracy in (f"{100 * step:g}" for step in reversed(LADDER)):
         for row in table.rows:
             results = table.at(row, column)

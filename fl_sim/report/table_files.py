@@ -59,7 +59,7 @@ def write_table(out: Path, table: Table) -> None:
 
     Each file is written atomically.
     """
-    remove_partial(out)  # partial files come from an earlier process that was killed
+    remove_partial(out)  # an earlier process may have been killed while it wrote a file
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
     write_text(out / "table.tex", latex(table, out.resolve().name) + "\n")
@@ -109,7 +109,7 @@ def _further_grids(table: Table) -> list[Grid]:
 def latex(table: Table, label: str) -> str:
     """Return the content of ``table.tex``: a LaTeX ``table`` environment with caption, accuracies and notes.
 
-    ``label``: the name for references in LaTeX, after the prefix ``tab:``. The LaTeX document needs the packages
+    ``label``: the name for references in LaTeX, without its prefix ``tab:``. The LaTeX document needs the packages
     booktabs and graphicx.
     """
     caption, *below = notes(table) or [""]
@@ -124,9 +124,9 @@ def latex(table: Table, label: str) -> str:
 
 
 def latex_further(table: Table, label: str) -> str:
-    """Return the content of ``table-further.tex``: a LaTeX ``table`` environment for each further table.
+    """Return the content of ``table-further.tex``: a LaTeX ``table`` environment for each further table, or "".
 
-    The text is empty if there are no further tables. ``label``: the prefix of the names for references in LaTeX.
+    ``label``: the prefix of the names for references in LaTeX.
     """
     parts = [
         "\n".join(_environment(f"{grid.title}.", f"{_label(label)}-{number}", _tabular_of(grid)))
@@ -138,7 +138,7 @@ def latex_further(table: Table, label: str) -> str:
 def as_json(table: Table) -> dict[str, Any]:
     """Return the content of ``table.json``, with accuracies in percent.
 
-    Lists in a cell have the order of its ``seeds``. A row and a column without any run have no cell.
+    Lists in a cell have the order of its ``seeds``. Cells without any run are left out.
     """
     comparisons = {column: compare(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
@@ -179,7 +179,7 @@ def run_lines(table: Table) -> list[dict[str, Value | None]]:
     """Return for each run {name: value}: its row, column and seed, status, settings, measures and directory.
 
     All runs have the same names. A value is None if the run has no such setting or measure. A run of centralized
-    training belongs to several columns of the table. Such a run is returned once, with the names of all these columns.
+    training belongs to several columns, but is returned once, with the names of all its columns.
     """
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings,
@@ -257,7 +257,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> list[str]:
-    """Return the lines of a LaTeX ``tabular`` that LaTeX scales down to the text width if it is wider."""
+    """Return the lines of a LaTeX ``tabular``. LaTeX scales it down if it is wider than the text."""
     return [
         r"\setbox0=\hbox{%",
         rf"\begin{{tabular}}{{l{'r' * num_columns}}}",
@@ -299,7 +299,7 @@ def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> di
     best_mean, best_deviation = mean_and_deviation(percentages(results, "best"))
     found = comparison.others.get(row)
     states = {result.status for result in results}
-    # Measures of time are only in ``table.csv``, so that equal runs give the same ``table.json``.
+    # Times are only in ``table.csv``, so that repeated runs give the same ``table.json``.
     measures = dict.fromkeys(name for one in results for name in one.measures if "seconds" not in name.split("."))
     return {
         "mean": mean, "std": deviation, "best_mean": best_mean, "best_std": best_deviation,

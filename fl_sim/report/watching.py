@@ -34,8 +34,8 @@ _TIMED_ROUNDS: Final = 10
 _SILENCE: Final = 60.0
 """A run counts as stopped if its files have not changed for this number of seconds.
 
-If five rounds of the run take longer, the time of five rounds counts instead. This rule applies only if the lock file
-does not show whether the run is running. An example is a run on another machine.
+If five rounds of the run take longer than this, their time counts instead. The rule applies only if the lock file does
+not show whether the run is running, for example on another machine.
 """
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -52,9 +52,9 @@ class Watched:
     """One run in the display.
 
     ``place``: data set and partition. ``round``: number of finished rounds. ``rounds``: planned number of rounds.
-    ``accuracies``: accuracies of the evaluated rounds, in [0, 1], on the test set or else on the validation records.
-    ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds. ``epsilon``: the epsilon spent so
-    far, as text. Any field is None if its value is unknown, or hidden for privacy.
+    ``accuracies``: accuracies of the evaluated rounds, in [0, 1], on the test set, or on the validation records if the
+    test set is not used. ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds.
+    ``epsilon``: the epsilon spent so far, as text. Any field is None if its value is unknown, or hidden for privacy.
     """
 
     directory: str
@@ -79,7 +79,7 @@ class Watcher:
     _read: dict[Path, tuple[object, SavedRun | Table | str]] = field(default_factory=dict)
 
     def look(self) -> list[Watched]:
-        """Return all runs in the directory, sorted by state, and those runs of its tables that have not started.
+        """Return all runs in the directory, sorted by state. Runs of a table that have not started are included.
 
         Raises UserError for a missing directory, and for a directory without runs.
         """
@@ -99,14 +99,14 @@ class Watcher:
         return sorted(watched, key=lambda one: STATES.index(one.state))
 
     def is_alive(self, watched: Sequence[Watched]) -> bool:
-        """Return True if any run is running, or if a process that executes a table has locked its folder."""
+        """Return True if any run is running, or if a process that fills a table has locked the table's folder."""
         folders = {(self.top / one.directory).parent for one in watched if one.directory != "."}
         return any(one.state == "running" for one in watched) or any(is_locked(folder) for folder in folders)
 
     def _at(self, place: Path) -> SavedRun | Table | str:
         """Return the run or table in the directory ``place``, or an error message if its files cannot be read.
 
-        An error may be temporary: another process may be writing the file at this moment.
+        The error may be temporary, because another process may be writing the file.
         """
         try:
             now = tuple(_version(place / name) for name in (CONFIG, ROUNDS, RESULT, TABLE))
@@ -146,7 +146,7 @@ class Watcher:
         )  # fmt: skip
 
     def _waiting(self, tables: Mapping[Path, Table], begun: set[Path]) -> list[Watched]:
-        """Return the runs of ``tables`` that have not started. ``begun``: directories of the other runs.
+        """Return the runs of ``tables`` that have not started. ``begun``: directories of the runs that have started.
 
         A run of centralized training can be in several columns, but is returned once.
         """
@@ -247,7 +247,7 @@ def _epsilon(run: SavedRun, state: State) -> str:
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
-    # ``rounds`` has the epsilon of a client; a record's epsilon is larger if the run released synthetic records
+    # the rounds record the epsilon per client; the epsilon per record is larger if synthetic records were released
     if spent:
         more = " per client, more per record" if isinstance(run.config.preprocess, PoolSettings) else ""
         return f"{rounded_up(max(spent), 3)}{more}"

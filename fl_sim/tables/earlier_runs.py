@@ -26,18 +26,17 @@ _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 
 
 def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Path | None:
-    """Copy an earlier run with fewer rounds to the new directory ``out``, so that the copy can be extended there.
+    """Copy an earlier run with fewer rounds to the new directory ``out`` to extend it there; return its directory.
 
-    The earlier run is a finished run in the parent folder of ``out``. It has the settings of ``experiment``, except for
-    fewer rounds. The extended copy must be bit-identical to a run of ``experiment``. If there are several such runs,
-    the run with the most rounds is copied. Return the directory of the earlier run; None if there is no such run. The
-    earlier run itself is not changed. All defaults in ``experiment`` must be filled in (``resolved``). Raises RunError
-    if the copy cannot be written.
+    The earlier run is a finished run in the parent folder of ``out``, with the settings of ``experiment`` but fewer
+    rounds. The extended copy must be bit-identical to a run of ``experiment``. Of several such runs, the one with the
+    most rounds is copied. The result is None if there is no such run. The earlier run itself is not changed. All
+    defaults in ``experiment`` must be filled in (``resolved``). Raises RunError if the copy cannot be written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
     for earlier, folder in sorted(_shorter(experiment, out, data_root), key=lambda found: -found[0].rounds):
-        with suppress(UserError, RunError):  # a damaged run, one in use, and one that cannot be extended are skipped
+        with suppress(UserError, RunError):  # runs that are damaged, in use or not extendable are skipped
             check_extension(experiment, folder, earlier, read_rounds(folder))
             with run_lock(folder):
                 _copy(folder, out)
@@ -49,7 +48,7 @@ def finished_result(directory: Path, experiment: Experiment, data_root: Path | N
     """Return the content of ``result.json`` if ``directory`` has a finished run of ``experiment``, else None.
 
     The result is also None for a damaged run, and for a run with different settings, records or code. The worker that
-    executes the run then reports the reason. In ``experiment``, all defaults must be filled in (``resolved``).
+    later executes the run reports the reason. ``experiment`` must have all defaults filled in (``resolved``).
     """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":
@@ -79,8 +78,8 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
     ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, even
     if the trials belong to different rows of the table. The next rung usually extends this run in the same directory.
-    If the run cannot be extended (see the function ``can_extend``), the next rung has another directory. The same holds
-    if the run's checkpoint was too large to be written.
+    If the run cannot be extended (see ``can_extend``), or its checkpoint was too large to write, the next rung has
+    another directory.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
@@ -92,10 +91,7 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if the run of a trial can be extended.
-
-    This is possible if the training does not depend on the planned number of rounds.
-    """
+    """Return True if a trial's run can be extended: its training does not depend on the planned number of rounds."""
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
@@ -136,9 +132,8 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
 def check_earlier(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
     """Check that the runs in ``folder`` fit the planned ``runs``, {name: experiment}; return messages for the user.
 
-    A run does not fit if it was made from other records or with other code. ``again``: True moves a run that does not
-    fit to another directory, so that the run is repeated. False raises UserError for such a run. A run with other
-    settings always raises UserError.
+    A run does not fit if it was made from other records or with other code. ``again``: True moves such a run to another
+    directory, so that it is repeated; False raises UserError. A run with other settings always raises UserError.
     """
     differing: dict[str, str] = {}
     trusted = []

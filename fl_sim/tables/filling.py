@@ -101,7 +101,7 @@ class TableState:
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _alone(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """Return {(column, seed): result} of the runs in which every client trains alone."""
+        """Return {(column, seed): result} of the runs in which every client trains only its own model."""
         return {
             (cell.column, cell.seed): outcome.result
             for cell in self.plan.cells
@@ -112,7 +112,7 @@ class TableState:
     def _result(self, cell: Cell, alone: Mapping[str, Any] | None) -> SeedResult:
         """Return the result of a cell for one seed.
 
-        ``alone``: the result of the run with the same partition in which every client trains alone.
+        ``alone``: the result of the run with the same partition in which every client trains only its own model.
         """
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
@@ -141,7 +141,7 @@ class TableState:
 
 
 def _is_alone(cell: Cell) -> bool:
-    """Return True if every client trains alone in the run of ``cell``."""
+    """Return True if every client trains only its own model in the run of ``cell``."""
     return isinstance(cell.experiment.algorithm, Alone) and cell.experiment.algorithm.is_alone
 
 
@@ -149,11 +149,12 @@ WRITE_SECONDS = 1.0
 """Minimum time in seconds between two writes of a table's files, because each write covers the whole table."""
 
 WRITE_SHARE = 0.02
-"""Largest share of the time that is spent on these writes. A table of a thousand rows takes seconds to write."""
+"""Largest share of the time that is spent on these writes, because a table of a thousand rows takes seconds to write.
+"""
 
 
 class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
-    """The time budget ended before all runs were finished. The message is empty."""
+    """Raised if the time budget ends before all runs are finished. The message is empty."""
 
 
 def fill(
@@ -171,7 +172,7 @@ def fill(
 
     If the table has a section [tune], the hyperparameter search comes first, in separate runs. ``jobs``: number of
     parallel runs; None: one per core. ``progress``: True shows progress and an estimate of the time on standard error.
-    ``deadline``: the time at which all runs end, by the clock ``time.monotonic``. ``tracking``: the trackers of the
+    ``deadline``: the time, by the clock ``time.monotonic``, at which all runs stop. ``tracking``: the trackers of the
     table's runs; the trials of the search are not tracked. ``again``: True repeats earlier runs that were made from
     other records or with other code. Such a run is first moved to another directory. A failed run does not stop the
     table. Finished runs are kept.
@@ -194,7 +195,7 @@ def fill(
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
                     state.outcomes[event.name] = event
-                elif number:  # the files of the table are written after the first event, and after each run that ends
+                elif number:  # files are written after the first event and after the end of each run
                     continue
                 is_behind = (begun := time.monotonic()) < due
                 if not is_behind:
@@ -210,8 +211,8 @@ def fill(
 class _Runner:
     """Executes experiments in folders below ``out``, and shows the progress of their runs.
 
-    ``jobs``: number of parallel runs; None: one per core. ``deadline``: end of all runs, by the clock
-    ``time.monotonic``. ``watch``: stopwatch for the estimate of the time. ``again``: True repeats earlier runs that
+    ``jobs``: number of parallel runs; None: one per core. ``deadline``: the time, by the clock ``time.monotonic``, at
+    which all runs stop. ``watch``: stopwatch for the estimate of the time. ``again``: True repeats earlier runs that
     were made from other records or with other code.
     """
 
@@ -248,9 +249,9 @@ class _Runner:
             raise TimeIsUp
 
     def announce_search(self, settings: TableSettings, plan: Plan) -> None:
-        """Show the estimated time of the unfinished hyperparameter searches, and of the table's own runs.
+        """Show the estimated times of the unfinished hyperparameter searches and of the table's own runs.
 
-        The table's own runs start after the searches.
+        These runs start after the searches.
         """
         searches = searches_of(settings, plan, self.data_root)
         if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
@@ -353,8 +354,8 @@ def search_caption(
 def conclude(state: TableState, out: Path) -> tuple[Table, list[Problem]]:
     """Write the files of a finished table, with its privacy bill, and return (table, problems).
 
-    The bill is the total privacy cost of all runs in ``out``. It also covers runs that are no longer in the table.
-    There is one problem for each run whose privacy cost could not be read.
+    The bill is the total privacy cost of all runs in ``out``, also of runs that are no longer in the table. A problem
+    is a run whose privacy cost could not be read.
     """
     found = read_all([out / CELLS])
     bills, problems = bills_of(found)
@@ -404,7 +405,7 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
     """Return the numbers of runs, diverged trials, rounds and seconds of the hyperparameter search.
 
-    If several trials share one run, the run counts once.
+    A run that several trials share counts once.
     """
     runs = {(one.name, one.rung): one for one in tried}.values()
     return {

@@ -28,7 +28,7 @@ _SEEDS: Final = {"seed", "partition_seed", "model_seed", "sampling_seed"}
 _NOT_OF_A_MESSAGE: Final = {"partition", *_SEEDS}
 
 START_SECONDS = 4.0
-"""Assumed seconds from the start of a process until it trains. Python, torch and the data are loaded in this time."""
+"""Assumed seconds in which a new process loads Python, torch and the data, before it trains."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Forecast:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds of the unfinished rounds; None without a time estimate."""
+        """Return the estimated seconds of the unfinished rounds; None if no time was estimated."""
         if self.is_finished:
             return 0.0
         return None if self.estimate.seconds is None else self.estimate.seconds * (1 - self.done / self.rounds)
@@ -72,11 +72,11 @@ def forecast(
 
     ``cells``: the folder with the run directories. ``watch``: the stopwatch for the time estimate; None: no time is
     estimated. The stopwatch times each kind of work once, such as a minibatch step of one model, on public test
-    records. ``billed``: a function that returns True while there is time for a further PLD computation (numerical
-    privacy accounting, which is slow). A private run without a PLD computation gets its privacy cost by RDP. If
-    ``billed`` is None, neither privacy costs nor bytes are computed. ``timed_own_models``: False does not time models
-    of the user's own code, which might crash this process. ``say``: function that receives progress messages. No file
-    is written. Raises UserError for a run that cannot train on this machine with its precision.
+    records. ``billed``: a function that returns True while there is time for another PLD computation (slow numerical
+    privacy accounting). All other privacy costs are computed by RDP. If ``billed`` is None, neither privacy costs nor
+    bytes are computed. ``timed_own_models``: False does not time models of the user's own code, which might crash this
+    process. ``say``: function that receives progress messages. No file is written. Raises UserError for a run that
+    cannot train on this machine with its precision.
     """
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
@@ -118,10 +118,10 @@ def forecast(
 
 
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
-    """Return the seconds until all runs are finished, with ``jobs`` runs in parallel. Runs start in the given order.
+    """Return the estimated seconds until all runs are finished, with ``jobs`` runs in parallel, in the given order.
 
-    Runs without a time estimate are left out. The result is 0 if all runs are finished. The result is None if no
-    unfinished run has a time estimate.
+    Runs without a time estimate are left out. The result is 0 if all runs are finished, and None if no unfinished run
+    has a time estimate.
     """
     left = [one.seconds_left for one in found if not one.is_finished]
     timed = [seconds for seconds in left if seconds is not None]
@@ -171,7 +171,7 @@ class SearchForecast:
     """The forecast of one hyperparameter search.
 
     ``rounds``: total number of rounds of all trials. ``done``: number of finished rounds. ``seconds_left``: estimated
-    seconds of the unfinished rounds if only one run executes at a time; None without a time estimate.
+    seconds of the unfinished rounds, one run after the other; None without a time estimate.
     """
 
     search: Search
@@ -234,7 +234,7 @@ class _Untimed(NamedTuple):
     """The forecast of a run before its time is estimated. ``known``: the forecast without time.
 
     ``works``: the kinds of work of the run, such as local training, whose time is measured. ``made``: keys of the stage
-    outputs that exist already, so that making them takes no time. ``traffic``: the bytes that the run transmits.
+    outputs that already exist, which therefore take no time. ``traffic``: the bytes that the run transmits.
     """
 
     known: Forecast
@@ -250,8 +250,7 @@ class _Untimed(NamedTuple):
 def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
     """Return the bytes that a run transmits.
 
-    ``known``: a cache. Two runs without stages transmit equal numbers of bytes if they differ only in partition and
-    seeds.
+    ``known``: a cache. Runs without stages that differ only in partition and seeds share an entry.
     """
     if stages_of(procedure.job):
         return procedure.traffic()
@@ -264,8 +263,8 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
 def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Work, ...]:
     """Return the amounts of computation of a run.
 
-    ``known``: a cache, because it takes a second to build a model of a library. Runs without stages that differ only in
-    their seeds have one entry, although their numbers of steps differ slightly on a random partition.
+    ``known``: a cache, because building a model from a library takes a second. Runs without stages that differ only in
+    their seeds share an entry, although their numbers of steps differ slightly on a random partition.
     """
     if stages_of(procedure.job):
         return tuple(procedure.work())
@@ -308,7 +307,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # this error is raised if ``may_begin`` forbids a PLD computation for a note
+        with suppress(NoTimeError):  # raised if ``may_begin`` forbids a PLD computation that a note needs
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)
@@ -319,7 +318,7 @@ def _never_called(*_: int) -> Callable[[], object]:
 
 
 def _available_outputs(job: Job, seen: set[str]) -> frozenset[str]:
-    """Return the keys of the outputs of the job's stages that exist already, or that an earlier run makes.
+    """Return the keys of the job's stage outputs that need not be made: they exist, or an earlier run makes them.
 
     ``seen``: the keys of earlier runs of the table. The keys of this job are added to ``seen``.
     """

@@ -1,4 +1,4 @@
-"""The layout of a table's heat maps: which row of the table is at which place of which map."""
+"""The layout of a table's heat maps: the map and the place in it of each row of the table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from fl_sim.report.heat_map import HeatMap
 from fl_sim.settings import Settings
 
 METHOD = "algorithm"
-"""The axis of the methods: the entries of ``grid.algorithm``, by their labels."""
+"""Name of the axis whose values are the methods: the labels of the entries of ``grid.algorithm``."""
 
 
 class HeatMapAxes(Settings):
@@ -33,7 +33,7 @@ class HeatMapAxes(Settings):
 
 
 class MappedRow(NamedTuple):
-    """A row of the table. ``method``: its method, or the user's label. ``values``: {setting of the grid: its value}."""
+    """A row of the table. ``method``: its method or user-chosen label. ``values``: {setting of the grid: its value}."""
 
     name: str
     method: str

@@ -63,8 +63,8 @@ def data_label(name: str) -> str:
 class RowName:
     """The parts of the name of a table's row.
 
-    ``method``: the full name of the method. ``further``: {setting: value} of the settings that the name states after
-    the method. ``experiment``: one experiment of the row. ``is_chosen``: True if the user chose the name.
+    ``method``: the full name of the method. ``further``: {setting: value}, which the name states after the method.
+    ``experiment``: one experiment of the row. ``is_chosen``: True if the user chose the name.
     """
 
     method: str
@@ -76,8 +76,8 @@ class RowName:
 def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
     """Return {row: (short label, remaining settings)} for the rows of a table.
 
-    The label of a row states the settings in which rows of the same method differ, default values included. All labels
-    are distinct. The remaining settings of a row are neither in its label nor in the caption's line "Settings".
+    A label states the settings in which rows of the same method differ, even if a value is the default. All labels are
+    distinct. The remaining settings are those that are neither in the label nor in the caption's line "Settings".
     """
     spanned: dict[str, dict[str, str]] = {}
     for one in rows.values():
@@ -101,11 +101,10 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 
 
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
-    """Return the label of a method: its preprocessing, its algorithm, and a ``server`` that is not the default.
+    """Return the label of a method: its preprocessing, its algorithm, and its server if it is not the default.
 
-    A label states the parameters that differ from their defaults. Some parameters are stated even with their default
-    values. ``varied``: such parameters of the preprocessing. ``own``: such parameters of the algorithm and of the
-    server.
+    The label states parameters that differ from their defaults. The parameters ``varied`` of the preprocessing, and
+    ``own`` of the algorithm and the server, are always stated.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -139,7 +138,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label always states.
     """
     changed = _changed(settings, also)
-    # if the title of a class is a property, the title already states the first parameter
+    # a title that is a property already states the first parameter
     if not isinstance(vars(type(settings)).get("title", ""), str):
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:
@@ -173,11 +172,11 @@ def caption(
 
     The first line says which accuracies the table shows. Each further line starts with a label, such as "Data:".
 
-    ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the largest class in its test
-    records}. ``has_bound``: True if the table has the row Centralized. ``places``: names
-    of each experiment's place, such as all row labels, then all column names. If an experiment does not have the most
-    frequent value of a setting, the caption says where it is, by the first names that determine the value.
-    ``settings``: {row label: settings that no other line of the caption states}.
+    ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the most frequent class in its test
+    records}. ``has_bound``: True if the table has the row Centralized. ``places``: lists of names, such as row labels
+    and column names, one per experiment. If a setting has several values, the caption gives the most frequent one, and
+    names the experiments with other values by the first list that determines the value. ``settings``: {row label:
+    settings that no other line of the caption states}.
     """
     show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -217,7 +216,7 @@ def duration_in_words(result: Mapping[str, Any]) -> str:
 
 
 _NOT_NAMED = {"engine", "round_timeout", "keep_every"}
-"""Settings that change no number of a run, so they change no name."""
+"""Settings that do not change a run's results, so they are not part of its name."""
 
 
 def run_name(experiment: Experiment, dataset: Dataset) -> str:
@@ -240,8 +239,8 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
 def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
     """Return the name of the seed setting over which a table averages: one of ``SEEDS``.
 
-    ``values``: {seed setting: its values in the table}. If exactly one seed setting has several values, return this
-    setting. Otherwise return ``seed``. Each value of any other seed setting has a separate row.
+    ``values``: {seed setting: its values in the table}. The result is the only seed setting with several values, or
+    else ``seed``. Each value of another seed setting has its own row.
 
     >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
     ('model_seed', 'seed')
@@ -262,7 +261,7 @@ def seeds_in_words(experiments: Sequence[Experiment]) -> str:
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return {name: value} of the parameters that differ from their defaults, and of the parameters in ``also``."""
+    """Return {name: value} of the parameters that differ from their defaults, and of those in ``also``."""
     changed: dict[str, Any] = {}
     for name, default in field_defaults(type(settings)).items():
         value = getattr(settings, name)
@@ -282,7 +281,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the value of a parameter as text. If the value is a group of settings, its kind and changes are stated."""
+    """Return the value of a parameter as text. A group of settings is shown as its kind and its changed settings."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
@@ -291,7 +290,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the caption's explanation of the column "best". It names the records on which the best round is chosen."""
+    """Return the caption's explanation of the column "best". It names the records that select the best round."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, because nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
@@ -367,7 +366,7 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def _with_places(values: Iterable[Any], *, places: Sequence[Sequence[str]]) -> str:
-    """Return as text the most frequent value, and each other value with the names of the places that have this value.
+    """Return as text the most frequent value. Other values follow, with the names of their places.
 
     >>> _with_places([0.9, 0.0, 0.9], places=[["A", "B", "C"], ["x"] * 3])
     '0.9 (0 for B)'

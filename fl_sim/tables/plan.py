@@ -51,13 +51,11 @@ _LABEL = "label"
 """Key in an entry of ``grid.algorithm``. The value of this key is the user's own name of the row."""
 
 Point: TypeAlias = Mapping[str, Any]
-"""A point of the grid: {setting: value}. These are the settings in which a cell differs from [base].
-
-Keys may be dotted.
+"""A point of the grid, {setting: value}: the settings of a cell that replace or extend [base]. Keys may be dotted.
 """
 
 AXES = ("algorithm", "data", "partition", "seed")
-"""Settings that are always axes of the grid. If [grid] does not contain such a setting, the setting has one value."""
+"""Settings that are always axes of the grid. An axis that is not in [grid] has one value."""
 
 CENTRALIZED: Point = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
@@ -65,7 +63,7 @@ CENTRALIZED: Point = {
     "partition_seed": None, "sampling_seed": None,
     "forgotten": (),
 }  # fmt: skip
-"""The settings of the row Centralized: centralized training, without partition and clients, in every column."""
+"""The settings of the row Centralized in every column: centralized training without partition and clients."""
 
 _FEDAVG: Point = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 
@@ -85,9 +83,10 @@ class TableSettings(Settings):
     of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``; its
     ``label`` is the name of its row. ``centralized``: True adds the row Centralized, with centralized training.
     ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or short label of
-    the row with which the other rows are compared; empty: the row with the highest mean. ``measure``: the share that
-    the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy`` or ``macro_f1``; empty:
-    the accuracy of the server's model. ``heat_map``: the axes of the heat maps in a report; None: no heat map.
+    the row with which the other rows are compared; empty: the row with the highest mean. ``measure``: the share (a
+    number in [0, 1]) that the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy`` or
+    ``macro_f1``; empty: the accuracy of the server's model. ``heat_map``: the axes of the heat maps in a report; None:
+    no heat map.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -108,7 +107,7 @@ class TableSettings(Settings):
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment and its place in the table. The experiment of the row Centralized can stand in several columns."""
+    """One experiment and its place in the table. An experiment of the row Centralized can be in several columns."""
 
     row: str
     column: str
@@ -146,7 +145,7 @@ class Plan:
 
 
 def deadline_after(hours: float | None) -> float:
-    """Return the time in ``hours`` hours, by the clock ``time.monotonic``; infinity for None.
+    """Return the time ``hours`` hours from now, by the clock ``time.monotonic``; infinity for None.
 
     Raises UserError unless ``hours`` is positive and finite.
     """
@@ -240,7 +239,7 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        # the seed is None if a run of the row Centralized does not use this seed setting
+        # None: centralized training does not use this seed setting
         seed = getattr(one.experiment, over)
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
@@ -282,10 +281,9 @@ def tuned(
 
 
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
-    """Return (index, item) for all ``given`` items, in an order in which items with the same records are neighbours.
+    """Return (index, item) for all ``given`` items, sorted so that items with the same records are neighbours.
 
-    In this order, each data set is loaded only once. ``records_of``: function that returns a key of the records of an
-    item.
+    Each data set is then loaded only once. ``records_of``: function that returns a key of an item's records.
 
     >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
     [(0, 'b1'), (2, 'b2'), (1, 'a1')]
@@ -297,8 +295,7 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
     """Yield all points of a grid, one method after the other. ``centralized``: True adds the row Centralized last.
 
-    ``base``: the settings in [base]. An axis that is not in the grid has its value from [base]. Without such a value,
-    the axis has its default.
+    ``base``: the settings in [base]. An axis that is not in the grid has its value from [base], or else its default.
     """
     axes = dict(grid)
     for axis in AXES:
@@ -320,18 +317,14 @@ def is_bound(point: Point) -> bool:
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of ``point`` for its run.
-
-    A point of the row Centralized gets the settings of centralized training.
-    """
+    """Return the settings of ``point`` for its run: in the row Centralized, the settings of centralized training."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings of ``point`` for the name of its column.
+    """Return the settings of ``point`` for the name of its column: in the row Centralized, the settings of FedAvg.
 
-    A point of the row Centralized gets the settings of FedAvg. Centralized training itself has no partition, but the
-    name of its column contains one.
+    Centralized training has no partition, but the name of its column contains one.
     """
     return _outside(point, _FEDAVG) if is_bound(point) else point
 
@@ -369,7 +362,10 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
 def _heat_maps(
     axes: HeatMapAxes | None, plan: Plan, names: Mapping[str, RowName], spanned: Collection[str]
 ) -> tuple[HeatMap, ...]:
-    """Return the layouts of the heat maps; empty without ``axes``. ``spanned``: the axes of the grid."""
+    """Return the layouts of the heat maps; an empty tuple if ``axes`` is None.
+
+    ``spanned``: the settings that the grid varies.
+    """
     if axes is None:
         return ()
     rows: dict[str, MappedRow] = {}
@@ -422,14 +418,14 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 
 
 def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
-    """Return the names by which the caption says where a setting differs: lines of the heat maps, rows, columns."""
+    """Return the names of places in the caption: labels of heat map rows and columns, row labels, and columns."""
     groups = row_groups(plan.heat_maps), column_groups(plan.heat_maps)
     lines = [[names.get(row, "") for row in rows] for names in groups if names]
     return [*lines, [plan.labels[row] for row in rows], [*columns]]
 
 
 def _left_out(plan: Plan) -> dict[str, str]:
-    """Return {name: settings that no other line of the caption states}, for each row or line of the heat maps."""
+    """Return {label of a row, or of a heat map's row: settings that no other line of the caption states}."""
     groups, found = row_groups(plan.heat_maps), dict[str, dict[str, None]]()
     along = tuple(f"{one.columns}=" for one in plan.heat_maps)
     for row, left_out in plan.settings.items():
@@ -458,7 +454,7 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     if is_bound(point):
         job = job_at(settings.base, as_run(point), data_root)
     labels, note = job.dataset.test.labels, job.dataset.note
-    # job.predicts_classes builds the model, so only models of tokens are asked
+    # job.predicts_classes builds the model, so it is used only for data sets of tokens
     predicts = not job.dataset.vocabulary or job.predicts_classes
     largest_class = float(np.bincount(labels).max() / len(labels)) if predicts else None
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
@@ -485,10 +481,10 @@ def _row(
     further: Mapping[str, str],
     spanned: Collection[str],
 ) -> tuple[str, RowName]:
-    """Return the name of the row of ``point``, and the parts from which the short label of the row is made.
+    """Return (name of the row of ``point``, the parts from which its short label is made).
 
-    ``further``: {setting: value} that the name states after the method. ``spanned``: the axes of the grid. If the user
-    gave the row a label, the name is this label. After such a label, the name states only the settings in ``spanned``.
+    ``further``: {setting: value}, which the name states after the method. ``spanned``: the settings that the grid
+    varies. If the user gave the row a label, the name is this label and only the settings in ``spanned``.
     """
     chosen = str(point.get(_LABEL, ""))
     named = {key: value for key, value in further.items() if not chosen or key in spanned}
@@ -527,9 +523,9 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with the settings in ``instead``, which replace settings of ``point``.
+    """Return ``point`` with the settings in ``instead``.
 
-    A setting of ``point`` is removed if the first part of its key is in ``instead``.
+    Each setting of ``point`` is removed if the first part of its dotted key is in ``instead``.
     """
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 
@@ -544,7 +540,7 @@ def _naming(point: Point) -> Iterator[None]:
 
 
 def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """Return ``base`` updated with ``point``. A nested table without ``kind`` changes only the keys that it has."""
+    """Return ``base`` updated with ``point``. A nested table without ``kind`` is merged, not replaced."""
     merged = {**base, **point}
     for key, value in point.items():
         if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):

@@ -60,7 +60,7 @@ class Search:
 
     @property
     def title(self) -> str:
-        """Return "row, column" for messages."""
+        """Return the title of the search for messages: "row, column"."""
         return f"{self.cell.row}, {self.cell.column}"
 
 
@@ -111,10 +111,7 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose chosen value is near an end of the search space.
-
-        For such a setting, a wider search space may contain a better value.
-        """
+        """Return the settings whose chosen value is near an end of the search space, which may thus be too narrow."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
@@ -122,9 +119,8 @@ class SearchResult:
 def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
     """Return the hyperparameter searches of a table with a section [tune], one search per row and column.
 
-    The searches are checked as far as possible without training. Raises UserError for an invalid search space, and for
-    a value in the space that is invalid for a method. Also raises UserError for a search that would read private
-    records, and for trials that cannot run.
+    The searches are checked as far as possible without training. Raises UserError for an invalid search space, for a
+    value that is invalid for a method, for a search that would read private records, and for trials that cannot run.
     """
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
@@ -155,9 +151,9 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
 def trial_batches(tune: Tune) -> list[range]:
     """Return the batches of trials, as ranges of trial indices (from 0).
 
-    The values of all trials in a batch are drawn at the same time. A random search is one batch. The search by Optuna
-    begins with a batch of random trials, a quarter of all trials. Each later trial is a separate batch, because its
-    values depend on the results of all earlier trials.
+    The values of all trials in a batch are drawn at the same time. A random search is one batch. A search by Optuna
+    begins with a batch of random trials: a quarter of all trials. Each later trial is its own batch, because its values
+    depend on all earlier results.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
     return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
@@ -213,10 +209,7 @@ def known_choices(
 
 
 def ranked(tried: Iterable[TrialResult]) -> list[TrialResult]:
-    """Return the trials that did not diverge, by falling accuracy.
-
-    Trials with equal accuracies are sorted by trial number.
-    """
+    """Return the trials that did not diverge, the highest accuracy first. Ties are sorted by trial number."""
     left = [one for one in tried if one.accuracy is not None]
     return sorted(left, key=lambda one: (-(one.accuracy or 0.0), one.trial.number))
 
@@ -244,7 +237,7 @@ def csv_text(tried: Iterable[TrialResult]) -> str:
 
 
 class _Unknown(Exception):  # noqa: N818 (not an error)
-    """Signal that a trial has no result yet."""
+    """Raised if a trial has no result yet."""
 
 
 @dataclass
@@ -268,7 +261,7 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    # the name of the row states the parameters that differ from their defaults
+    # the row also fixes the parameters in its name: those that differ from their defaults
     for part in ("algorithm", "preprocess"):
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
@@ -305,10 +298,9 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 
 
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
-    """Raise UserError if a trial has invalid settings, or if the trials train another model than the runs of the table.
+    """Raise UserError if a trial has invalid settings, or if trials and runs of the table would train different models.
 
-    Only the trials of the first batch are checked. The values of later trials are unknown, because they depend on the
-    results of earlier trials.
+    Only the first batch is checked. The values of later trials are unknown, because they depend on earlier results.
     """
     tune, shortest = settings.tune, search.rungs[0].rounds
     assert tune is not None
@@ -384,9 +376,9 @@ def _results(
 ) -> list[TrialResult]:
     """Execute ``trials`` on their next rung (stage), and return the results of these trials.
 
-    ``earlier``: the results of previous rungs. Trials with equal settings share one run. This run has as many rounds as
-    the longest of these trials. The results of the shorter trials are read from the first rounds of this run. Raises
-    RunError, with the reason, for a failed trial.
+    ``earlier``: the results of previous rungs. Trials with equal settings share one run, as long as the longest of
+    them. The results of the shorter trials are read from its first rounds. Raises RunError, with the reason, for a
+    failed trial.
     """
     last = {one.trial: one for one in earlier}
     entries = [_entry_of(settings, trial, last.get(trial), folder, data_root) for trial in trials]

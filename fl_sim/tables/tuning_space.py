@@ -31,19 +31,19 @@ class Tune(Settings):
     """A hyperparameter search for every method in every column, with the same numbers of trials and rounds for each.
 
     ``trials``: the number of trials per method and column. ``rounds``: number of rounds of the longest trials (0: as
-    many as the runs of the table). ``halving``: the factor n of successive halving. The search has several stages. The
-    best 1/n of the trials of a stage continue in the next stage, which has n times as many rounds. ``validation``: the
-    share of every client's training records that is held out to evaluate trials ("given": the validation records of the
-    data set). ``search``: "random" draws the values at random. With "optuna", the method TPE of the library Optuna
-    proposes values from earlier results. ``seed``: the seed of the drawn values.
+    many as the runs of the table). ``halving``: the factor n of successive halving. In each stage of the search, the
+    best 1/n of the trials continue to the next stage, with n times as many rounds. ``validation``: the share of every
+    client's training records that is held out to evaluate trials ("given": the validation records of the data set).
+    ``search``: "random" draws the values at random. With "optuna", the method TPE of the library Optuna proposes values
+    from earlier results. ``seed``: the seed of the drawn values.
 
-    ``space``: the settings to search for all methods, each with a list of values or a range {low, high, log}.
-    ``spaces``: the settings to search for single methods, by the kind of the algorithm or the name of the row.
-    ``data``: a public data set on which the search trains in place of the table's own data. Methods with a privacy
-    guarantee require it. The trials are then evaluated on the test records of this data set.
+    ``space``: the settings to tune for all methods, each with a list of values or a range {low, high, log}. ``spaces``:
+    the same for single methods, by the kind of the algorithm or the name of the row. ``data``: a public data set on
+    which the search trains in place of the table's own data. Methods with a privacy guarantee require it. The trials
+    are then evaluated on the test records of this data set.
 
-    ``partial``: True leaves rows without a search space unchanged. Papers that tune only some methods do the same.
-    False refuses such rows, because only searches of the same effort make a fair comparison.
+    ``partial``: True permits rows without a search space, which are not tuned (as in papers that tune only some
+    methods). False refuses such rows, because a fair comparison tunes all methods with equal effort.
     """
 
     trials: int = Field(16, ge=1, le=10_000)
@@ -94,7 +94,7 @@ def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
 
 @dataclass(frozen=True)
 class ValueList:
-    """A search space of one setting: a list of values. Each value is drawn equally often."""
+    """A search space of one setting: a list of values. All values are drawn equally often."""
 
     values: tuple[Any, ...]
 
@@ -132,8 +132,8 @@ Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
 class Range(Settings):
     """A search space of one setting: the numbers from ``low`` to ``high``.
 
-    If both limits are integers, only integers are drawn. ``log``: True draws numbers whose logarithm is uniform.
-    Between 1 and 10, as many numbers are then drawn as between 10 and 100.
+    If both limits are integers, only integers are drawn. ``log``: True draws from a log-uniform distribution: as many
+    numbers between 1 and 10 as between 10 and 100.
     """
 
     low: Number
@@ -146,7 +146,7 @@ class Range(Settings):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def drawn(self, seed: int, key: str, trial: int) -> float | int:
-        """Return the value of the setting ``key`` for trial number ``trial`` (from 0), as rounded by ``rounded``."""
+        """Return the value of the setting ``key`` for trial number ``trial`` (from 0), after the method ``rounded``."""
         at = float(rng(seed, f"tuning {key}", trial).random())
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         return self.rounded(math.exp(low + at * (high - low)) if self.log else low + at * (high - low))
@@ -163,7 +163,7 @@ class Range(Settings):
     def is_at_end(self, value: float) -> bool:
         """Return True if ``value`` is in the first or last tenth of the range.
 
-        If ``log`` is True, the first and the last tenth are measured on a logarithmic scale.
+        If ``log`` is True, a tenth is measured on the logarithmic scale.
         """
         low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
         return not 0.1 < (at - low) / (high - low) < 0.9
@@ -175,10 +175,10 @@ Space: TypeAlias = Mapping[str, Dimension]
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table whose hyperparameters are searched.
+    """A row of the table whose hyperparameters are tuned.
 
-    ``kind``: kind of the algorithm, such as "fedprox". ``spanned``: settings that the grid or the row fixes, which
-    cannot be searched. ``is_bound``: True for the row Centralized, which has no settings of federated learning.
+    ``kind``: kind of the algorithm, such as "fedprox". ``spanned``: settings that cannot be tuned, because the grid or
+    the row fixes them. ``is_bound``: True for the row Centralized, which has no settings of federated learning.
     """
 
     row: str
@@ -190,9 +190,9 @@ class Method:
 def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> dict[str, Space]:
     """Return {row: search space} for ``methods``. In each space, the settings of [tune.space] come first.
 
-    ``federated``: names of the settings of federated learning. The row Centralized lacks these settings. Raises
-    UserError for an empty space, for a value that is no list or range, and for an unknown method. Also raises UserError
-    for a setting that must not be tuned, or that is already in the grid.
+    ``federated``: names of the settings of federated learning, which the row Centralized lacks. Raises UserError for an
+    empty space, for a value that is no list or range, for an unknown method, and for a setting that must not be tuned
+    or is already in the grid.
     """
     methods = tuple(methods)
     shared = _read(tune.space, "tune.space")
@@ -243,8 +243,8 @@ def check_installed() -> None:
 def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: int) -> dict[str, Any]:
     """Return the values that Optuna proposes for the next trial, {setting: value}.
 
-    ``tried``: (values, accuracy) of the earlier trials; the accuracy is None for a trial that diverged. The proposal
-    depends only on the arguments. A resumed search therefore proposes the same values again.
+    ``tried``: (values, accuracy) of the earlier trials; the accuracy is None for a trial that diverged. The result
+    depends only on the arguments, so a resumed search proposes the same values.
     """
     import optuna  # noqa: PLC0415 (an extra)
     from optuna import distributions  # noqa: PLC0415
@@ -257,7 +257,7 @@ def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: i
         else:
             kind = distributions.IntDistribution if dimension.is_whole else distributions.FloatDistribution
             kinds[key] = kind(dimension.low, dimension.high, log=dimension.log)
-    # The first trials of the search are random already. Therefore Optuna needs no random trials at its start.
+    # Optuna draws no random trials at its start, because the first trials of the search were random.
     number = int(rng(seed, "tuning optuna", len(tried)).integers(2**31))
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=number, n_startup_trials=0)

@@ -48,8 +48,8 @@ work(int(sys.argv[2]))
 """The program of a worker process.
 
 The module ``multiprocessing`` is not used, because its workers import the user's script. The script would then run
-twice. The process pool of ``concurrent.futures`` is not used either. If one process of the pool dies, all runs fail,
-and no message tells the reason. If the parent process is killed, the workers of the pool continue.
+twice. The process pool of ``concurrent.futures`` is not used either: if one of its processes dies, all runs fail
+without a reason, and if the parent process is killed, its workers continue.
 """
 
 _STANDARD_INPUT = 0
@@ -61,8 +61,8 @@ class Budget:
 
     ``deadline``: the time at which the budget ends, by the clock ``time.monotonic``. ``seconds``: {run: estimated
     seconds until the run is finished}. ``begun``: names of the runs that already have finished rounds. Such a run
-    resumes if the deadline has not passed, and stops after a round at the deadline. Any other run starts only if it is
-    expected to finish before the deadline.
+    resumes if the deadline has not passed, and stops after the last round before it. Any other run starts only if it
+    should finish before the deadline.
     """
 
     deadline: float
@@ -145,11 +145,11 @@ def run_all(
     budget: Budget | None = None,
     tracking: Tracking = NO_TRACKING,
 ) -> Generator[Event, None, None]:
-    """Execute ``runs``, {name: experiment}, in worker processes, and yield each event of a run at once.
+    """Execute ``runs``, {name: experiment}, in worker processes, and yield their events as they happen.
 
     The directory of a run is ``out / name``. ``jobs``: the largest number of parallel runs. ``budget``: the time
-    budget. A run that would exceed the budget is not started, or stops after a round. ``tracking``: the trackers of the
-    runs. A run that is already finished has only the event ``Finished``. An unfinished run resumes from its checkpoint.
+    budget. A run that would exceed it is not started, or stops after a round. ``tracking``: the trackers of the runs. A
+    run that is already finished yields only the event ``Finished``. An unfinished run resumes from its checkpoint.
     Closing the generator, or an exception in it, stops the workers at once. Finished rounds are kept.
 
     Raises UserError for a class that workers cannot import. Raises RunError if another process uses ``out``, or if a
@@ -191,10 +191,9 @@ def run_all(
 
 
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
-    """Return ``experiment`` with as many threads for clients as its share of the cores: cores / ``jobs``.
+    """Return ``experiment`` with cores / ``jobs`` threads for its clients. ``jobs``: the number of parallel runs.
 
-    ``jobs``: the number of parallel runs. An experiment on another engine is returned unchanged. If the user chose the
-    number of threads, the experiment is also returned unchanged.
+    An experiment on another engine, or with a number of threads that the user chose, is returned unchanged.
     """
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
@@ -220,7 +219,7 @@ def work(descriptor: int) -> None:
 
 
 class _Worker:
-    """The parent's side of a worker process, which executes one experiment at a time."""
+    """The parent process's handle of a worker process, which executes one experiment at a time."""
 
     def __init__(self, out: Path, data_root: Path | None, tracking: Tracking) -> None:
         self._out, self._data_root, self._tracking = out, data_root, tracking
@@ -228,9 +227,9 @@ class _Worker:
         self.process, self.connection = _spawn()
 
     def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
-        """Send a run to the worker process. If the old process died, start a new process first.
+        """Send a run to the worker process. If the process died earlier, start a new one first.
 
-        If a process dies before it receives the run, ``next_event`` reports this.
+        If the process dies before it receives the run, ``next_event`` reports this.
         """
         seconds = None if budget is None else budget.left
         self.name = name
@@ -249,7 +248,7 @@ class _Worker:
         """
         try:
             event: Event | str = self.connection.recv()
-        except (EOFError, OSError):  # this call raises OSError if the process was killed while it sent a message
+        except (EOFError, OSError):  # OSError: the process was killed while it sent a message
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_SECONDS_TO_STOP)
             self.close()
@@ -303,12 +302,13 @@ def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tupl
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a worker process, and return the process and the connection to it.
 
-    The worker ends when its standard input closes. The standard input is a pipe, and only this process holds the other
-    end. The worker therefore never outlives this process.
+    The worker never outlives this process: it ends when its standard input closes, a pipe whose other end only this
+    process holds.
     """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-    # Ctrl-C reaches all processes of the terminal. Workers inherit this signal mask, so that only the parent reacts.
+    # Ctrl-C reaches all processes of the terminal. Workers inherit a mask that blocks it, so that only the parent
+    # reacts.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
@@ -394,8 +394,7 @@ def _attempt(
 def _die_with_parent() -> None:
     """Wait until the parent process ends for any reason, then end this process.
 
-    Without this function, the worker would continue after the end of the parent. The worker and a resumed table would
-    then write the same files.
+    A worker that outlived its parent and a resumed table would write the same files.
     """
     while os.read(_STANDARD_INPUT, 1):
         pass

@@ -1,7 +1,7 @@
-"""Figures of clients: the accuracy of each client's model in a row of a table, and after training alone.
+"""Figures that compare each client's model in a row of a table with the model that the client trains alone.
 
-A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. The lists with
-one share for each client come from stages (``fl_sim.simulation.stage.Stage.titles``).
+A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. Stages compute
+the accuracies (``fl_sim.simulation.stage.Stage.titles``).
 """
 
 import math
@@ -28,7 +28,7 @@ _MOST_PANELS: Final = 20
 _INCHES: Final = 1.05
 """Smallest width of a panel in inches, so that its axis and its title are legible."""
 _NARROW: Final = 1.5
-"""A panel of a smaller width, in inches, has fewer ticks and a shorter text."""
+"""Width in inches. A narrower panel has fewer ticks and a shorter text."""
 _MOST_ACROSS: Final = 4
 _FEW: Final = 200
 """If a panel has more points than this, the points are small."""
@@ -39,7 +39,7 @@ _BELOW, _ABOVE, _LEVEL = ("#d55e00", "v"), ("#0072b2", "o"), ("0.45", "o")
 """Colour and marker of the points below, above and on the diagonal."""
 
 Pair: TypeAlias = tuple[float, float]
-"""Accuracies of one client in percent: (of the model trained alone, of the client's model in the row)."""
+"""Accuracies of two models of one client, in percent: (trained without federation, trained by the row's method)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ClientPanel:
 
     @property
     def below(self) -> float:
-        """Return the share of clients, in percent, whose model is worse than the model that they trained alone."""
+        """Return the percentage of clients whose model in this row is worse than the model they trained alone."""
         return 100 * sum(own < alone for alone, own in self.pairs) / len(self.pairs)
 
 
@@ -59,8 +59,8 @@ class ClientPanel:
 class ClientFigure:
     """The data of one figure: ``panels`` for the rows of one column of a table.
 
-    ``share``: the name of the share of one client, such as "accuracy of the client's own model". ``where``: the column
-    of the table. ``notes``: for each data set that is stand-in data, its name and a text about it.
+    ``share``: the title of the measure, such as "accuracy of the client's own model". ``where``: the column of the
+    table. ``notes``: for each data set that is stand-in data, its name and a text about it.
     """
 
     share: str
@@ -70,7 +70,7 @@ class ClientFigure:
 
 
 def client_figures(found: Found) -> list[ClientFigure]:
-    """Return the data of the figures of all tables that have a row in which every client trains alone."""
+    """Return the data of all figures. Tables need a row in which every client trains only its own model."""
     runs = {run.path: run for run in found.runs}
     figures = []
     for place, table in found.tables.items():
@@ -85,7 +85,7 @@ def _of_column(
 ) -> list[ClientFigure]:
     """Return the data of the figures of one column of a table.
 
-    ``name``: the name of the clients' shares in ``result.json``.
+    ``name``: the name of the measure in ``result.json``.
     """
     lists: dict[str, dict[int, Sequence[float | None]]] = {}
     notes: dict[str, None] = {}

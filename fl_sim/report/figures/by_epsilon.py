@@ -1,7 +1,7 @@
 """Figure of synthetic records: each column is a class, and each row is an epsilon.
 
-The figure is drawn as figure 5 of DA-FL (Tang, Wang, Liu 2023). A synthetic record may be a feature vector, not an
-image. The figure then shows an image whose features are close to the vector. A note says that this image is not real.
+The figure is drawn as figure 5 of DA-FL (Tang, Wang, Liu 2023). If a synthetic record is a feature vector, the figure
+shows an image with similar features. A note says that this image is not real.
 
 This module selects the synthetic records. The caller gives the function that searches for the images (``Finder``),
 because the search depends on the data set. Found images are stored in the run directory.
@@ -55,7 +55,7 @@ Images: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.float32]]
 """Images that were found for synthetic feature vectors, and their distances: (images, distances).
 
 The shape of the images is (records, channels, height, width). The shape of the distances is (records,). A distance is
-the distance between the features of an image and the synthetic feature vector. It is divided by the length of the
+the norm of the difference between an image's features and the synthetic feature vector, divided by the norm of the
 vector.
 """
 
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def epsilon(self) -> float:
-        """Return the epsilon in the settings of the run. It is the privacy budget of the run."""
+        """Return the epsilon in the run's settings, which is its privacy budget."""
         return float(self.settings["epsilon"])
 
 
@@ -174,8 +174,8 @@ def is_in_features(run: SavedRun) -> bool:
 def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
     """Return ``samples`` with only the synthetic feature vectors that the figure needs.
 
-    The result has ``each`` feature vectors of every class. Only the first ``classes`` classes are kept. Raises
-    ValueError if the records are not feature vectors.
+    The result has up to ``each`` feature vectors of each of the first ``classes`` classes. Raises ValueError if the
+    records are not feature vectors.
     """
     if samples.inputs.ndim != 2 or samples.inputs.dtype != np.float32:
         raise ValueError(f"records of shape {samples.inputs.shape[1:]} are not feature vectors")
@@ -314,7 +314,7 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a SHA-256 digest. It shows whether stored images belong to the synthetic feature vectors in ``samples``.
+    """Return a SHA-256 digest that shows whether stored images belong to the synthetic feature vectors in ``samples``.
 
     The digest depends on the vectors, on the run's feature transform, and on the version of the image search.
     """

@@ -1,7 +1,7 @@
 """Figures of accuracy and loss over rounds, with a panel for each data set and partition.
 
-Each method has a line in a panel. Bands or error bars show the standard deviation over seeds. Some runs simulate
-devices and have a virtual clock. For runs with a virtual clock there is also a figure of accuracy over virtual time.
+Each method has a line in a panel. Bands or error bars show the standard deviation over seeds. Runs that simulate
+devices have a virtual clock, and an additional figure of accuracy over virtual time.
 """
 
 import math
@@ -48,9 +48,9 @@ _UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
 """Approximate number of markers on a line."""
 _MOST_BANDS = 4
-"""Largest number of bands in a panel. Instead of more bands, which would hide each other, error bars are drawn.
+"""Largest number of bands in a panel. If there would be more, error bars replace all bands of the panel.
 
-The error bars stand beside the last round.
+Many bands would hide each other. The error bars are to the right of the last round.
 """
 _SKEWED = 20
 """Largest ratio of the highest to the lowest loss on a linear axis. The axis for a larger ratio is logarithmic."""
@@ -83,9 +83,8 @@ class Curve:
 def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Picture]:
     """Return the figures of accuracy over rounds, loss over rounds, and accuracy over virtual time.
 
-    Up to four panels are drawn together in one figure. If there are more than four panels, each panel is a separate
-    figure. Panels of the same data set have the same vertical axis. ``full_axis``: True if the accuracy axis goes from
-    0 to 100 %.
+    Up to four panels share one figure. If there are more, each panel has its own figure. Panels of the same data set
+    have the same vertical axis. ``full_axis``: True if the accuracy axis goes from 0 to 100 %.
     """
     styles, timed = styles_of(panels), _timed(panels)
     pictures = []
@@ -126,7 +125,7 @@ def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
 
 
 def curve(group: SeedGroup, measure: Measure) -> Curve:
-    """Return the curve of a ``measure`` of the runs in ``group``, with accuracies in percent.
+    """Return the curve of a ``measure``, over the runs in ``group``. Accuracies are in percent.
 
     A round is left out if any seed has no finite value in this round.
     """
@@ -165,7 +164,8 @@ def draw(
 
     ``styles``: {label of a method: line style}. ``over_time``: True if the horizontal axis shows virtual time in place
     of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. ``scaled_for``: the panels whose values
-    the vertical axis covers; empty: the values of ``panels``. Several figures can thus have the same vertical axis.
+    the vertical axis covers; empty: ``panels``. With the same ``scaled_for``, several figures have the same vertical
+    axis.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
@@ -185,7 +185,7 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # error bars may be to the right of the last round; no ticks are there
+        if entries:  # no ticks to the right of the last round, where error bars may be
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries
@@ -205,7 +205,7 @@ def draw(
 
 
 def _names(panels: Sequence[Panel], styles: Mapping[str, Style]) -> dict[str, str]:
-    """Return {label of a method: its short name in the legend}, the same names in all figures of a report."""
+    """Return {label of a method: its short name in the legend}. The names are the same in all figures of a report."""
     bounds = [label for panel in panels for label, one in panel.lines if one.is_bound]
     return {**short_names(bounds), **short_names(styles)}
 
@@ -257,8 +257,8 @@ def _draw_panel(
             places, line.mean, label=shown, color=color, linewidth=layout.line,
             dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
             markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
-            # The markers of each line begin at a different round, so that the markers of equal lines do not hide each
-            # other.
+            # The first marker of each line is at a different round, so that equal lines do not hide each other's
+            # markers.
             markevery=(number % every, every),
         )  # fmt: skip
         if len(one.drawn) > 1 and _has_bars(panel):

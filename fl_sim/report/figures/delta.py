@@ -49,7 +49,7 @@ class DeltaCurve:
 
 
 def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
-    """Return the figure with the curves of the runs' different privacy statements; an empty list if there are none."""
+    """Return the figure with a curve for each distinct privacy statement of the runs; an empty list without curves."""
     statements = {
         repr((one.unit, one.epsilon, one.planned_events)): one
         for run in runs
@@ -67,9 +67,10 @@ def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
 
 
 def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
-    """Return the curve of a privacy statement. Return None without planned events, or if PLD cannot compute their cost.
+    """Return the curve of a privacy statement; None if it has no planned events, or if PLD cannot compute their cost.
 
-    If the guarantee is a budget, the planned events are no upper bound of the releases. Then the result is None, too.
+    The result is also None if the guarantee is a budget, because the planned events are then no upper bound of the
+    releases.
     """
     epsilon, delta = statement.epsilon, statement.delta
     if not epsilon or not delta or not statement.planned_events or epsilon == statement.budget:
@@ -77,7 +78,7 @@ def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     try:
         counts = counted(statement.planned_events)
         is_known = bounds(counts, delta).pld is not None
-    # nothing is reported here, because the privacy bill of all runs reports damaged statements
+    # damaged statements are not reported here, because the privacy bill of all runs reports them
     except (RunError, UserError, KeyError, TypeError, ValueError):
         return None
     if not is_known:
@@ -98,7 +99,7 @@ def _draw(curves: Sequence[DeltaCurve], layout: Layout) -> "Figure":
         )
         axes.plot([curve.epsilon], [curve.delta], color=color, marker=marker)
     axes.set(xlabel="epsilon", ylabel="delta", yscale="log")
-    # numbers are not written as 10^x, because the exponent x would be too small to read
+    # plain numbers, because the exponent in 10^x would be too small to read
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     return with_legend(figure)

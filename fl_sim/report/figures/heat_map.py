@@ -1,4 +1,4 @@
-"""Heat maps of tables: the mean of the table's measure over seeds, for all values of two settings."""
+"""Heat maps of tables: the mean over seeds of the table's measure, for all pairs of values of two settings."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADING = "Heat maps"
-_COLORS = "viridis"  # its lightness rises steadily, also in greyscale and for readers who confuse red and green
+_COLORS = "viridis"  # lightness rises steadily, so it is readable in greyscale and by colour-blind readers
 _DARK = 0.55
-"""Colours below this share of the scale are dark, and have light numbers."""
+"""Cells below this share of the colour scale are dark, so their numbers are white."""
 
 _SMALLEST = 7.0
-"""Smallest text size in points. A map that is too narrow for numbers of this size has colours alone."""
+"""Smallest text size in points. A map that is too narrow for numbers of this size shows only colours."""
 
 _ROW, _LETTER = 2.3, 0.6
 """Height of a row in multiples of the text size, and the assumed width of a letter in the same unit."""
 
 
 def draw_heat_maps(tables: Iterable[Table]) -> list[Picture]:
-    """Return a figure for each heat map of each table. All maps of a table have the same colours."""
+    """Return a figure for each heat map of each table. All maps of a table have the same colour scale."""
     pictures = []
     each = [(table, one) for table in tables for one in table.heat_maps]
     names = file_names([one.title for _, one in each])
@@ -83,7 +83,7 @@ def _mean(results: list[SeedResult]) -> float | None:
 
 
 def _text(results: list[SeedResult], mean: float | None) -> str:
-    """Return the number of a cell. A star marks a mean over a part of the seeds."""
+    """Return the number of a cell. A star marks a mean over only some of the seeds."""
     if mean is None:
         return "failed" if any(one.status == "failed" for one in results) else "-"
     return f"{mean:.1f}{'' if len(percentages(results, 'last')) == len(results) else '*'}"
@@ -107,7 +107,7 @@ def _measure(table: Table) -> str:
 
 
 def _caption(table: Table, one: HeatMap) -> tuple[str, ...]:
-    """Return the lines below the figure. They say which cells are means over a part of the seeds."""
+    """Return the lines below the figure. They explain the star at a mean over only some of the seeds."""
     cells = [table.at(name, one.column) for name in one.places.values()]
     seeds = sorted({result.seed for results in cells for result in results})
     partial_ones = any(0 < len(percentages(results, "last")) < len(results) for results in cells)

@@ -31,9 +31,9 @@ def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> N
     """Write a figure of a partition to ``path``, a .png, .svg or .pdf file. Create the folder of the file if needed.
 
     ``label_counts``: numbers of records, shape (clients, classes). Up to 30 clients and classes are drawn as bubbles.
-    The area of a bubble is proportional to the number of records. This number is written inside the bubble. Larger
-    partitions are drawn as a heat map below a chart of the clients' numbers of records. The colour scale of the heat
-    map is the square root of the number, so that small numbers stay visible. Raises UserError for another type of file.
+    The area of a bubble is proportional to the number of records, which is written inside it. Larger partitions are
+    drawn as a heat map, below a bar chart of the clients' numbers of records. The colour scale of the heat map is a
+    square root, so that small numbers stay visible. Raises UserError for another type of file.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"cannot draw to {path}: give a file name that ends in {', '.join(SUFFIXES)}")
@@ -106,7 +106,7 @@ def _heat_map(counts: NDArray[np.int64], title: str) -> "Figure":
         np.ma.masked_equal(counts.T, 0),
         aspect="auto",
         origin="lower",
-        interpolation="nearest",  # the image has no smoothing between classes
+        interpolation="nearest",  # no smoothing between cells
         cmap="Blues",
         norm=PowerNorm(0.5, vmin=0, vmax=int(counts.max())),
     )

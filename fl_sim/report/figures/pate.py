@@ -1,7 +1,7 @@
 """Figures of PATE (Papernot et al. 2017): teacher agreement, label accuracy over noise, student accuracy over epsilon.
 
 The label of an epsilon axis says whether the epsilon is the cost of one query or of all queries. The figure of teacher
-agreement is computed from the raw votes. A run stores the raw votes only if the user asks for it.
+agreement is computed from the raw votes. A run stores the raw votes only on request.
 
 The raw votes and the figure of teacher agreement have no privacy guarantee, and must not be published. The caption of
 this figure says so.
@@ -49,7 +49,7 @@ class PateRun:
 
     @property
     def gamma(self) -> float | None:
-        """Return gamma, the inverse scale of the Laplace noise in votes; None for other mechanisms."""
+        """Return gamma, the inverse scale of the Laplace noise on vote counts; None for other mechanisms."""
         return self.facts.mechanism.gamma if self.facts.mechanism.kind == "lnmax" else None
 
 
@@ -63,8 +63,8 @@ Points: TypeAlias = Mapping[float, Sequence[float]]
 class Plot:
     """The definition of a figure.
 
-    ``stem``: part of the file name. ``x_value``, ``y_value``, ``line``: functions of a run. They return its x value,
-    its y value, and the name of its line in the figure.
+    ``stem``: part of the file name. ``x_value``, ``y_value``, ``line``: functions that return a run's x value, y value,
+    and name of its line, respectively.
     """
 
     stem: str
@@ -132,7 +132,7 @@ def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Prob
 
 
 def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = PAGE) -> "Figure":
-    """Return a figure of the given ``lines``. Each point shows the mean over its runs.
+    """Return a figure of the given ``lines``. Each point is the mean of its runs.
 
     ``lines``: {name of a line: its points}. A point with several runs has error bars of one standard deviation.
     """
@@ -148,7 +148,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
         axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
     else:
-        # numbers are not written as 10^x, because the exponent x would be too small to read
+        # plain numbers, because the exponent in 10^x would be too small to read
         axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
@@ -194,9 +194,9 @@ def _by_numbers(label: str) -> list[tuple[int, str]]:
 def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
     """Return ([figure of the teachers' agreement], error messages about damaged files).
 
-    The list is empty if no run has stored votes. The agreement on a query is the difference of two numbers: the votes
-    for the most voted class, and the votes for the second class. The figure shows the distribution of the agreement
-    over all queries. The figure is PRIVATE, because it is computed from the raw votes without noise.
+    The list is empty if no run has stored votes. The agreement on a query is the number of votes for the first class
+    minus that for the second class. The figure shows its distribution over all queries. The figure is PRIVATE, because
+    it is computed from the raw votes without noise.
     """
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []

@@ -1,7 +1,8 @@
 """Figures with example images of each class, one row per class: synthetic records of a run, or real records.
 
-An image is enlarged by a whole number, so that no pixel is blurred. The file ``samples.png`` of a run shows synthetic
-records of as many clients as possible. A figure of real images shows the first training records of each class.
+Images are enlarged by an integer factor, so that pixels are not blurred. The file ``samples.png`` of a run shows
+synthetic records of as many clients as possible. A figure of real images shows the first training records of each
+class.
 """
 
 import math
@@ -154,9 +155,9 @@ class Samples:
     """The synthetic records of a run (its pool).
 
     ``labels`` and ``clients``: the class and the client of each record in the whole pool, of shape (records,).
-    ``places``: ascending indices of those records whose inputs are given. For images, these are all records of the
-    pool. For feature vectors, ``places`` may have only the records to draw. ``inputs``: the inputs of the records with
-    the indices ``places``.
+    ``places``: ascending indices of the records in ``inputs``. For images, these are all records of the pool; for
+    feature vectors, possibly only the records to draw. ``inputs``: the inputs of the records with the indices
+    ``places``.
     """
 
     inputs: NDArray[Any]
@@ -172,7 +173,7 @@ class Samples:
         return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` images of the class ``label`` as tiles. The function ``first`` selects the records."""
+        """Return up to ``most`` images of the class ``label`` as tiles, selected by the method ``first``."""
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
@@ -195,7 +196,7 @@ class Samples:
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
     """Return the synthetic images in the file ``pool``. Raise ValueError if its records are not images.
 
-    ``counts``: for each client, its number of records of each class. Further errors are those of ``read_records``.
+    ``counts``: for each client, its number of records of each class. Also raises the errors of ``read_records``.
     """
     samples = read_records(pool, counts)
     if samples.inputs.ndim != 4:
@@ -270,7 +271,7 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
 
 
 def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[str]:
-    """Return the lines of the figure's title: content of the figure, privacy budget, number of records, ``note``."""
+    """Return the lines of the figure's title: its content, the privacy budget, the number of records, and ``note``."""
     chosen = settings["preprocess"]
     givers = len(set(samples.clients.tolist()))
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]

@@ -1,8 +1,7 @@
 """Figures of final accuracy over a setting of DA-FL (epsilon or gamma), with a baseline without synthetic records.
 
-Gamma is the number of synthetic records per private record. The runs of one line differ only in epsilon or only in
-gamma. The horizontal axis shows this setting on a logarithmic scale. The baseline is the best method without
-preprocessing.
+Gamma is the number of synthetic records per private record. The runs of a line differ only in one of the two settings,
+which is the logarithmic horizontal axis. The baseline is the best method without preprocessing.
 """
 
 import json
@@ -63,10 +62,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of the figure.
-
-    The ``points`` of a line differ only in the varied setting, and are sorted by the value of this setting.
-    """
+    """One line of the figure. Its ``points`` differ only in the varied setting, and are sorted by its value."""
 
     label: str
     points: tuple[Point, ...]
@@ -96,7 +92,7 @@ class Sweep:
 
 
 def sweeps(groups: Sequence[SeedGroup]) -> list[Sweep]:
-    """Return the data of the figures: one figure for each set of finished runs that differ only in epsilon or gamma."""
+    """Return the data of the figures. Each figure shows finished runs that differ only in epsilon or only in gamma."""
     found = []
     done = [one for one in groups if _accuracies(one) and not one.is_bound]
     for setting in SETTINGS:
@@ -201,9 +197,9 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return all settings except the algorithm and the preprocessing as text.
+    """Return all settings of a group, except the algorithm and the preprocessing, as text.
 
-    Groups of runs are compared in one figure only if their texts are equal.
+    Groups of runs are compared in one figure only if these texts are equal.
     """
     settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
     return _key({"note": one.note, **settings})
@@ -219,7 +215,7 @@ def _draw_line(axes: "Axes", line: SweepLine, style: Style, infinity: float, lay
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
-    # The part of a line between the last finite value and infinity is dotted, because this part has no scale.
+    # The line to the point at infinity is dotted, because the axis has no scale there.
     axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
     bars = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
     draw_points(axes, places, means, bars, style, layout, line.label)
