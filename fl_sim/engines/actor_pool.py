@@ -65,8 +65,8 @@ class Worker:
     """A Ray actor with its node and its measured speed.
 
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
-    calls, in the order of the actor's answers. ``has``: the numbers of the message contents that the actor received
-    with its last call and still keeps. ``is_warm``: True after the first answered call; that call also loads the data.
+    calls, in the order of the actor's answers. ``has``: the IDs of the message contents that the actor received with
+    its last call and still stores. ``is_warm``: True after the first answered call; that call also loads the data.
     ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
     """
 
@@ -79,9 +79,9 @@ class Worker:
     since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the message contents for the next call, {number: content}.
+        """Return the message contents for the next call, {ID: content}.
 
-        A content is None if the actor has it already. An actor keeps the contents of its last call only.
+        A content is None if the actor has it already. An actor stores only the contents of its last call.
         """
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
@@ -256,7 +256,7 @@ class ActorPool:
         return min(self.most, sum(node.room for node in self._nodes.values() if not node.refused))
 
     def _roomiest(self) -> Node | None:
-        """Return the usable node on which the most further actors fit, or None if all nodes are full."""
+        """Return the usable node with room for the largest number of further actors; None if all nodes are full."""
         taken = [worker.node for worker in self.workers]
         free = {name: node.room - sum(one is node for one in taken) for name, node in self._nodes.items()}
         best = max(

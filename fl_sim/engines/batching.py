@@ -1,4 +1,4 @@
-"""Batches of messages: the answering of batches in one process, and the division of one exchange among workers.
+"""Batches of messages: a runner that answers batches in one process, and the distribution of batches to workers.
 
 An exchange is the sending of messages to clients and the collection of all replies. This file does not import Ray.
 """
@@ -21,8 +21,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.own_code import with_place
 
 BatchHandler: TypeAlias = Callable[[Sequence[Message]], list[Message]]
-"""A function that answers a batch of messages with one reply each. A failing client gets an error reply, no exception.
-"""
+"""A function that returns one reply for each message of a batch. If a client fails, its reply contains the error."""
 
 GroupHandler: TypeAlias = Callable[[Sequence[Message], Callable[[], None]], list[Message]]
 """A ``BatchHandler`` for tasks that several clients answer in one computation. The handler calls its second argument
@@ -35,7 +34,7 @@ CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 FIRST_NODE_ID: Final = 1000  # the node ids 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
-"""The number of minibatch steps in a batch of messages. These steps take far longer than the fixed time for a batch."""
+"""The number of minibatch steps in a batch of messages. Such a batch takes far longer than its fixed overhead."""
 
 _FIRST_STEPS = 4  # the minibatch steps in the first batch; each next batch has 4 more steps, up to ``STEPS_AT_A_TIME``
 
@@ -58,7 +57,7 @@ class ClientBatching:
     """The settings for training several clients in one batch.
 
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
-    ``steps``: each client's number of minibatch steps in a round, by the client's number. ``stack``: the number of
+    ``steps``: each client's number of minibatch steps in a round; the client ID is the index. ``stack``: the number of
     clients that are trained together in one batch. With ``stack`` 1, clients are added to a batch until their minibatch
     steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: below this number of steps, a further thread
     for the batch would cost more time than it saves. ``most_clients``: the largest number of clients in a batch, since
@@ -263,7 +262,7 @@ class Exchange(Generic[Call]):
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
-        """Answer all messages that no worker has with an error reply of this ``code`` and ``reason``."""
+        """Add an error reply with this ``code`` and ``reason`` for every message that no worker is answering."""
         self._fail([*chain.from_iterable(self._again), *self._suspects, *self.fresh], code, reason)
         self._again.clear()
         self._suspects.clear()
@@ -273,9 +272,9 @@ class Exchange(Generic[Call]):
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
         """Answer all messages that are unfinished after ``timeout`` seconds with error replies.
 
-        The error reply of a client that hangs names this client. A client may also have waited for another client that
-        hangs. Its error reply names that other client. ``progress``: the replies so far, for every running call whose
-        worker still responds.
+        A client that hangs gets an error reply with its state. A client that waited for a hanging client gets an error
+        reply with the ID of the hanging client. ``progress``: the replies so far, for every running call whose worker
+        still responds.
         """
         late, hanging = f"no answer within {timeout:g} s", []
         for call, batch in self.running.items():
@@ -328,5 +327,5 @@ def node_context(node_id: int, num_clients: int) -> Context:
 
 
 def partition_of(message: Message) -> int:
-    """Return the number of the client (Flower: partition) that a message is addressed to."""
+    """Return the ID of the client (Flower: partition ID) that a message is addressed to."""
     return message.metadata.dst_node_id - FIRST_NODE_ID

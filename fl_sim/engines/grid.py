@@ -70,7 +70,7 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> range:
-        """Return the node ids in the order of their clients' numbers."""
+        """Return the node IDs in the order of their client IDs."""
         return range(FIRST_NODE_ID, FIRST_NODE_ID + self.num_clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -101,7 +101,7 @@ class LocalGrid(Grid):
 
 @dataclass(frozen=True)
 class Groups:
-    """The settings of client tasks that are computed for several clients together.
+    """The settings of client tasks that one computation executes for several clients.
 
     ``tasks``: the names of these tasks. ``handler``: the function that answers a batch. ``threads``: the number of
     threads that are reserved for these tasks.
@@ -111,7 +111,8 @@ class Groups:
     handler: GroupHandler
     threads: int
 
-    # with fewer than 3 clients in a batch, Python takes a third of a step's time; with more than 10, no time is saved
+    # with fewer than 3 clients in a batch, Python takes a third of a step's time; more than 10 clients save no more
+    # time
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
@@ -125,9 +126,9 @@ class InProcessGrid(LocalGrid):
 
     ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
     other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
-    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks that are
-    computed for several clients together; separate threads execute these tasks. A hanging client cannot be interrupted
-    in its own process: ``timeout`` is checked between batches only.
+    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks that one
+    computation executes for several clients, in separate threads. A hanging client cannot be interrupted in its own
+    process: ``timeout`` is checked between batches only.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ CLOSING_SECONDS = 3.0
 """Seconds that a dying node may take to close its port. It ends the run's process before that."""
 
 MOST_SECONDS = 8.0
-"""Seconds that the killing of processes may take. The kernel kills a process that waits for a disk only later."""
+"""The time limit, in seconds, for killing processes. A process that waits for a disk may end only after this time."""
 
 _chosen: set[str] = set()
 

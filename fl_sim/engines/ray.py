@@ -234,7 +234,7 @@ class _Outbox:
     """An object that prepares messages for workers: shared contents once per round, and files once per run.
 
     ``put``: a function that encrypts a value and returns a Ray reference to it. ``share``: a function that returns the
-    number of a message content, and the value that calls to actors contain. ``files``: Ray references to files by name;
+    ID of a message content, and the value that is sent in calls to actors. ``files``: Ray references to files by name;
     new files are added to this dictionary.
     """
 
@@ -251,7 +251,7 @@ class _Outbox:
         self.answered: list[Message] = []
 
     def request(self, message: Message) -> tuple[Any, int, Any] | None:
-        """Return (metadata of the message, number of its content in ``contents``, Flower records for this client only).
+        """Return (metadata of the message, ID of its content in ``contents``, Flower records for this client only).
 
         Returns None if no worker is needed. In this case, the method has added the answer to the list ``answered``.
         """

@@ -1,4 +1,4 @@
-"""The message handler of a Ray actor. It is started after the versions on the actor's node were found to be equal."""
+"""The message handler of a Ray actor. It starts after a check that the actor's node has the driver's versions."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -47,9 +47,9 @@ class MessageHandler:
     def answer(self, requests: Any, contents: Mapping[int, Any], files: Mapping[str, Any]) -> Any:
         """Return the encrypted pair (one reply per request, duration in seconds).
 
-        ``requests``: encrypted tuples (metadata of a message, number of its content, Flower records for its client
-        only). ``contents``: {number: content}; a content is encrypted, or a Ray reference, or None if the previous call
-        brought the same content. ``files``: Ray references to the files that the contents name.
+        ``requests``: encrypted tuples (metadata of a message, ID of its content, Flower records for its client only).
+        ``contents``: {ID: content}; a content is encrypted, or a Ray reference, or None if the previous call contained
+        the same content. ``files``: Ray references to the files that the contents name.
         """
         start = time.perf_counter()
         for name, content in files.items():

@@ -2,8 +2,8 @@
 
 This file defines the form of their messages, the encryption, signed tickets, and the import of the user's own modules
 on workers. A ticket is the proof that a client's privacy ledger contains the cost of a private output. This file does
-not import Ray. Messages are encrypted. The reason: Ray keeps objects in a node's memory, and writes objects to the
-node's disk if memory runs short.
+not import Ray. Messages are encrypted, because Ray keeps objects in a node's memory, and writes them to the node's disk
+if memory runs short.
 """
 
 import hashlib

@@ -37,8 +37,8 @@ from fl_sim.types import ClientUpdate, Packed, Params, Payloads, Reply, Size
 TRAIN, WHO = "train", "query"
 """The two message types.
 
-``TRAIN``: a client task, whose name is in the message's configuration. ``WHO``: the request for the number of a node's
-client (Flower: its partition). The task of local training has the same name as its message type.
+``TRAIN``: a client task, whose name is in the message's configuration. ``WHO``: the request for the ID of a node's
+client (Flower: its partition ID). The task of local training has the same name as its message type.
 """
 
 _ORDER, _PARAMS, _REPORT = "order", "params", "report"
@@ -334,12 +334,12 @@ def read_sums(content: RecordDict, template: Params) -> Params:
 
 
 def who_content(partition: int) -> RecordDict:
-    """Return a message content with the number of a node's client (Flower: its partition)."""
+    """Return a message content with the ID of a node's client (Flower: its partition ID)."""
     return RecordDict({_REPORT: MetricRecord({_PARTITION: partition})})
 
 
 def read_who(content: RecordDict) -> int:
-    """Return the number of a node's client (Flower: its partition). Raises Malformed for any other content."""
+    """Return the ID of a node's client (Flower: its partition ID). Raises Malformed for any other content."""
     check_names(content, {_REPORT})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:

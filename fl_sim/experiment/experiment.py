@@ -48,7 +48,7 @@ from strategies.samplers import Sampler
 
 
 def _numbers(value: Any) -> Any:
-    """Return the client numbers in ``value`` in ascending order.
+    """Return the client IDs in ``value``, in ascending order.
 
     ``value``: a list, a number, or a text such as "3+5".
     """
@@ -86,16 +86,16 @@ class Experiment(Settings):
     vectors. "unit" puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform
     that depends on no data set (fl_sim.data.scattering). On these vectors, linear models and small perceptrons are as
     accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
-    the same variance, so that noise harms accuracy less. The variances are those of artificial images.
-    "scattering-maps" keeps all numbers of the transform, such as 3,888 numbers for a CIFAR-10 image. The maps of this
-    transform have about the same variance (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``: the
-    seed of the partition; left out: the run's seed. ``model_seed``: the seed of the initial weights; left out: the
-    run's seed. ``sampling_seed``: the seed of the cohorts; left out: the run's seed (fl_sim.seeding).
+    the same variance, so that noise harms accuracy less. These variances are measured on artificial images.
+    "scattering-maps" keeps all outputs of the transform, such as 3,888 numbers for a CIFAR-10 image. Its maps have
+    about the same variance (fl_sim.data.scattering_maps). "none" leaves pixels. ``partition_seed``: the seed of the
+    partition; left out: the run's seed. ``model_seed``: the seed of the initial weights; left out: the run's seed.
+    ``sampling_seed``: the seed of the cohorts; left out: the run's seed (fl_sim.seeding).
 
-    ``forgotten``: the numbers of clients, such as 3 or 3+5, whose records are removed after the partition. The run
+    ``forgotten``: the IDs of clients, such as 3 or 3+5. Their records are removed after the partition, and the run
     never uses these records. These clients are sampled as before, and answer like clients without records. All other
-    clients keep their records, numbers and random numbers. ``keep_every``: a number n. The run directory keeps the
-    server state after every n-th round, so that 'fl-sim unlearn' need not train from the first round. With 0, the run
+    clients keep their records, IDs and random numbers. ``keep_every``: a number n. The run directory keeps the server
+    state after every n-th round, so that 'fl-sim unlearn' need not train from the first round. With 0, the run
     directory keeps only the state after the last round. ``left_out``: a probability. Each training record is left out
     of its client's shard with this probability, by a random number that follows from ``seed``. The run never uses these
     records, so that 'fl-sim attack membership' can compare them with the records of the shards.
@@ -381,8 +381,8 @@ def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return a copy of ``table`` with the settings ``overrides``, each of the form ``key=value``.
 
-    Dots separate groups: ``local.epochs=5``. A group in short form (``algorithm=fedprox``) becomes a table if a key
-    inside it is set, in any order.
+    Dots separate groups: ``local.epochs=5``. If a group has a short form (``algorithm=fedprox``) and a key inside the
+    group is set, too, in any order, the group becomes a table.
     """
     pairs = []
     for override in overrides:

@@ -1,9 +1,9 @@
 """Features of a frozen body: if only the head of a model is trained, the body computes each record's features once.
 
 The body is all layers of a model before its head, the last layer. The features of a record are the inputs of the head,
-and depend on this record alone. So the features are stored, and a round trains the head on the stored features.
-Features are computed in batches of a constant size. In these batches, no record changes the bits of another record's
-features. Therefore all processes compute the same features.
+and depend only on this record. So the features are stored, and a round trains the head on the stored features. Features
+are computed in batches of a constant size. In these batches, no record changes the bits of another record's features.
+Therefore all processes compute the same features.
 """
 
 import copy
@@ -48,7 +48,7 @@ Older cache files are then ignored.
 class FrozenBody:
     """A model's frozen body, followed by its trained head.
 
-    ``model``: the whole model, in evaluation mode, on the device that computes features. ``head``: the head alone, on
+    ``model``: the whole model, in evaluation mode, on the device that computes features. ``head``: only the head, on
     the CPU; its parameters have the same names as in ``model``. ``size``: the number of features of a record.
     ``batch``: the number of records in one forward pass.
     """
@@ -138,11 +138,10 @@ class _Entered(Exception):  # noqa: N818 (it is no error)
 
 
 def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not: str) -> FrozenBody | str:
-    """Return the frozen body of ``model``. Return the reason instead if its features cannot be stored.
+    """Return the frozen body of ``model``, or the reason why its features cannot be stored.
 
-    Return "" if the model has no frozen body.
-
-    ``trial``: two normalised records. ``why_not``: a reason in the settings; empty without one.
+    The result is "" if the model has no frozen body. ``trial``: two normalised records. ``why_not``: the reason if a
+    setting forbids stored features, else empty.
     """
     try:
         head = head_of(model)

@@ -219,14 +219,14 @@ class Local(Settings):
     added to the gradient of the weight ("adamw" shrinks the weight itself).
 
     ``clip_norm``: the largest L2 norm of the whole gradient, over all parameters (0: no clipping). A gradient with a
-    larger norm is scaled down. The gradient has the terms that the method adds. Weight decay and momentum come after
-    the clipping. This clipping promises no privacy. The aggregator ``global-dp`` promises privacy. ``label_smoothing``:
-    a share in [0, 1). In training, this share of every label is spread evenly over all classes. ``optimizer``: "sgd",
-    or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum`` (whose default is then 0).
-    ``augment``: the random change of images in training. "crop" pads an image by 4 black pixels on every side, and cuts
-    out a window of the image's size at a random place. "flip" mirrors an image with probability 1/2. "crop-flip" crops
-    and flips. "reflect-crop" and "reflect-crop-flip" pad with the image's own pixels, mirrored at the edge, as
-    NIID-Bench's program does with CIFAR-10.
+    larger norm is scaled down. This gradient includes the terms that the method adds. Weight decay and momentum are
+    applied after the clipping. This clipping promises no privacy, unlike the aggregator ``global-dp``.
+    ``label_smoothing``: a share in [0, 1). In training, this share of every label is spread evenly over all classes.
+    ``optimizer``: "sgd", or torch's "adam" or "adamw", which start anew in every round and do not use ``momentum``
+    (whose default is then 0). ``augment``: the random change of images in training. "crop" pads an image by 4 black
+    pixels on every side, and cuts out a window of the image's size at a random place. "flip" mirrors an image with
+    probability 1/2. "crop-flip" crops and flips. "reflect-crop" and "reflect-crop-flip" pad with the image's own
+    pixels, mirrored at the edge, as NIID-Bench's program does with CIFAR-10.
 
     ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm. "average" averages running
     statistics in the same way as parameters, for every method. With "personal", BatchNorm layers stay on every client,
@@ -380,7 +380,7 @@ class Evaluate(Settings):
     for private test records.
 
     ``test_is_public``: true states that the test records of the user's own data are public. A run that promises privacy
-    measures models on public records only. The reason: the measures are published, and no epsilon covers the measures.
+    measures models on public records only, because the measures are published and no epsilon covers them.
 
     ``clients``: the records on which each client's own model is measured. "own" takes the test records from a client's
     sources (such as writers), if the data name the sources. "class-shares" takes records of the test set with the
@@ -396,10 +396,10 @@ class Evaluate(Settings):
     with ``local.privacy=dp-sgd``. In such a run, each evaluation of a client's own model is a release, and its cost is
     first written into the client's privacy ledger. The privacy unit is one test record, which changes the number of
     right answers by at most 1. The number of a client's test records is public. Without ``count_noise``, the run
-    computes the smallest noise for which all evaluations together cost at most ``local.privacy.epsilon``. Only the own
-    model is measured, and all its measures are computed from the noisy numbers. Numbers have no noise only with
-    ``clients`` "own" and public test records (a public data set, or ``test_is_public``). "class-shares" is refused in
-    such a run, because it chooses test records by the labels of training records.
+    computes the smallest noise for which all evaluations together cost at most ``local.privacy.epsilon``. Of each
+    client's models, only its own model is measured, and all measures are computed from the noisy numbers. Noise is left
+    out in one case: ``clients`` is "own", and the test records are public (a public data set, or ``test_is_public``).
+    "class-shares" is refused in such a run, because it chooses test records by the labels of training records.
 
     ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
     function receives (round, model, test records) and returns {name: number}. It is called with the server's model
@@ -506,7 +506,7 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
 
 
 class Auto(Settings):
-    """The faster engine for the run, found by a timed training step. The run prints the chosen engine and the reason.
+    """The faster engine for the run, chosen by timing a training step. The run prints the chosen engine and the reason.
 
     ``threads``: torch threads of each worker.
     """

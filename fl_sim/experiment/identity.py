@@ -23,7 +23,8 @@ class Identity:
     ``records``: the digest of the user's own records, empty for public data sets. ``code``: {module: digest} of the
     user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is stored only as
     a hash with a secret key. With a plain digest, a person who knows all records except one could find this record by
-    trials. ``data``: the name of the data set. ``root``: the folder in which the data set is searched first.
+    trying all its possible values. ``data``: the name of the data set. ``root``: the folder in which the data set is
+    searched first.
     """
 
     records: str

@@ -81,7 +81,7 @@ class Job:
 
     @cached_property
     def members(self) -> NDArray[np.int64]:
-        """The numbers of the clients that may take part in rounds, ascending."""
+        """The IDs of the clients that may take part in rounds, in ascending order."""
         everybody = self.experiment.num_clients
         held_out = everybody - self.experiment.num_members
         return own_tests.members(everybody, held_out, self.experiment.seed_of_partition)
@@ -117,9 +117,9 @@ class Job:
 
     @cached_property
     def body(self) -> FrozenBody | str:
-        """The frozen body of the model.
+        """The frozen body of the model, or the reason in words why its features cannot be stored.
 
-        It is a reason in words if features cannot be stored, and "" without a frozen body.
+        The value is "" if the model has no frozen body.
         """
         return body_of(self._first[0], self.two_records, self.device, _uses_records(self.experiment))
 
@@ -157,7 +157,7 @@ class Job:
     def check_model(self) -> None:
         """Raise UserError if the job's model cannot be trained.
 
-        A library's model is built once for all seeds.
+        A model of a library is built only once, not once for each seed.
         """
         experiment, dataset = self.experiment, self.dataset
         if not models.is_tried(
@@ -190,9 +190,9 @@ class Job:
 
     @property
     def model_in_words(self) -> list[str]:
-        """Lines of text about the model's initial weights, the remark of its library, and its trained part.
+        """Lines for the user about the model's initial weights, its library and its trained parameters.
 
-        May be empty.
+        The list may be empty.
         """
         chosen, dataset = self.experiment.model, self.dataset
         source = source_of(chosen.name)
@@ -555,9 +555,10 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
 
 
 def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the indices of the training records that the aggregator's server takes from clients, ascending.
+    """Return the indices of the training records that the server keeps for its aggregator, in ascending order.
 
-    They depend neither on ``forgotten`` nor on ``left_out``. Raises UserError if clients would have no records left.
+    The indices depend neither on ``forgotten`` nor on ``left_out``. Raises UserError if clients would have no records
+    left.
     """
     aggregator, held = experiment.aggregator, len(dataset.train)
     count = aggregator.num_set_aside if isinstance(aggregator, SettingAside) else 0

@@ -131,7 +131,7 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 
 
 def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
-    """Return the numbers of the clients that may take part in rounds, in ascending order.
+    """Return the IDs of the clients that may take part in rounds, in ascending order.
 
     ``held_out``: the number of clients that are drawn at random and left out.
     """

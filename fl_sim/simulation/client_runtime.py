@@ -46,10 +46,10 @@ KEEP_BYTES = 256 * 2**20
 """A training set of at most this many bytes stays in memory, on every machine. Each process has its own copy."""
 
 KEEP_IN_MEMORY = 1 / 3
-"""A larger training set stays in memory if copies for as many processes as processors take at most this share."""
+"""A larger training set stays in memory if one copy for each processor takes, in total, at most this share of it."""
 
 KEEP_ON_GPU = 0.25
-"""A training set stays in a GPU's memory if it takes at most this share. Images are stored there as bytes (uint8)."""
+"""A training set stays in a GPU's memory if it takes at most this share of it. A GPU stores images as bytes (uint8)."""
 
 
 def runtime_for(
@@ -57,8 +57,8 @@ def runtime_for(
 ) -> ClientRuntime:
     """Return the client runtime of ``job``, whose clients train by ``algorithm``.
 
-    ``tasks``: all other client tasks, {name: task}. ``layers``: the client halves of the round layers, such as Global
-    DP or compression.
+    ``tasks``: the client tasks apart from training, {name: task}. ``layers``: the client-side objects of the layers,
+    such as Global DP or compression.
     """
     experiment = job.experiment
     tampers = _tampers(job)
@@ -150,7 +150,7 @@ def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
 
 
 def workload_of(job: Job, num_synthetic: int, strategy: "FederatedStrategy") -> Workload:
-    """Return each client's numbers of records, local steps and bytes in a round, for the times of simulated devices.
+    """Return the workload of each client in a round (records, local steps, bytes), to simulate the time of its device.
 
     ``num_synthetic``: the number of synthetic records that all clients train on.
     """
@@ -207,10 +207,10 @@ def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples
 
 
 def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
-    """Convert normalised records to the range of generators, [-1, 1], by the data set's public constants.
+    """Undo the normalisation of records, and scale images to [-1, 1], the range of generators.
 
-    Feature vectors (the setting ``features``) have an L2 norm of at most 1. Their numbers are in this range without a
-    conversion.
+    The mean and the standard deviation are public constants of the data set. Feature vectors (the setting ``features``)
+    are not scaled. Their L2 norm is at most 1, so their numbers are in this range already.
     """
     mean, std = _constants(job.dataset, inputs.ndim)
     records = inputs * std + mean
@@ -330,7 +330,7 @@ def validation_records(job: Job) -> Source:
 
 
 def evaluation_records(job: Job) -> Source:
-    """Return the test records for the global model on the job's device.
+    """Return the test records for evaluating the global model, on the job's device.
 
     If the partition defines a feature skew for evaluation, the records have this skew.
     """
@@ -359,7 +359,10 @@ def _changes_records(experiment: Experiment) -> bool:
 
 
 def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
-    """Return ``examples``, the records of all ``parts`` in order, with each client's own inputs and labels."""
+    """Return ``examples`` after the changes of inputs and labels that the partition makes for each client.
+
+    ``examples``: the records of all ``parts``, in the order of clients.
+    """
     if not _changes_records(job.experiment):
         return examples
     inputs, labels = examples.inputs.copy(), examples.labels.copy()

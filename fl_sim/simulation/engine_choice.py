@@ -1,4 +1,4 @@
-"""The choice of a run's engine: the engine in the settings, or for ``auto`` the faster engine in a short timing."""
+"""Chooses a run's engine: the engine in the settings or, for ``auto``, the engine that is faster by a short timing."""
 
 import importlib.util
 import math
@@ -60,11 +60,11 @@ This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to 
 
 
 MOST_CACHED = 2**20
-"""The largest number of parameters of all clients that a worker trains together step by step, so that models stay in
-the CPU's cache.
+"""The largest number of parameters, summed over clients, in one call of a worker that trains clients step by step.
 
-Measured on two cores, for a step of APFL by ten clients: together, they took 10 % less time for a model of 26,000
-parameters, and 35 % more time for a model of 532,000 parameters.
+With more parameters, the models of these clients would not fit into the CPU's cache. Measured on two cores, for one
+step of ten APFL clients: one call for all ten took 10 % less time than ten calls for a model of 26,000 parameters, and
+35 % more time for a model of 532,000 parameters.
 """
 
 
@@ -193,7 +193,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty without such a reason."""
+    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty if they can."""
     if script := defined_in_script(job.experiment):
         return f"other processes cannot import {script}, which the running script defines"
     if job.device.type == "cuda":
@@ -267,12 +267,12 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 
 def estimated_seconds(job: Job) -> float:
-    """Return the approximate seconds of local training in a run, one client after another, from timed steps."""
+    """Estimate the seconds of local training in a run, without parallel clients, from the timing of a few steps."""
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 
 def seconds_of_stages(job: Job) -> float:
-    """Return the approximate seconds that clients compute in stages, one after another, from timed parts."""
+    """Estimate the seconds that clients compute in stages, without parallel clients, from the timing of small parts."""
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 
 

@@ -46,10 +46,11 @@ class Estimate:
     """The forecast of a whole run.
 
     ``seconds``: the time of the run on this machine without other load; None without a timing. If ``at_least`` is True,
-    the run takes at least ``seconds``. ``synthetic_seconds``: the part of ``seconds`` for making synthetic records,
-    which several runs share. ``traffic``: the bytes of arrays to and from all clients in all rounds. It is None without
-    rounds (PATE and TSTR), or if the bytes were not counted. ``once``: the approximate bytes before or after the
-    rounds, {purpose: bytes}. ``left_out``: descriptions of the computations that were not timed, or timed only in part.
+    the run takes at least ``seconds``. ``synthetic_seconds``: the part of ``seconds`` for making synthetic records.
+    Several runs can use the same synthetic records. ``traffic``: the bytes of arrays to and from all clients in all
+    rounds; None for algorithms without rounds (PATE and TSTR), or if the bytes were not counted. ``once``: the
+    approximate bytes before or after the rounds, {purpose: bytes}. ``left_out``: descriptions of the computations that
+    were not timed, or timed only in part.
     """
 
     seconds: float | None
@@ -67,7 +68,7 @@ class Estimate:
 
 
 NOTHING: Final = Estimate(None, None)
-"""The forecast without a timing and without a count of bytes."""
+"""The empty forecast: no seconds and no bytes."""
 
 
 def estimate_of(
@@ -107,7 +108,7 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
-# The settings, also in the group local, that do not change the seconds of a minibatch step.
+# The settings that do not change the seconds of a minibatch step: first all groups, then the fields of the group local.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
@@ -119,7 +120,8 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
     """Return the computation of a run with rounds: local training, training at the server, evaluation and stages.
 
-    ``trainings``: the number of times that a cohort of expected size trains. It is the number of synchronous rounds.
+    ``trainings``: the number of times that a cohort of expected size trains. If rounds are synchronous, it is the
+    number of rounds.
     """
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
@@ -201,7 +203,7 @@ def evaluation_work(procedure: Procedure, records: float) -> Work:
 def features_work(job: Job, body: FrozenBody) -> Work:
     """Return the amount of computation for the features of all records.
 
-    It is empty if an earlier run stored the features. ``body``: the frozen body of the job's model.
+    The amount is 0 if an earlier run stored the features. ``body``: the frozen body of the job's model.
     """
     batches = 0 if body.place(job.dataset)[0].exists() else -(-sum(map(len, parts_of(job.dataset).values())) // BATCH)
 

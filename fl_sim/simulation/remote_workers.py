@@ -187,7 +187,7 @@ class ClientStore:
     def _ticket_to_train(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ConfigRecord]:
-        """Return a Flower record with the signed ticket for a round of training; empty if its steps are not private.
+        """Return a Flower record with the signed ticket for a round of training; empty if local steps are not private.
 
         The cost of the round is first written into the client's privacy ledger. ``content``: the message, with the
         client's state.

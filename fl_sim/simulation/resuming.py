@@ -362,13 +362,13 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 
 
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
-    """Move the run of ``experiment`` in ``out`` to a new folder beside ``out``; return that folder, or None.
+    """Move the run of ``experiment`` in ``out`` to a new folder next to ``out``; return that folder.
 
-    The result None means that ``out`` holds no run. The run's settings and the privacy ledger of Global DP also stay in
-    ``out``. The reason: a repetition with other noise publishes another model about the same clients. Its privacy cost
-    is added to the earlier cost. Raises UserError if ``out`` holds another run or other files. A run with another
-    number of rounds is refused with the same error, unless ``of_any_length`` is True. Raises RunError if ``out`` is in
-    use or cannot be written.
+    If ``out`` holds no run, return None. Copies of the run's settings and of the privacy ledger of Global DP stay in
+    ``out``: a repetition with other noise publishes another model about the same clients, and its privacy cost is added
+    to the cost in this ledger. Raises UserError if ``out`` holds another run or other files. A run with another number
+    of rounds is refused with the same error, unless ``of_any_length`` is True. Raises RunError if ``out`` is in use or
+    cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:

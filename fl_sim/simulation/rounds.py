@@ -1,4 +1,7 @@
-"""The main loop of a run with federated rounds. The attribute ``procedure`` of a settings class names another loop."""
+"""The main loop of a run with federated rounds.
+
+A settings class can name another loop, as "module:Class", in its attribute ``procedure``.
+"""
 
 import json
 import time
@@ -83,8 +86,8 @@ class Rounds(Procedure):
         """Run every round that ``log`` does not contain yet.
 
         A round has seven steps: begin, sample the cohort, send and receive messages, aggregate, merge, measure, record.
-        The function ``strategies.flower.run_round`` makes the first five steps; round layers, such as Global DP or
-        compression, take part in each of them.
+        The function ``strategies.flower.run_round`` executes the first five steps. Layers, such as Global DP or
+        compression, take part in each of these five steps.
         """
         with _named_settings(self.algorithm):
             experiment, rounds_before = self.job.experiment, len(log.rounds)
@@ -188,7 +191,7 @@ class Rounds(Procedure):
 
     @cached_property
     def on_clients(self) -> tuple[ClientLayer, ...]:
-        """The client halves of the round layers, such as compression, innermost first."""
+        """The client-side objects of the layers, such as compression. The innermost layer comes first."""
         return client_layers(self.job.experiment, self.algorithm, self.job.model)
 
     def work(self) -> Sequence[Work]:
@@ -220,7 +223,7 @@ class Rounds(Procedure):
         return {"rounds": in_rounds, **once}
 
     def payments(self) -> "tuple[Payment, ...]":
-        """Return the privacy costs of the rounds; an empty tuple if no round layer, such as Global DP, adds noise."""
+        """Return the privacy costs of the rounds; an empty tuple if no layer, such as Global DP, adds noise."""
         experiment = self.job.experiment
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
@@ -242,7 +245,7 @@ class Rounds(Procedure):
         return runtime_for(self.job, self.algorithm, tasks_of(self.job), self.on_clients)
 
     def beginning(self) -> ServerState:
-        """Return the server state before the first round, after checks of the algorithm and of all round layers."""
+        """Check the algorithm and all layers, then return the server state before the first round."""
         model, experiment = self.job.model(), self.job.experiment
         self._check_own_code()
         self._check_head(model, isinstance(self.algorithm, OfHead) and self.algorithm.needs_head)

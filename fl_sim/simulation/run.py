@@ -54,7 +54,7 @@ def run(
             f"devices={kind_of(experiment.devices)} simulates the time of clients, and Flower's own runtime cannot do "
             "that: leave devices and server out, or use fl-sim run"
         )
-    # an impossible partition is an error of job_of, before anything is written
+    # job_of raises an error for an impossible partition, before any file is written
     job = job_of(experiment, data_root)
     with readable_os_errors():
         now = identity_of(job.experiment, data_root)

@@ -65,17 +65,17 @@ class RunLog:
     ``engine``: the kind of the engine. ``trainer``: a description of the clients' trainer. ``stopped``: the reason if
     the run ended early. ``stopped_by_observer``: the reason if an observer ended the run. ``measured``: the measures of
     the last measured model. ``measured_again``: the measures of a model that changed, or was first tested, after the
-    last round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost round layer (round
-    layers wrap every round, such as Global DP). ``layer_states``: {round layer: its part of the checkpoint}.
-    ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all
-    clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records.
-    ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself.
-    ``seal``: the checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint.
-    ``versions``: {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that
-    divides by the number of clients counts only clients with records. ``fixed``: the tensors of the model that are not
-    trained. They are saved with the server's tensors. ``chain``: the hash chain over the settings and rounds.
-    ``identity``: digests of the user's own records and code. ``doubts``: warnings that the user's records or code could
-    not be compared, or have changed.
+    last round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost layer (layers wrap
+    every round, such as Global DP). ``layer_states``: {name of a layer: its state in the checkpoint}. ``traffic``: the
+    bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all clients before and
+    after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records. ``facts`` and
+    ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself. ``seal``: the
+    checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint. ``versions``:
+    {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that divides by the
+    number of clients counts only clients with records. ``fixed``: the tensors of the model that are not trained. They
+    are saved with the server's tensors. ``chain``: the hash chain over the settings and rounds. ``identity``: digests
+    of the user's own records and code. ``doubts``: warnings that the user's records or code have changed, or could not
+    be compared with those at the start of the run.
     """
 
     server: ServerState
@@ -115,7 +115,7 @@ class RunLog:
 class Observer(Protocol):
     """The interface of an observer: its methods are called as a run makes progress.
 
-    ``own_metrics``: the user's own metric functions, {name of their owner: function}.
+    ``own_metrics``: the user's own metric functions, {name of the observer with this function: function}.
     """
 
     own_metrics: Mapping[str, OwnMetrics]
@@ -435,7 +435,7 @@ def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
-        # facts that are not JSON values are left out; such facts have ended the run
+        # facts that are not JSON values are left out: run_stage has already raised an error for them
         found |= facts if is_json(facts) else {}
     return found
 

@@ -2,9 +2,9 @@
 
 A stage is code that runs before the first round or after the last round, such as the making of synthetic records. The
 class of a stage also gives the stage's warnings, result fields and privacy costs. A settings class names its stage in
-the attribute ``stage``, as "module:Class". A user's own settings class may do the same. General code calls the methods
-of ``Stage`` and knows no stage by name. A procedure executes the whole run of an algorithm, in rounds or without
-rounds.
+the attribute ``stage``, as "module:Class". A user's own settings class may do the same. General code uses only the
+methods of ``Stage`` and contains no name of a stage. A procedure executes the whole run of an algorithm, in rounds or
+without rounds.
 """
 
 import json
@@ -72,7 +72,7 @@ _SHARES: Final = "fl_sim.stages.shares:Shares"  # every algorithm with the inter
 
 @dataclass(frozen=True)
 class Run:
-    """The server's side of a run, as an object for stages. Stages reach clients only through its method ``ask``."""
+    """The server's objects in a run: the argument of a stage's methods. Only ``ask`` sends messages to clients."""
 
     job: Job
     strategy: FederatedStrategy
@@ -135,12 +135,12 @@ class Stage:
     """
 
     titles: ClassVar[Mapping[str, str]] = {}
-    """{name of a measure in ``table.csv``: its title}. A table of runs has a further table for each of these measures.
+    """{name of a measure in ``table.csv``: its title}. ``fl-sim table`` writes a further table for each such measure.
 
     One ``*`` in a name stands for any text, such as the name of a source: ``personal.by_source.*.own_accuracy_percent``
-    gives a further table with a column for each source. A name may also be that of a list in ``result.json`` with one
-    share in [0, 1] for each client, such as ``personal.by_client.own``. The report draws such a list against the same
-    list of the runs in which every client trains alone. The title is then the name of one share.
+    gives a further table with a column for each source. A name may also denote a list in ``result.json`` with one
+    number in [0, 1] for each client, such as ``personal.by_client.own``. The title then describes one number of the
+    list. The report plots this list against the same list of the runs with local training only.
     """
 
     def __init__(self, job: Job) -> None:
@@ -154,7 +154,7 @@ class Stage:
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return measures of a run in comparison with training alone, by their names in ``table.csv``.
+        """Return measures that compare a run with local training only, {name in ``table.csv``: number}.
 
         ``result``: the content of the run's ``result.json``. ``alone``: the content of ``result.json`` of another run
         with the same partition, in which every client trains a separate model.
@@ -167,7 +167,7 @@ class Stage:
         return {}
 
     def preparing(self, log: RunLog) -> str:
-        """Return the line that is shown while clients compute before the first round; empty without computation."""
+        """Return the line that is shown while clients compute before the first round; empty if they compute nothing."""
         del log
         return ""
 
@@ -240,8 +240,8 @@ class Stage:
         """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields.
 
         If a field is a dictionary with the key ``in_words``, ``fl-sim run`` prints this text at the end. The key
-        ``by_client`` is for lists of shares, one for each client: {name: list of shares}, where None stands for an
-        unknown share.
+        ``by_client`` is for lists with one number in [0, 1] for each client: {name: list}. In a list, None stands for
+        an unknown number.
         """
         return {}
 
@@ -334,8 +334,8 @@ def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[st
     """Return the measures of all stages after a round, {name: number}.
 
     If the user's own stage raises an error, the new error message contains the name of its class. Raises RunError for a
-    value that is not a finite number, and for a name that another stage or every round has. The name
-    ``VALIDATION_ACCURACY`` is allowed to stages that validate.
+    value that is not a finite number, and for a name that another stage uses or that is a field of every round. The
+    name ``VALIDATION_ACCURACY`` is allowed to stages that validate.
     """
     found: dict[str, float] = {}
     for stage in run.log.stages:
@@ -420,9 +420,9 @@ def prepared_strategy(
     log: RunLog,
     observer: Observer,
 ) -> FederatedStrategy:
-    """Execute all stages before the first round; return the strategy of the job, which executes rounds.
+    """Call ``before`` of all stages; return the strategy of the job, which executes rounds.
 
-    ``on_clients``: the client halves of the round layers, such as Global DP or compression. ``observer`` receives the
+    ``on_clients``: the client-side objects of the layers, such as Global DP or compression. ``observer`` receives the
     new warnings of the stages.
     """
     experiment, num_warnings, start = job.experiment, len(log.warnings), time.perf_counter()

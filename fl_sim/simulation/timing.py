@@ -151,11 +151,11 @@ class Stopwatch:
 class _GrowingTiming:
     """The timing of one kind of computation.
 
-    It begins with few records, so that slow computations keep the time budget. A piece is one step, and a turn is one
-    call of several steps. The object times pieces of more and more records up to a whole piece, then a turn of several
-    pieces. ``_size``: the number of records of the largest piece so far. ``_waited`` and ``_waited_before``: the
-    wall-clock seconds of the last piece and of the piece before. ``_least``: a lower bound of the seconds of a piece in
-    a turn of several pieces.
+    It begins with few records, so that slow computations stay within the time budget. A piece is one step, and a turn
+    is one call of several steps. The object times pieces of more and more records up to a whole piece, then a turn of
+    several pieces. ``_size``: the number of records of the largest piece so far. ``_waited`` and ``_waited_before``:
+    the wall-clock seconds of the last piece and of the piece before. ``_least``: a lower bound of the seconds of a
+    piece in a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
