@@ -62,7 +62,7 @@ def command() -> None:
 
 
 def _open_standard_files() -> None:
-    """Open those of stdin, stdout and stderr that the shell has closed (``>&-``), on the null device.
+    """If the shell has closed stdin, stdout or stderr (``>&-``), open it on the null device.
 
     If stdout stayed closed, the next file that the program opens would get the file number of stdout. Printed text
     would then go into that file.

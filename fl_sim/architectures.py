@@ -20,7 +20,7 @@ from fl_sim.own_code import in_one_line, package_folders
 from fl_sim.types import Params
 
 _SMALL: Final = 64
-"""Images with shorter sides, in pixels, are too small for architectures that were made for 224x224 pixels."""
+"""The smallest side of an image, in pixels, for architectures that were made for 224x224 pixels."""
 
 _OWN_TOKENS: Final = 0.9
 """The smallest share of a model's tokens that the model's own tokenizer uses. Some models have a few unused tokens."""
@@ -179,8 +179,8 @@ class HuggingFace:
         if vocabulary >= _OWN_TOKENS * known:
             return ""
         return (
-            f"model hf:{self.name} knows {known:,} tokens, and the data have {vocabulary:,}: its weights are of use "
-            f"with its own tokenizer alone (data.tokenizer={self.name})"
+            f"model hf:{self.name} has {known:,} tokens, and the data have {vocabulary:,}: its weights are useful only "
+            f"with its own tokenizer (data.tokenizer={self.name})"
         )
 
     def _library(self) -> Any:

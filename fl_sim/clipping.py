@@ -18,7 +18,7 @@ class Clipping:
     ``stability``), with a norm below C (AUTO-S; Bu et al. 2023, section 4). A gradient with NaN or infinity is replaced
     by zeros in all layers.
 
-    So one record moves the sum of all gradients by at most C under each rule.
+    Under each rule, adding or removing one record changes the sum of all gradients by at most C, in the L2 norm.
     """
 
     by_layer: bool = False

@@ -112,7 +112,7 @@ def run(
 
     ``experiment``: an Experiment, or settings as in a TOML file; None is the default experiment. ``out``: the run
     directory, by default ``results/NAME``, named after the settings. ``data_root``: the first directory in which data
-    sets are searched. ``again``: True moves the run in ``out`` to a folder beside it and starts from the beginning.
+    sets are searched. ``again``: True moves the run in ``out`` to a folder next to it and starts a new run.
     ``progress``: True shows the progress on standard error. ``track``: trackers, such as "tensorboard,mlflow".
     ``observer``: an object with methods that the run calls (docs/tracking.md). The method ``finished_round`` ends the
     run by returning True, and ``metrics`` measures the model. Raises UserError for settings that cannot be run. Raises

@@ -158,7 +158,7 @@ class Choices(Protocol):
 
     @property
     def server(self) -> object:
-        """The server: whether it waits for the clients of a round."""
+        """The kind of server: "synchronous" waits for all clients of a round."""
 
     @property
     def engine(self) -> object:
@@ -262,7 +262,7 @@ class Withstanding(Protocol):
     """A private settings class whose guarantee for honest clients does not depend on the messages of other clients."""
 
     def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
-        """Raise ValueError if the guarantee would not hold beside ``attack``, the name of an attack.
+        """Raise ValueError if the guarantee would not hold under ``attack``, the name of an attack.
 
         ``sees_honest``: True if the attack computes forged updates from the updates of honest clients.
         """
@@ -277,7 +277,7 @@ class Supplying(Protocol):
 
     @property
     def replaces_records(self) -> bool:
-        """True if clients train on the supplied records alone, not on their own records."""
+        """True if clients train only on the supplied records, not on their own records."""
 
     @property
     def supplies_rounds(self) -> bool:

@@ -179,7 +179,7 @@ class NoiseSource(Protocol):
 
     @property
     def key(self) -> bytes:
-        """The secret key, from which all numbers follow."""
+        """The secret key, from which all random numbers are derived."""
 
     @property
     def simulation_only(self) -> bool:
@@ -191,7 +191,7 @@ class NoiseSource(Protocol):
         """Return the mask of the records that Poisson sampling draws, shape (``count``,)."""
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> npt.NDArray[np.float64]:
-        """Return ``count`` independent N(0, std^2) numbers, each an integer multiple of the noise grid's step."""
+        """Return ``count`` independent N(0, std^2) numbers, each an integer multiple of the rounding grid's step."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class PrivateSteps:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """The local plan: an algorithm's additions to local SGD as data, equal for one client and for a stack of clients.
+    """The local plan: an algorithm's additions to local SGD, as data. It serves one client or a stack of clients.
 
     The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift``, or the loss of ``mix``.
     ``logit_scale`` and ``logit_shift`` have one number for each class; a shift of -inf removes its class from the
@@ -261,7 +261,7 @@ class LocalPlan:
     step_mask: Params | None = None
 
     def __post_init__(self) -> None:
-        """Raise UserError for fields that exclude each other: ``mix`` beside a shift or a scale of logits."""
+        """Raise UserError if ``mix`` is set together with a shift or a scale of logits."""
         if self.mix is not None and (self.logit_shift is not None or self.logit_scale is not None):
             raise UserError(
                 "a plan that mixes records (mix) cannot shift or scale logits (logit_shift, logit_scale): the record "
@@ -293,7 +293,7 @@ class LocalAlgorithm(Protocol):
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """The local training of a client's further model, such as a personal model, beside the model that is sent.
+    """The local training of a client's further model, such as a personal model, in addition to the sent model.
 
     ``params``: the initial parameters of the further model. ``plan``: its local plan. ``settings``: its settings of
     local training; None means the settings of the round.

@@ -164,7 +164,7 @@ def build(
 ) -> nn.Module:
     """Return the model called ``name``: a model of fl-sim, of a library (fl_sim.foreign_models), or of the user.
 
-    Initial weights depend on ``seed`` alone. ``vocabulary``: if above 0, records are sequences of tokens below this
+    Initial weights depend only on ``seed``. ``vocabulary``: if above 0, records are sequences of tokens below this
     number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
     ``prepare``: a function that changes the new model in place. Two functions that are equal must make the same change;
     a model of a library is tested only once for equal functions. Raises UserError for an unknown name, and for a user's
@@ -213,7 +213,7 @@ def has_own_loss(
 
 
 def products(model: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Return the number of products of weights and inputs in the forward pass of one record of ``input_shape``."""
+    """Return the number of multiplications in the linear and convolution layers for one record of ``input_shape``."""
     counts = list[int]()
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

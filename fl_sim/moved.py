@@ -247,7 +247,7 @@ MOVED: Final[Mapping[str, str]] = {
     "strategies.pate.student_gan": "strategies.pate.semi_supervised",
     "strategies.pate.student_resnet": "strategies.pate.student",
 }
-"""{old import path of a module: import path of the module with its content}."""
+"""{old import path of a module: new import path of its content}."""
 
 
 class _Moved(Loader):

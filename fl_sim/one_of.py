@@ -380,10 +380,10 @@ def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 
 
 def _in_checkout() -> list[EntryPoint]:
-    """Return fl-sim's entry points from the pyproject.toml beside the code; empty if there is no such file.
+    """Return fl-sim's entry points from the pyproject.toml next to the code; empty if there is no such file.
 
     A checkout has such a pyproject.toml, and so has Flower's copy of the code for its processes. Such code may run
-    without an installation of fl-sim, or beside an installation of another version.
+    without an installation of fl-sim, or in addition to an installation of another version.
     """
     if not _PYPROJECT.exists():
         return []

@@ -213,7 +213,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
-    """Return the names of all modules that ``source`` may import. Some may be functions or classes in a module.
+    """Return the names of all modules that ``source`` may import. Some names may denote functions or classes.
 
     ``package``: the package of the source's module, for relative imports.
     """

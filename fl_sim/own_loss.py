@@ -70,7 +70,7 @@ def check_own_loss(model: nn.Module, *asked: Any) -> None:
 
 
 class _Calling(nn.Module):
-    """A module whose ``forward`` is ``loss_of`` of a model. A functional call can thus replace its parameters."""
+    """A module whose ``forward`` calls a model's ``loss_of``, so that ``functional_call`` can replace parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

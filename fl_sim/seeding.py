@@ -50,7 +50,7 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    Call this function only in a process that belongs to fl-sim alone, or inside ``torch_kept``. ``torch.manual_seed``
+    Call this function only in a process that runs nothing but fl-sim, or inside ``torch_kept``. ``torch.manual_seed``
     is slower: it also queues a call with a stack trace for every unused GPU.
     """
     number = _key(seed, purpose, keys) >> 193  # the seed has 63 bits
@@ -103,7 +103,7 @@ def torch_kept() -> Iterator[None]:
 @contextmanager
 def process_kept() -> Iterator[None]:
     """Restore the states of the global generators of torch, NumPy and Python at the end of this ``with`` block."""
-    ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (put back, not drawn from)
+    ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (restored, not drawn from)
     with torch_kept():
         try:
             yield
@@ -133,7 +133,7 @@ def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
 def process_state() -> tuple[object, ...]:
     """Return the states of the global generators of torch, NumPy and Python.
 
-    Code that draws from one changes its state.
+    Each draw changes the state of its generator, so equal states show that nothing was drawn.
     """
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, words, *place = state

@@ -69,12 +69,12 @@ class BrokenLaw(AssertionError):  # noqa: N818 (named after the finding)
 def check(algorithm: Algorithm) -> None:
     """Test ``algorithm``, a settings object, against the laws. Raises BrokenLaw for the first broken law.
 
-    1. Written to JSON and read back, the algorithm is equal. 2. Every client, even without records, sends tensors of
-    the same names and shapes, with finite numbers. 3. A client without records has weight 0 in the mean. 4. The server
-    state keeps its names and shapes. 5. The compiled C++ trainer, PyTorch and stacks of clients train equal models,
-    except for float32 rounding. 6. A run that is interrupted and resumed ends in the same bits. 7. Under Global DP no
-    client changes the mean by more than the clipping norm allows, unless the experiment refuses the algorithm. 8. The
-    algorithm does not write to its inputs: the server state, the client states and the pool.
+    1. The algorithm does not change when it is written to JSON and read back. 2. Every client, even without records,
+    sends tensors of the same names and shapes, with finite numbers. 3. A client without records has weight 0 in the
+    mean. 4. The server state keeps its names and shapes. 5. The compiled C++ trainer, PyTorch and stacks of clients
+    train equal models, except for float32 rounding. 6. A run that is interrupted and resumed ends in the same bits. 7.
+    Under Global DP no client changes the mean by more than the clipping norm allows, unless the experiment refuses the
+    algorithm. 8. The algorithm does not write to its inputs: the server state, the client states and the pool.
     """
     laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
     for law in laws:
@@ -315,17 +315,17 @@ LAYOUTS: tuple[Layout, ...] = (
     (("only", (1,)),),
 )
 MANY, OFF = 1000, 0.25
-"""The number of rounds; and the largest relative distance between the sums of all received and all sent updates."""
+"""The number of rounds, and the largest relative distance of the sum of received updates from the sum of sent ones."""
 
 
 def check_compressor(way: Compressor) -> None:
     """Test ``way``, the settings object of a compressor, against the laws. Raises BrokenLaw for the first broken law.
 
-    1. Written to JSON and read back, the compressor is equal. 2. Every compressed update has the size that ``size``
-    returns. 3. The compressed update depends only on the update, on the client's stored tensors and on ``coins``. 4. A
-    finite update is finite after decompression, and an update with NaN or infinity is not. 5. The client's stored
-    tensors always have the same names and shapes. 6. Over many rounds, the sum of the received updates approaches the
-    sum of the sent updates. The cause is error feedback, or an unbiased compression.
+    1. The compressor does not change when it is written to JSON and read back. 2. Every compressed update has the size
+    that ``size`` returns. 3. The compressed update depends only on the update, on the client's stored tensors and on
+    ``coins``. 4. A finite update is finite after decompression, and an update with NaN or infinity is not. 5. The
+    client's stored tensors always have the same names and shapes. 6. Over many rounds, the sum of the received updates
+    approaches the sum of the sent updates. Error feedback or an unbiased compression has this effect.
     """
     experiment = Experiment(compress=way)
     if experiment_from(experiment.model_dump(mode="json")) != experiment:

@@ -39,9 +39,10 @@ class FewerImages(Protocol):
         at_a_time: int | None = None,
         whitened: int | None = None,
     ) -> None:
-        """Set four numbers: descent steps, and images for the regression, in a batch, and for the whitening.
+        """Set the numbers that are not None.
 
-        None leaves a number unchanged.
+        ``steps``: descent steps. ``made``: images for the regression. ``at_a_time``: images in a batch. ``whitened``:
+        images for the whitening.
         """
 
 

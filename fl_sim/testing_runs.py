@@ -1,4 +1,4 @@
-"""``check_run``: a test of laws that runs must keep, for a user's own round layer or stage. Also an engine for tests.
+"""``check_run``: a test of laws that runs must keep, for a user's own layer or stage. Also an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
@@ -45,7 +45,7 @@ _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_lo
 
 @dataclass(frozen=True)
 class Without:
-    """The partition ``iid`` with an empty shard for client number ``client``. With -1, no shard is empty."""
+    """The partition ``iid`` with an empty shard for the client with the ID ``client``. With -1, no shard is empty."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -61,12 +61,12 @@ class Without:
 def check_run(*, ray: bool = False, **settings: Any) -> None:
     """Test a run with these ``settings`` against the laws. Raises BrokenLaw for the first broken law.
 
-    1. Written to JSON and read back, the settings are equal. 2. A second run, and a run with two workers, end in the
-    same bits. If ``ray`` is True, a run on Ray also ends in the same bits. 3. A run that is interrupted after any round
-    and resumed ends in the same bits: model, log and result. 4. If rounds or stages declare privacy costs, a cost is
-    written to a privacy ledger before any client is asked. 5. If a run promises privacy, its log and its result do not
-    reveal whether one client has records. With and without the client's records, the texts and whole numbers in both
-    files are equal, except for measures of the model.
+    1. The settings do not change when they are written to JSON and read back. 2. A second run, and a run with two
+    workers, end in the same bits. If ``ray`` is True, a run on Ray also ends in the same bits. 3. A run that is
+    interrupted after any round and resumed ends in the same bits: model, log and result. 4. If rounds or stages declare
+    privacy costs, a cost is written to a privacy ledger before the first client task. 5. If a run promises privacy, its
+    log and its result do not reveal whether one client has records. With and without the client's records, the texts
+    and whole numbers in both files are equal, except for measures of the model.
 
     Settings that are not given have small values: three rounds of four clients with a linear model. All noise must come
     from a seed.
@@ -221,7 +221,7 @@ def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
 
 
 Answer: TypeAlias = Callable[[int, Message], RecordDict | Message | None]
-"""A function (client number, message) -> the client's reply, as a message or its content; None is a lost reply.
+"""A function (client ID, message) -> the client's reply, as a message or its content; None is a lost reply.
 
 If the function raises an exception, the reply is that of a failed client; ``TimeoutError`` means a late client.
 """

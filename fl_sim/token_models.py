@@ -65,7 +65,7 @@ class LongShortTerm(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small transformer (Vaswani et al. 2017) with two layers of width 128, four heads, and norms before each part.
+    """A small pre-norm transformer (Vaswani et al. 2017) with two layers of width 128 and four heads.
 
     The head receives the mean over the tokens of a text, so the model classifies texts.
     """

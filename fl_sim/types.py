@@ -79,8 +79,8 @@ class Examples:
 
     ``inputs``: uint8 images of shape (records, channels, height, width) in 0..255, or float32 features of shape
     (records, features). ``labels``: int64 of shape (records,), values in 0..num_classes-1. ``groups``: int64 of shape
-    (records,), the number of each record's source (its writer, hospital or device), if the sources are known. Arrays
-    may be read-only memory maps, so no code may write to them.
+    (records,), the ID of each record's source (its writer, hospital or device), if the sources are known. Arrays may be
+    read-only memory maps, so no code may write to them.
     """
 
     inputs: NDArray[np.uint8] | NDArray[np.float32]
@@ -143,8 +143,9 @@ class Dataset:
     decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
     (tokens). ``validation``: records that no client holds and that are not for testing, for
     ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced the
-    images; else empty. ``sources``: the names of the sources of records, by their numbers (``Examples.groups``), if
-    known. ``text_of``: if records are texts, a function from one record (a row of tokens) to its text.
+    images; else empty. ``sources``: the names of the sources of records, if known. The source with the ID i (in
+    ``Examples.groups``) is ``sources[i]``. ``text_of``: if records are texts, a function from one record (a row of
+    tokens) to its text.
     """
 
     name: str
@@ -244,8 +245,8 @@ class LocalSettings:
 class LocalTask:
     """The request to one client in one round, with everything that its algorithm may read.
 
-    ``server_round``: from 1. ``client``: the client's number, from 0 to ``num_clients`` - 1. ``settings``: the settings
-    of the client's training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``:
+    ``server_round``: from 1. ``client``: the client ID, from 0 to ``num_clients`` - 1. ``settings``: the settings of
+    the client's training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``:
     the client state after this client's last round. ``pool``: the tensors that all clients shared before the first
     round. ``class_counts``: the number of records of each class among the client's ``num_examples`` records, synthetic
     records included. Only the client knows these numbers. ``initial``: the run's initial model, which every client
@@ -356,7 +357,7 @@ class Cohort:
 
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
     number of replies. ``num_holders``: the number of clients with records to train on, among all ``num_clients``
-    clients; None means all clients. ``seed``: the run's seed. ``memory``: the tensors that the aggregator kept after
+    clients; None means all clients. ``seed``: the run's seed. ``memory``: the tensors that the aggregator stored after
     the last round. ``own``: the payloads of the server's own update of the round, for aggregators that compare with it.
     """
 
@@ -400,13 +401,13 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The means over clients: the only view of a round that the server side of an algorithm has.
+    """The means over clients. The server side of an algorithm sees nothing else of a round.
 
     ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients whose updates
     are in the means, divided by the number of clients with records. Under Global DP the set of clients with records is
     secret. Then ``participation`` is the expected number of clients, which is public, divided by the number of all
     clients. ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of the
-    updates; else empty. ``memory``: the tensors that the aggregator keeps for the next round.
+    updates; else empty. ``memory``: the tensors that the aggregator stores for the next round.
     """
 
     payloads: Payloads

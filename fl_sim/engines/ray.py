@@ -185,7 +185,7 @@ class RayGrid(LocalGrid):
         return ray.put(self._encryption.encrypt(value))
 
     def _share(self, content: RecordDict) -> tuple[int, Any]:
-        """Return the number of a content that several messages share, and the value that calls to actors contain.
+        """Return the ID of a content that several messages share, and the value that calls to actors contain.
 
         The value is the encrypted content if it is small and nodes are remote, else a Ray reference to it.
         """

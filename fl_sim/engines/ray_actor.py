@@ -76,7 +76,7 @@ class MessageHandler:
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared content with this ``number``, and the client's ``own`` records."""
+        """Return a message's content: the shared content with the ID ``number``, and the client's ``own`` part."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

@@ -352,7 +352,7 @@ def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: 
     check_names(content, {name})
     record = content[name]
     if not isinstance(record, ArrayRecord) or set(record) != {name}:
-        raise Malformed(f"sent no {name}, or other arrays beside the {name}")
+        raise Malformed(f"sent no {name}, or other arrays in addition to the {name}")
     return numbers_in(record[name], shape, kind)
 
 

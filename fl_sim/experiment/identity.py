@@ -70,7 +70,10 @@ class Identity:
         return bool(self._same_records(recorded))
 
     def unverified(self, recorded: Mapping[str, Any]) -> str:
-        """Return the parts without a digest in the stored identity ``recorded``: "records", "code", both, or ""."""
+        """Return what cannot be compared with the stored identity ``recorded``.
+
+        The result is "records", "code", "records and code", or "".
+        """
         unknown = []
         if self.records and self._same_records(recorded) is None:
             unknown.append("records")

@@ -76,8 +76,8 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        # A client trains on one tensor of own and synthetic records, so both have one type: float32 under feature skew,
-        # which changes inputs, else the type of the data set.
+        # A client's own records and the synthetic records form one tensor, so both need the same type. This type is
+        # float32 if the partition has a feature skew, which changes inputs, else the type of the data set.
         if _is_skewed(experiment):
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
@@ -374,7 +374,7 @@ def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
 
 
 def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
-    """Return ``examples`` with the inputs and labels of ``client`` by its partition, before feature noise is added."""
+    """Return ``examples`` as changed by the partition for ``client``: inputs and labels, but no feature noise."""
     experiment, num_classes = job.experiment, job.dataset.num_classes
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):

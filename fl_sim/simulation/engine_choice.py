@@ -240,11 +240,11 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
 
 
 def _not_native(job: Job) -> str:
-    """Return a phrase with the settings of ``job`` that the native (compiled C++) trainer lacks; empty if unknown."""
+    """Return a phrase with the settings of ``job`` that the native (compiled C++) trainer lacks; may be empty."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
-        unknown.append(f"local.augment={local.augment} beside {' and '.join(terms)}")
+        unknown.append(f"local.augment={local.augment} together with {' and '.join(terms)}")
     if slower := job.trainer.slower_by_kernel(job.input_shape):
         unknown.append(slower)
     return f": the native trainer does not take {', '.join(unknown)}" if unknown else ""

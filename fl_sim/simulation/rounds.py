@@ -176,7 +176,10 @@ class Rounds(Procedure):
             run_stage(stage, run, "after")
 
     def model_after(self, server: ServerState) -> Params:
-        """Return all tensors of the model in the state ``server`` after a round. Personal tensors are initial ones."""
+        """Return all tensors of the model in the state ``server`` after a round.
+
+        Personal tensors have their initial values.
+        """
         return {**self.job.fixed, **self._model(server, reported_by(self.algorithm, server))}
 
     def _model(self, server: ServerState, params: Params) -> Params:

@@ -34,10 +34,7 @@ PRIVATE_ERRORS, PRIVATE_WARNINGS = "private-errors.log", "private-warnings.log"
 STUDENT = "student.safetensors"
 CLIENTS = "clients.csv"
 MOST_LISTED: Final = 5_000
-"""The largest number of clients for which a run writes one value per client. More clients would make files too large.
-
-"""
-
+"""The largest number of clients for which a run writes one value per client. With more, files would be too large."""
 
 _LONGEST = 2**28
 """The maximum size of a text file in a run directory, in bytes: enough for a million rounds."""
@@ -301,8 +298,8 @@ class Progress:
     ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
     ``records``: a digest of the user's own training records, empty for public records. ``versions``: {round: digest} of
     earlier server states that clients of an asynchronous run still train, in separate files. ``counts_holders``: True
-    if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {round layer,
-    such as Global DP: the state of this layer, as JSON values by name}.
+    if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {name of a
+    layer, such as Global DP: the layer's state, as JSON values by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -338,7 +335,7 @@ def kept_path(out: Path, server_round: int) -> Path:
 
 
 def kept_rounds(out: Path) -> list[int]:
-    """Return the numbers of the rounds whose checkpoints the run in ``out`` keeps, ascending."""
+    """Return the rounds whose checkpoints the run in ``out`` keeps, in ascending order."""
     found = [re.fullmatch(r"round-(\d{6,10})\.safetensors", path.name) for path in (out / KEPT).glob("round-*")]
     return sorted(int(one[1]) for one in found if one)
 
@@ -357,7 +354,7 @@ def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress
 
 
 def relink_kept(out: Path, settings: Mapping[str, Any], like: ServerState) -> None:
-    """Write the hash chain of the log under other ``settings`` into all kept checkpoints of the run in ``out``."""
+    """Update the hash chain in all kept checkpoints of the run in ``out``, whose settings change to ``settings``."""
     for server_round in kept_rounds(out):
         path = kept_path(out, server_round)
         progress, server = read_state(path, like)

@@ -1,9 +1,9 @@
 """Tensors on disk: files named by the hash of their content, and client states (SCAFFOLD's c_i) with a checksum.
 
-Client states are private: only their owner may read the files, from the first byte on. A resumed run verifies the
-checksum of all client states. Without this check, a client whose state is lost would start like a new client, and the
-results of the run would change. The checksum is computed from the client states, so it is as private as the states. It
-is stored in their folder, and not in the checkpoint.
+Client states are private: their files are created with access for their owner only. A resumed run verifies the checksum
+of all client states. Without this check, a client whose state is lost would start like a new client, and the results of
+the run would change. The checksum is computed from the client states, so it is as private as the states. It is stored
+in their folder, and not in the checkpoint.
 """
 
 import errno

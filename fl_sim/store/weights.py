@@ -34,7 +34,7 @@ NONE: Final = "none"
 """The value of ``model.weights`` for random weights, also for a model with weights in its library or folder."""
 
 _WRAPPERS: Final = ("state_dict", "model_state_dict", "model")
-"""The keys under which training programs store a model's weights beside those of an optimiser."""
+"""The keys under which training programs store a model's weights. Such files may also contain an optimiser's state."""
 
 _PREFIXES: Final = ("module.", "_orig_mod.")
 """The prefixes that torch's DataParallel and torch.compile put before every name."""
@@ -106,8 +106,8 @@ def file_of(path: str) -> Path:
 def digest_of(model: str, path: str) -> str:
     """Return the SHA-256 of the files of weights from which a model starts; empty for random weights.
 
-    ``model``: the name of the model, whose source may have weights. ``path``: the setting ``model.weights``. Raises
-    UserError if a file cannot be read.
+    ``model``: the name of the model. Its library or folder may provide weights. ``path``: the setting
+    ``model.weights``. Raises UserError if a file cannot be read.
     """
     files = _files_of(model, path)
     if not files:

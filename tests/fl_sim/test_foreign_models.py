@@ -260,7 +260,7 @@ def test_a_classifier_keeps_its_head_for_its_classes_and_gets_a_new_one_for_othe
 def test_records_of_another_tokenizer_are_noted(bert: dict[str, Path]) -> None:
     source = source_of(f"hf:{bert['encoder']}")
     assert source is not None
-    assert "knows 30 tokens, and the data have 26: its weights are of use with its own" in source.note((5,), 26)
+    assert "has 30 tokens, and the data have 26: its weights are useful only with its own" in source.note((5,), 26)
     assert source.note((5,), 27) == source.note((5,), 30) == ""
 
 

@@ -60,7 +60,7 @@ def test_the_trainer_of_private_steps_is_named(model: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "told"),
     [("fedavg", "native trainer, 2 threads"),
-     ("moon", "PyTorch trains, 2 threads: the native trainer does not take local.augment=flip beside contrast")],
+     ("moon", "PyTorch trains, 2 threads: the native trainer does not take local.augment=flip together with contrast")],
 )  # fmt: skip
 def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorithm: str, told: str) -> None:
     job = job_of(experiment_from({"device": "cpu", "algorithm": algorithm, "local": {"augment": "flip"}}))
