@@ -208,12 +208,12 @@ def table(
 
     ``plan``: the name of a preset, the path of a TOML file, or the content of such a file: ``{"base": {...}, "grid":
     {...}}``, which may contain settings objects. ``out``: by default ``results/NAME``, for a plan from Python
-    ``results/table-DIGEST``. ``jobs``: the number of runs at the same time (default: one per core). ``budget``: the
-    time limit in hours. After this time the table is returned with the cells finished so far; the same call later
-    continues the table. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``.
-    ``again``: True moves aside and repeats the runs that were made with other records or other code. Raises UserError
-    for a plan that cannot be run. If ``again`` is False, a finished run with other records or other code also raises
-    UserError.
+    ``results/table-DIGEST``. ``jobs``: the number of parallel runs (default: one per core). ``budget``: the time limit
+    in hours. After this time the table is returned with the cells finished so far; the same call later continues the
+    table. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: True
+    repeats the runs that were made with other records or other code, and moves their old files to other folders. Raises
+    UserError for a plan that cannot be run. If ``again`` is False, a finished run with other records or other code also
+    raises UserError.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 

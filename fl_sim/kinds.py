@@ -388,7 +388,7 @@ def is_settings(settings: type) -> bool:
 def kind_of(value: Any) -> str:
     """Return the name of the class of a settings object: fl-sim's short name, or the import path of a user's own class.
 
-    A user's class that inherits from a class of fl-sim also has its import path as its name.
+    A user's class that inherits from a class of fl-sim is also named by its import path.
     """
     settings = type(value)
     return f"{settings.__module__}:{settings.__qualname__}" if is_own_kind(value) else str(value.kind)

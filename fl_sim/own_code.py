@@ -43,8 +43,8 @@ def load_object(path: str, what: str) -> Any:
     """Return the object at the import path ``path``, such as "my_package.my_module:MyModel".
 
     ``what``: the setting, such as "model", for error messages. The module may be in the current folder, which is added
-    to Python's search path after all installed packages. Raises UserError, in one line, for an invalid path and for an
-    unknown name. Raises UserError, too, for a module that does not exist or fails during its import.
+    to Python's search path after all installed packages. Raises UserError, in one line, for an invalid path, for an
+    unknown name, and for a module that does not exist or fails during its import.
     """
     module_name, _, name = path.partition(":")
     if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):

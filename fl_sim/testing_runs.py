@@ -163,7 +163,7 @@ def _changed_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 
 @contextmanager
 def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
-    """Raise BrokenLaw if a run with privacy costs asks clients before it writes a cost into a privacy ledger."""
+    """Raise BrokenLaw if a run with privacy costs sends client tasks before it writes a cost into a privacy ledger."""
     job = job_of(experiment)
     payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
     send = LocalGrid.send_and_receive

@@ -133,7 +133,7 @@ class Dataset:
     models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``: one float per
     channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). ``mean`` and ``std`` are published
     constants of the data set, never computed from the clients' records. ``note``: facts about this copy that a reader
-    must know (a subset, generated stand-in data), shown beside all results. ``counted``: private facts about the user's
+    must know (a subset, generated stand-in data), shown with all results. ``counted``: private facts about the user's
     own records, such as the number of records left out; shown only if the run promises no privacy. ``columns``: the
     columns of a table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the
     names of the classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content

@@ -58,10 +58,10 @@ class ClientBatching:
 
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round; the client ID is the index. ``stack``: the number of
-    clients that are trained together in one batch. With ``stack`` 1, clients are added to a batch until their minibatch
-    steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: below this number of steps, a further thread
-    for the batch would cost more time than it saves. ``most_clients``: the largest number of clients in a batch, since
-    all of their models are in memory at once.
+    clients that are trained as one computation. Above 1, each batch is such a stack. With ``stack`` 1, clients are
+    added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: below
+    this number of steps, a further thread for the batch would cost more time than it saves. ``most_clients``: the
+    largest number of clients in a batch, since all of their models are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -137,10 +137,11 @@ class Exchange(Generic[Call]):
     ``fresh``: the messages that no worker has received yet. ``running``: the batch of every unfinished call; ``begin``
     adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that a message
     asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
-    rounding of a result depends on the clients that are trained together.
+    rounding of a result depends on the clients in its batch.
 
-    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each alone, to find the
-    client that kills its worker. Running a client twice is safe, since client states are keyed by round.
+    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each as a batch of its
+    own, to find the client that kills its worker. Running a client twice is safe, since client states are keyed by
+    round.
     """
 
     fresh: deque[Message]
@@ -242,7 +243,7 @@ class Exchange(Generic[Call]):
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
-        """Schedule the messages of a dead worker's batch once more, each alone.
+        """Schedule the messages of a dead worker's batch once more, each as a batch of its own.
 
         A message whose worker died for the second time gets an error reply with ``reason``. After ``MAX_DEATHS`` dead
         workers all messages are given up.

@@ -49,7 +49,7 @@ class RayGrid(LocalGrid):
     If batches are short, an actor gets its next batch before it has finished the present batch. Actors hold no client
     state, so any actor can run any client, also a second time. A dead actor is replaced and its messages are sent
     again, one by one; an actor that is busy after the deadline is killed. ``app_factory`` is called once in every actor
-    and must be importable there. ``batching``, if given, decides which clients an actor trains together. ``remote``:
+    and must be importable there. ``batching``, if given, decides which clients an actor trains in one call. ``remote``:
     the settings for nodes that do not share a disk with this process and may join and leave; ``say`` prints messages
     about nodes. Raises UserError if Ray cannot be joined or has no room.
     """

@@ -213,7 +213,7 @@ def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> 
     """Return the pair (batch size, reason). In a batch of this size, no record changes the bits of another's features.
 
     The size is ``BATCH`` if possible. Otherwise it is 1, for example for layers with three outputs. The reason is empty
-    if the features of a record depend on this record alone. Otherwise the reason states what else they depend on.
+    if the features of a record depend only on this record. Otherwise the reason states what else they depend on.
     ``features``: the features of ``trial``, two records. ``model`` is in evaluation mode afterwards.
     """
     with process_alone():

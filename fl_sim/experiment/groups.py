@@ -73,7 +73,7 @@ class Model(Settings):
     def sealed(self, name: str = "") -> Self:
         """Return a copy with the digest of the file of weights. Raises UserError if the file cannot be read.
 
-        ``name``: the name of the model in a group without a name.
+        ``name``: the name of the model, used if the setting ``name`` is empty.
         """
         from fl_sim.store.weights import digest_of  # noqa: PLC0415 (torch is imported late)
 
@@ -369,8 +369,8 @@ class Evaluate(Settings):
 
     ``validation``: the share of every client's training records that is held out (0: no record is held out). The share
     is rounded to whole records. A client with two or more records holds out at least one record. Clients train on their
-    other records. The model is measured on the held-out records of all clients together, with their true labels and
-    with each client's feature skew. The server itself measures the model, because this is a simulation. In a real
+    other records. The model is measured on the union of all clients' held-out records, with their true labels and with
+    each client's feature skew. The server itself measures the model, because this is a simulation. In a real
     federation, clients would measure the model and send their numbers of right answers. The test set is not used for
     validation. With "given", the model is measured on the validation records that the data set comes with (``x_val`` of
     an npz file), which no client holds.
@@ -396,10 +396,11 @@ class Evaluate(Settings):
     with ``local.privacy=dp-sgd``. In such a run, each evaluation of a client's own model is a release, and its cost is
     first written into the client's privacy ledger. The privacy unit is one test record, which changes the number of
     right answers by at most 1. The number of a client's test records is public. Without ``count_noise``, the run
-    computes the smallest noise for which all evaluations together cost at most ``local.privacy.epsilon``. Of each
-    client's models, only its own model is measured, and all measures are computed from the noisy numbers. Noise is left
-    out in one case: ``clients`` is "own", and the test records are public (a public data set, or ``test_is_public``).
-    "class-shares" is refused in such a run, because it chooses test records by the labels of training records.
+    computes the smallest noise for which the total cost of all evaluations is at most ``local.privacy.epsilon``. Of
+    each client's models, only its own model is measured, and all measures are computed from the noisy numbers. Noise is
+    left out in one case: ``clients`` is "own", and the test records are public (a public data set, or
+    ``test_is_public``). "class-shares" is refused in such a run, because it chooses test records by the labels of
+    training records.
 
     ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
     function receives (round, model, test records) and returns {name: number}. It is called with the server's model
@@ -518,7 +519,7 @@ class Auto(Settings):
 class InProcess(Settings):
     """All clients run in this process, ``workers`` of them at the same time (0: one for each core).
 
-    One client trains after another if the model draws random numbers in training (dropout), or is of the user's own
+    Clients train one after another if the model draws random numbers in training (dropout), or is of the user's own
     class. ``threads``: torch threads of each worker. ``stack``: the number of clients that are trained as one
     computation over stacked parameters (0: 100 on a GPU, 1 on a CPU, where stacks save no time). The rounding of sums
     depends on this number. ``graphs``: if true, a GPU receives each step of a stack as one CUDA graph, after the first

@@ -66,7 +66,7 @@ class Identity:
         return " and ".join(changes)
 
     def has_records_of(self, recorded: Mapping[str, Any]) -> bool:
-        """Return True if the digests show that the present records are those of the stored identity ``recorded``."""
+        """Return True if the digest of the present records equals the digest in the stored identity ``recorded``."""
         return bool(self._same_records(recorded))
 
     def unverified(self, recorded: Mapping[str, Any]) -> str:

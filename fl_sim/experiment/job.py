@@ -88,7 +88,7 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records: those of the data set, or the held-out records of all clients together."""
+        """The number of validation records of the data set. Without such records: of all clients' held-out records."""
         # all validation records of the data set are used: the function job_of refuses data sets with unused validation
         # records
         given = self.dataset.validation

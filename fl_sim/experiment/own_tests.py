@@ -117,7 +117,7 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 
     A row has the numbers of test records of one client, one number for each class. ``totals``: the number of test
     records of each client that should not share test records; 0 for other clients. ``there``: the number of available
-    test records of each class. If these clients together need more records of a class than are available, the clients
+    test records of each class. If the sum over these clients exceeds the available records of a class, the clients
     whose numbers were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))

@@ -4,8 +4,8 @@ The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. 
 of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
 one data file, no matter how the file is read. This folder has one subfolder for each deal. A deal is one reading of the
 file, with one assignment of its records to clients. The name of the subfolder is a digest of the deal. A run with other
-settings, another generator or a deleted pool uses the same ledger. A run with another seed, label column, range or test
-part makes another deal. The privacy costs of all deals are added up.
+settings, another generator or a deleted pool uses the same ledger. Runs with another seed, label column, range or test
+part form another deal. The privacy costs of all deals are added up.
 
 Earlier versions gave other names to both folders. The ledgers in folders with such names are still used. When a run
 needs a client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From
@@ -113,7 +113,7 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders that may hold privacy ledgers about the job's records, also folders of earlier versions."""
+    """Return all folders that may hold privacy ledgers about the job's records, including those of earlier versions."""
     folder, earlier = _folder(job), _earlier_deal(job).parent
     joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
     return {folder, earlier, *(ledgers_root() / name for name in joined)}

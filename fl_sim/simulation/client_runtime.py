@@ -418,7 +418,7 @@ SHARE_PER_CORE: Final = 0.9
 """The additional speed from one more core, relative to the speed of the first core."""
 
 STACK_ON_GPU = 100
-"""The default number of clients that a GPU trains together as one computation."""
+"""The default number of clients that a GPU trains as one computation."""
 
 
 def cores() -> int:
@@ -462,7 +462,7 @@ def threads_of(engine: Engine, job: Job) -> int:
 
 
 def stack_of(engine: Engine, job: Job) -> int:
-    """Return the number of clients that ``engine`` trains together as one computation, called a stack.
+    """Return the number of clients that ``engine`` trains as one computation, called a stack.
 
     1 means that every client is trained by itself. The result is always 1 in two cases. First, the aggregator may hide
     which clients take part, for privacy. In a stack, one client would change the rounding of every other client's

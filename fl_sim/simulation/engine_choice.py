@@ -53,7 +53,7 @@ The unit is the number of model parameters times the number of records.
 """
 
 MOST_NUMBERS = 2**24
-"""The largest number of model parameters of all clients together that a worker trains in one call.
+"""The largest number of model parameters, summed over clients, that a worker trains in one call.
 
 This bounds the memory: 64 MiB of models and 64 MiB of momentum, in addition to the updates.
 """
@@ -158,7 +158,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = num_parameters(dict(job.model().named_parameters()))
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    # a StepByStep algorithm calls the trainer once for each step of all clients together
+    # a StepByStep algorithm calls the trainer once for each step, for all clients of a batch
     if isinstance(job.experiment.algorithm, StepByStep):
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)

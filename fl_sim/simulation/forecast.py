@@ -50,7 +50,7 @@ class Estimate:
     Several runs can use the same synthetic records. ``traffic``: the bytes of arrays to and from all clients in all
     rounds; None for algorithms without rounds (PATE and TSTR), or if the bytes were not counted. ``once``: the
     approximate bytes before or after the rounds, {purpose: bytes}. ``left_out``: descriptions of the computations that
-    were not timed, or timed only in part.
+    were not timed, or only partly timed.
     """
 
     seconds: float | None

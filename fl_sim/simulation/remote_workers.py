@@ -93,7 +93,7 @@ def worker_app(setup: WorkerSetup) -> ClientApp:
 
 
 def worker_handler(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
-    """Return the function that trains several clients together on a worker with ``setup``.
+    """Return the function that trains a batch of clients on a worker with ``setup``.
 
     ``stacked``: True if the clients are trained as one computation over stacked parameters.
     """
@@ -132,8 +132,8 @@ class ClientStore:
     def before(self, message: Message) -> Parcel | Message:
         """Return the message for a worker: ``message`` without file paths, and with the client's state.
 
-        The client's answer may be known without a worker, such as stored synthetic records or an error. Then this
-        method returns the answer.
+        If the client's answer is known without a worker (stored synthetic records, or an error), this method returns
+        the answer.
         """
         order, content = self._without_paths(message.content)
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
@@ -167,8 +167,8 @@ class ClientStore:
         """Return the part of a message that only this client gets: its client state, or a signed ticket.
 
         A ticket is the proof that the client's privacy ledger contains the cost of a private output. If the client's
-        answer is known already, such as stored synthetic records, the method returns this answer. Then no worker
-        computes anything. ``content``: the part of the message that all clients share.
+        answer is known already (stored synthetic records), the method returns this answer, and no worker computes
+        anything. ``content``: the part of the message that all clients share.
         """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)

@@ -34,8 +34,8 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
     """Return the stored result of a finished run of ``experiment`` in ``out``; None if there is no such run.
 
     A run with another number of rounds does not count. ``now``: the identity of the present records and code. Raises
-    UserError if ``out`` holds a run with other settings, records or code. Raises UserError, too, if the stored result
-    does not fit the stored rounds.
+    UserError if ``out`` holds a run with other settings, records or code, or if the stored result does not fit the
+    stored rounds.
     """
     earlier = earlier_run(experiment, out, now)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -106,9 +106,9 @@ def on_trust(out: Path, now: Identity) -> str:
 def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) -> Experiment | None:
     """Return the stored experiment of the run in ``out``; None if there is no run.
 
-    The run may have another number of rounds than ``experiment``. The path of the user's own files may differ, too.
-    Then the stored digest of the records must equal the present digest, in ``now``. Raises UserError if ``out`` holds a
-    run with other settings, or files that belong to no run.
+    Two settings may differ from those of ``experiment``: the number of rounds; and the path of the user's own files, if
+    the stored digest of the records equals the present digest in ``now``. Raises UserError if ``out`` holds a run with
+    other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
     if path.exists():

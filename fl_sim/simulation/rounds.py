@@ -405,7 +405,7 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
 
     ``own``: the name of a node's own data set; empty for nodes without one. A node with its own records executes only
     the client ``client``. ``facts``: the public facts of the server's data set, as JSON. Raises UserError if the node's
-    records do not fit these facts. Raises UserError, too, if the experiment needs the server's records on every node.
+    records do not fit these facts, or if the experiment needs the server's records on every node.
     """
     experiment = Experiment.model_validate_json(experiment_json)
     if not own:

@@ -277,8 +277,8 @@ class Procedure(ABC):
     def traffic(self) -> dict[str, Traffic]:
         """Return the bytes of arrays to and from all clients, {purpose: bytes}.
 
-        Key ``rounds``: the bytes of all rounds together. Each other key is a forecast of bytes that are sent once,
-        before the first round or after the last round.
+        Key ``rounds``: the total bytes of all rounds. Each other key is a forecast of bytes that are sent once, before
+        the first round or after the last round.
         """
 
     def payments(self) -> "tuple[Payment, ...] | None":
@@ -358,7 +358,7 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 
 
 def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
-    """Return the classes of all stages that the settings of ``experiment`` name, also of stages that do not apply."""
+    """Return the classes of all stages that the settings of ``experiment`` name, including stages that do not apply."""
     parts: tuple[object, ...] = (
         experiment.preprocess, experiment.algorithm, experiment.local.privacy, experiment.aggregator,
         experiment.attack, experiment.calibrate, experiment.evaluate, experiment.sampler,

@@ -203,8 +203,8 @@ def log_chain(out: Path) -> str:
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     """Return rounds 1 to ``last_round``, and remove a later round, which has no checkpoint, from ``rounds.jsonl``.
 
-    A crash can leave one later round. Raises UserError if other rounds are missing or were added. Raises UserError,
-    too, if a round has changed since the hash chain ``chain`` was computed.
+    A crash can leave one later round. Raises UserError for any other difference: missing or added rounds, or a round
+    that has changed since the hash chain ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
