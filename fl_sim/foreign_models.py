@@ -121,7 +121,7 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
     count = vocabulary - (0 if _padding(model) == 0 else 1)
     if isinstance(known, int) and count > known:
         raise UserError(
-            f"model {path!r} knows {known:,} tokens, and the data have {count:,}: the tokenizer does not fit; take the "
+            f"model {path!r} has {known:,} tokens, and the data have {count:,}: the tokenizer does not fit; take the "
             "model's own by data.tokenizer=PATH"
         )
     for name, table in model.named_modules():

@@ -165,7 +165,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
         )
     path = out / run_directory.MODEL
     if not path.exists():
-        raise UserError(f"{path} is missing: put it back, or repeat the run with --again (again=True)")
+        raise UserError(f"{path} is missing: restore it, or repeat the run with --again (again=True)")
     tensors = run_directory.read_model(out)
     if not tensors:
         raise UserError(f"{out} holds a run of algorithm {kind_of(experiment.algorithm)}, which saves no model")

@@ -350,8 +350,8 @@ def _packs_to_its_size(way: Compressor, layout: Layout) -> None:
         again, _ = way.pack(update, held, _coins(number))
         if not (torch.equal(packed.numbers, again.numbers) and np.array_equal(packed.bits, again.bits)):
             raise BrokenLaw(
-                f"{title_of(way)} packs the same update differently in a second call: draw random numbers from coins "
-                "alone"
+                f"{title_of(way)} packs the same update differently in a second call: draw random numbers only "
+                "from coins"
             )
         if number and _shapes(kept) != _shapes(held):
             raise BrokenLaw(

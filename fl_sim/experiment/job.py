@@ -451,7 +451,7 @@ def _check_tested(experiment: Experiment) -> None:
     if isinstance(algorithm, Pooling) and algorithm.pools_test_records:
         raise UserError(
             f"algorithm {kind_of(algorithm)} uses {what} as its public pool, and this run promises privacy: {public} "
-            "they are public and no client's, or take another public pool"
+            "they are public and belong to no client, or take another public pool"
         )
     if evaluate.test != "never":
         raise UserError(
@@ -525,8 +525,8 @@ def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
     left = shards.where(np.repeat(~np.isin(np.arange(len(shards)), forgotten), shards.sizes))
     if not len(left.records):
         raise UserError(
-            f"forgotten={'+'.join(map(str, forgotten))} removes the records of all clients that hold any: leave a "
-            "client with records"
+            f"forgotten={'+'.join(map(str, forgotten))} removes the records of all clients that have "
+            "records: leave at least one of these clients out of the list"
         )
     return left
 
@@ -544,8 +544,8 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
     if experiment.is_private and is_own(experiment.data):
         raise UserError(
             f"{what} follows from the seed, which is published, and this run promises privacy for the records of "
-            f"{without_settings(experiment.data)}: the seed would tell which of them the model knows; leave left_out "
-            "out, or take a public data set"
+            f"{without_settings(experiment.data)}: the seed would reveal which of them trained the model; leave "
+            "left_out out, or take a public data set"
         )
     coins = rng(experiment.seed, "left out").random(1 + int(shards.records.max()))
     left = shards.where(coins[shards.records] >= experiment.left_out)

@@ -43,8 +43,8 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
     result = run_directory.read_result(out)
     if result is None and not (out / CHECKPOINT).exists():
         raise UserError(
-            f"{out / run_directory.RESULT} is damaged, so it is unknown whether the run is finished: put an unchanged "
-            "copy of the file back, or delete the file to run again"
+            f"{out / run_directory.RESULT} is damaged, so it is unknown whether the run is finished: restore "
+            "an unchanged copy of the file, or delete the file to run again"
         )
     if result is None or result.get("status") != "finished":
         return None
@@ -60,14 +60,14 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
     there, stated = len(run_directory.read_rounds(out)), result.get("rounds")
     if stated not in {None, there}:
         raise UserError(
-            f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it states {stated}: "
-            f"put the whole file back; {CURE}"
+            f"{out / run_directory.ROUNDS} holds {there} rounds, but {run_directory.RESULT} states {stated} rounds: "
+            f"restore the whole file; {CURE}"
         )
     if result.get("chain") != run_directory.log_chain(out):
         raise UserError(
             f"{out / run_directory.RESULT} says that the run is finished, but it does not belong to "
-            f"{run_directory.CONFIG} and {run_directory.ROUNDS} beside it, or comes from an older version: put the "
-            "files back as they were, or choose another --out"
+            f"{run_directory.CONFIG} and {run_directory.ROUNDS} in the same directory, or comes from an older version: "
+            "restore the old files, or choose another --out"
         )
 
 

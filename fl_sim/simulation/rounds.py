@@ -146,7 +146,7 @@ class Rounds(Procedure):
             further = measured_by_stages(run, record.round, is_last=True)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
         if twice := sorted(further.keys() & own.keys()):
-            raise RunError(f"a metric of your own has the name {twice[0]!r}, as one of a stage: give it another name")
+            raise RunError(f"your own metric {twice[0]!r} has the name of a stage's metric: give yours another name")
         return _with_measures(log.measured.noted_in(record), {**further, **own}, run)
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
@@ -275,8 +275,8 @@ class Rounds(Procedure):
             return
         if all(weight.ndim < 2 for weight in trainable(head_of(model)).values()):
             raise UserError(
-                f"{what} needs a trainable head (last layer), and the head of {type(model).__name__} is frozen: let it "
-                "be trained, or take another algorithm, such as fedavg"
+                f"{what} needs a trainable head (last layer), and the head of {type(model).__name__} is frozen: train "
+                "the head, or take another algorithm, such as fedavg"
             )
 
     def _check_own_code(self) -> None:
@@ -286,7 +286,7 @@ class Rounds(Procedure):
         if (hides or protects) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
             sees = "clients' updates without noise" if hides else "clients' records"
             raise UserError(
-                f"{own[0].__name__}, a round layer of your own, sees {sees}, and this run promises privacy: no epsilon "
+                f"{own[0].__name__}, a layer of your own, sees {sees}, and this run promises privacy: no epsilon "
                 "would cover the layer; leave the layer out, or the privacy promise"
             )
         if not (hides or protects or replaces_records(experiment.preprocess)):

@@ -112,7 +112,9 @@ def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     for stage in log.stages:
         found = stage.by_client()
         if twice := sorted(found.keys() & {"client", "records", *columns}):
-            raise RunError(f"by_client of {type(stage).__name__} returned {twice[0]!r}, a column that clients.csv has")
+            raise RunError(
+                f"by_client of {type(stage).__name__} returned {twice[0]!r}, a column that clients.csv has: rename it"
+            )
         columns |= found
     if not columns:
         return

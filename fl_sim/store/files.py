@@ -109,7 +109,7 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
         with FileIO(descriptor) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-                raise UserError(f"{path} is not a file that this program wrote: put the file back, or choose another")
+                raise UserError(f"{path} is not a file that this program wrote: restore the file, or choose another")
             return file.readall()
 
 

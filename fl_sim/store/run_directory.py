@@ -145,7 +145,7 @@ def read_identity(out: Path) -> dict[str, Any]:
     except ValidationError as error:
         raise UserError(
             f"{out / CONFIG} is damaged: its first line is not the identity of a run "
-            "(digests of records and code); put the file back"
+            "(digests of records and code); restore the file"
         ) from error
 
 
@@ -162,7 +162,7 @@ def run_name(out: Path) -> str:
         write_whole(path, secrets.token_hex(8).encode())
     name = read_whole(path, 64).decode(errors="replace")
     if not re.fullmatch("[0-9a-f]{16}", name):
-        raise UserError(f"{path} is damaged: put it back, or start again in a fresh directory")
+        raise UserError(f"{path} is damaged: restore it, or start again in a fresh directory")
     return name
 
 
@@ -208,7 +208,7 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
-    way_on = "put an unchanged copy of the directory back, or start again in a fresh one"
+    way_on = "restore an unchanged copy of the directory, or start again in a fresh one"
     if numbers not in ([*range(1, last_round + 1)], [*range(1, last_round + 2)]):
         found = f"{len(numbers)} rounds, which are not 1 to {last_round}," if numbers else "no rounds"
         raise UserError(f"{out / ROUNDS} holds {found} but the checkpoint is of round {last_round}: {way_on}")
@@ -255,7 +255,7 @@ def read_model(out: Path) -> Params:
     try:
         return load(read_whole(out / MODEL))
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"{out / MODEL} is damaged ({error}): put it back, or repeat the run with --again") from error
+        raise UserError(f"{out / MODEL} is damaged ({error}): restore it, or repeat the run with --again") from error
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
@@ -349,7 +349,7 @@ def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress
     progress, server = read_state(path, like)
     chain = _linked(chain_start(out), _whole_lines(out)[:server_round])
     if (progress.last_round, progress.chain) != (server_round, chain):
-        raise UserError(f"{path} does not belong to the rounds in {out / ROUNDS}: delete it, or put the files back")
+        raise UserError(f"{path} does not belong to the rounds in {out / ROUNDS}: delete it, or restore the files")
     return progress, server
 
 

@@ -203,7 +203,7 @@ class StateChecksum:
         if then != now:
             raise UserError(
                 f"{self._state_dir} does not hold the client states after round {server_round} (a state was deleted, "
-                "changed or comes from another run): put an unchanged copy of the folder back, or start again in a "
+                "changed or comes from another run): restore an unchanged copy of the folder, or start again in a "
                 "fresh directory"
             )
 
@@ -228,7 +228,7 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
     layout = state_dir / LAYOUT
     if layout.exists() and _read_layout(read_whole(layout)) != _slots_of(state):
         raise UserError(
-            f"{state_dir} holds client states of another model or algorithm: put this run's client states back, or "
+            f"{state_dir} holds client states of another model or algorithm: restore this run's client states, or "
             "start again in a fresh directory"
         )
     checksum = StateChecksum(state_dir, num_clients, last_round)
@@ -328,7 +328,7 @@ def _read_layout(content: bytes) -> _Slots:
         return _Slots(read["dtype"], tuple(groups))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RunError(
-            f"{LAYOUT} in the folder of client states is damaged: put it back, or start again in a fresh directory"
+            f"{LAYOUT} in the folder of client states is damaged: restore it, or start again in a fresh directory"
         ) from error
 
 

@@ -228,9 +228,9 @@ def _parsed(content: bytes, file: Path) -> object:
             f"model.weights: {file} is no safetensors file, or is damaged ({in_one_line(error)}): save it again"
         ) from error
     except pickle.UnpicklingError as error:
-        said = "pickled Python objects beside tensors, which could run any code" if content else "nothing"
+        said = "pickled Python objects, which could run any code" if content else "nothing"
         raise UserError(
-            f"model.weights: {file} holds {said}, so it is refused: save the tensors alone, by "
+            f"model.weights: {file} holds {said}, so it is refused: save only the tensors, by "
             "safetensors.torch.save_model(model, path) or torch.save(model.state_dict(), path)"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -272,7 +272,7 @@ def test_a_layer_of_ones_own_has_no_place_in_a_run_that_hides_its_clients(tmp_pa
         ("client", {"aggregator": {"kind": "global-dp", "noise": "seeded"}}, "clients' updates without noise"),
         ("record", {"local": {"privacy": {"kind": "dp-sgd", "noise_multiplier": 1.0}}}, "clients' records"),
     ):
-        with pytest.raises(UserError, match=f"Marks, a round layer of your own, sees {seen}"):
+        with pytest.raises(UserError, match=f"Marks, a layer of your own, sees {seen}"):
             run(experiment_from({**QUICK, **private, "algorithm": Watched()}), tmp_path / name)
         assert not [*(tmp_path / name).iterdir()]
 

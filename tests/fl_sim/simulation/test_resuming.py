@@ -86,7 +86,7 @@ def test_a_damaged_result_is_made_again_from_a_checkpoint_and_told_where_there_i
 @pytest.mark.parametrize("told", [0, 2, 4])
 def test_a_result_of_fewer_or_more_rounds_than_there_are_is_refused(finished: Path, told: int) -> None:
     result_with(finished, rounds=told)
-    with pytest.raises(UserError, match=f"holds 3 rounds, and result.json beside it states {told}:"):
+    with pytest.raises(UserError, match=f"holds 3 rounds, but result.json states {told} rounds:"):
         resuming.finished_result(made(), finished, NOBODYS)
 
 

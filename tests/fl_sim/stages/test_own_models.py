@@ -268,7 +268,7 @@ def test_an_observers_metric_does_not_replace_a_stages(tmp_path: Path) -> None:
         def metrics(self, server_round: int, model: Any, records: Any) -> dict[str, float]:
             return {"own_accuracy": 0.5}
 
-    with pytest.raises(fl_sim.RunError, match="a metric of your own has the name 'own_accuracy', as one of a stage"):
+    with pytest.raises(fl_sim.RunError, match="your own metric 'own_accuracy' has the name of a stage's metric"):
         fl_sim.run(settings_of(rounds=1), out=tmp_path, progress=False, observer=Own())
 
 

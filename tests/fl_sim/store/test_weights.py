@@ -77,7 +77,7 @@ def test_pickled_objects_are_refused_and_their_code_does_not_run(tmp_path: Path,
         path.write_bytes(pickle.dumps({"weight": Payload()}))
     else:
         torch.save(net() if kind == "module" else {"weight": Payload()}, path)
-    with pytest.raises(UserError, match=r"pickled Python objects.*refused: save the tensors alone, by safetensors"):
+    with pytest.raises(UserError, match=r"pickled Python objects.*refused: save only the tensors, by safetensors"):
         read(path)
 
 

@@ -205,7 +205,7 @@ def test_a_finished_cell_whose_log_was_cut_is_no_result(tmp_path: Path) -> None:
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2]))
     board = TableState(made, plan_table(made))
     fill(board, tmp_path / "t", 1, None, progress=False)
-    assert "holds 2 rounds, and result.json beside it states 3" in board.failures()[0]
+    assert "holds 2 rounds, but result.json states 3 rounds" in board.failures()[0]
 
 
 def test_a_trial_of_old_code_has_no_outcome(code: Path, tmp_path: Path) -> None:
