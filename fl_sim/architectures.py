@@ -173,7 +173,7 @@ class HuggingFace:
         return {name: value for name, value in named.items() if is_classifier or not name.startswith("head.")}
 
     def note(self, input_shape: tuple[int, ...], vocabulary: int) -> str:
-        """Return a warning if the tokens of the records were probably not made by the model's own tokenizer."""
+        """Return a warning if the records were probably tokenized by another tokenizer than the model's own."""
         del input_shape
         known = getattr(self._config(self._library(), self._folder()), "vocab_size", 0)
         if vocabulary >= _OWN_TOKENS * known:
@@ -214,7 +214,7 @@ class HuggingFace:
 
 
 class MeanOfTokens(nn.Module):
-    """An encoder of transformers, the mean of its last states over the tokens of a text, and a linear head."""
+    """An encoder of transformers with mean pooling of its last states over the tokens of a text, and a linear head."""
 
     def __init__(self, body: nn.Module, width: int, num_classes: int) -> None:
         super().__init__()

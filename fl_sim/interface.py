@@ -277,7 +277,7 @@ def _data_root(given: str | Path | None) -> Path | None:
 
 
 def _without_objects(value: Any) -> Any:
-    """Return ``value``, a part of a table's plan, with settings objects replaced by dicts, as a TOML file has them."""
+    """Return ``value``, a part of a table's plan, with dicts in place of settings objects, as in a TOML file."""
     if isinstance(value, Mapping):
         return {key: _without_objects(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):

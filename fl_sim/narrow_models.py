@@ -52,7 +52,7 @@ class ScaledConv2d(_Scaled, nn.Conv2d):
 
 
 def check_narrowable(model: nn.Module) -> None:
-    """Raise UserError if no narrow model can be made of ``model``. The message names the layer that prevents this."""
+    """Raise UserError if no narrow model can be made from ``model``. The message names the layer that prevents this."""
     for name, module in model.named_modules():
         kind = type(module)
         is_known = kind in {nn.Sequential, ResidualBlock, nn.Linear, nn.GroupNorm, *_PASSED}

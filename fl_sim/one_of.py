@@ -87,7 +87,7 @@ class OneOf:
         return OurKinds(self.group) if self.group else kinds(annotation)
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose: names of fl-sim and, for a field with a group, of other packages."""
+        """Return the names that a user may choose: fl-sim's names and, for a field with a group, those of packages."""
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
@@ -263,7 +263,7 @@ class OurKinds(Mapping[str, type]):
 
 @cache
 def _plain(settings: type, kind: str) -> Any:
-    """Return the settings object of a kind with its default values, always the same frozen object."""
+    """Return the settings object of a kind with default values. Each call returns the same frozen object."""
     return _tagged(settings, kind).validate_python({"kind": kind})
 
 

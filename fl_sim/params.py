@@ -72,7 +72,7 @@ def flattened(params: Params) -> FlatParams:
 
 
 def vector_in(params: Params, layout: Layout) -> torch.Tensor:
-    """Return ``params`` as one vector in the order of ``layout``; ``params`` must have its names and shapes."""
+    """Return ``params`` as one vector in the order of ``layout``. Names and shapes must be equal."""
     if isinstance(params, FlatParams) and params.layout == layout:
         return params.flat
     return _joined(params[name] for name, _ in layout)
@@ -194,7 +194,7 @@ def head_names(params: Params) -> frozenset[str]:
 
 
 def body_names(params: Params) -> frozenset[str]:
-    """Return the names of all parameters except the head's (last linear layer). Raises UserError if there are none."""
+    """Return the names of all parameters outside the head (last linear layer). Raises UserError if there are none."""
     if body := frozenset(params) - head_names(params):
         return body
     raise UserError(

@@ -61,7 +61,7 @@ class Short:
 
 
 class Settings(BaseModel):
-    """The base class of settings: frozen; refuses unknown keys, NaN, infinity, and integers of more than 64 bits."""
+    """The frozen base class of settings. It refuses unknown keys, NaN, infinity, and integers over 64 bits."""
 
     model_config = ConfigDict(
         defer_build=True,  # with this option, pydantic builds validators only for the classes that the user chose

@@ -308,7 +308,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A compressed group of an update's tensors, as ``numbers``, float32 (n,), and ``bits``, uint8 (m,)."""
+    """A compressed group of an update's tensors: ``numbers`` (n,) as float32, and ``bits`` (m,) as uint8."""
 
     numbers: torch.Tensor
     bits: NDArray[np.uint8]
@@ -432,5 +432,5 @@ class ServerState:
 
     @property
     def model(self) -> Params:
-        """The tensors for evaluation: ``params`` and ``layers``; a tensor in both has its value in ``layers``."""
+        """The tensors for evaluation: ``params`` and ``layers``. If a tensor is in both, ``layers`` has its value."""
         return {**self.params, **self.layers} if self.layers else self.params

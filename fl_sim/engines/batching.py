@@ -229,7 +229,7 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Note that a worker now answers ``batch`` in the call ``call``, and count the batch's steps."""
+        """Store that a worker now answers ``batch`` in the call ``call``, and count the batch's steps."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 
@@ -259,7 +259,7 @@ class Exchange(Generic[Call]):
             self.give_up(f"not tried again: {self._deaths} workers died in this round")
 
     def node_lost(self, call: Call) -> None:
-        """Schedule the batch of ``call`` again, unchanged, because no client caused the loss of the worker's node."""
+        """Schedule the whole batch of ``call`` again, because no client caused the loss of the worker's node."""
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:

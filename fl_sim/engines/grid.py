@@ -84,7 +84,7 @@ class LocalGrid(Grid):
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send messages; return one reply per message. It is an error reply after more than ``timeout`` seconds."""
+        """Send messages and return one reply per message: an error reply if it is missing after ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
             # Flower's own grids set the id in this way, too
@@ -116,7 +116,7 @@ class Groups:
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
-        """Return the messages of an exchange in batches of 3 to 10 clients, about one batch or more for each thread."""
+        """Return the messages of an exchange in batches of 3 to 10 clients, if possible one or more for each thread."""
         size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
         return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 

@@ -56,7 +56,7 @@ def choose_token() -> None:
 
 
 def is_own_token() -> bool:
-    """Return True if ``choose_token`` made the present token in this process. Then no other Ray knows the token."""
+    """Return True if ``choose_token`` made the present token in this process. No other Ray then has this token."""
     return os.environ.get(TOKEN) in _chosen
 
 

@@ -145,7 +145,7 @@ def is_installed(file: Path) -> bool:
 
 
 def _start(num_cpus: int) -> None:
-    """Start a private Ray: it listens on 127.0.0.1, requires a random token, and has its files in a new folder."""
+    """Start a private Ray. It listens on 127.0.0.1, requires a random token, and stores its files in a new folder."""
     choose_token()
     # Ray's sockets are files in this folder. A socket's path has at most 107 bytes, and 103 bytes on macOS. The
     # function mkdtemp makes a folder that only this user can read.

@@ -47,7 +47,7 @@ class CheckedActor:
 
     @ray.method(concurrency_group="progress")
     def replies_so_far(self) -> Any:
-        """Return the encrypted replies of the running call so far, in a second thread, while the call runs."""
+        """Return the encrypted replies that the running call has made so far. A second thread executes this method."""
         return self._handler.replies_so_far()
 
 

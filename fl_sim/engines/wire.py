@@ -133,7 +133,7 @@ def task_of(message: Message) -> str:
 
 
 def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
-    """Return a message's content with the configuration ``config`` in place of the present one. No tensor is copied."""
+    """Return a message's content with ``config`` in place of its present configuration. No tensor is copied."""
     return RecordDict({**content, _ORDER: _config_record(config)})
 
 
@@ -218,7 +218,7 @@ def error_of(message: Message) -> str | None:
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
-    """Return the content of a client's answer with the tensors that it shares before the first round."""
+    """Return the content of a client's answer that contains its shared tensors, before the first round."""
     return RecordDict({_POOL: pack(dict(shared))})
 
 
@@ -239,7 +239,7 @@ def made_content(inputs: torch.Tensor) -> RecordDict:
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Return the synthetic records in a content that ``made_content`` made. The sender, a worker, is trusted."""
+    """Return the synthetic records in a content of ``made_content``. Nothing is checked, as workers are trusted."""
     return unpack(content[_POOL])["inputs"]
 
 
@@ -348,7 +348,10 @@ def read_who(content: RecordDict) -> int:
 
 
 def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """Return the numbers in a content: one record with one array, both called ``name``. Raises Malformed otherwise."""
+    """Return the numbers in a content that must have one Flower record with one array, both called ``name``.
+
+    Raises Malformed for any other content.
+    """
     check_names(content, {name})
     record = content[name]
     if not isinstance(record, ArrayRecord) or set(record) != {name}:

@@ -215,7 +215,7 @@ class Experiment(Settings):
 
     @property
     def is_central(self) -> bool:
-        """True if training is centralized: one client holds all records, whatever ``partition`` and ``clients`` are."""
+        """True if training is centralized. One client then holds all records, and ``partition`` has no effect."""
         return isinstance(self.algorithm, Central) and self.algorithm.is_central
 
     @property
@@ -280,7 +280,7 @@ class Experiment(Settings):
 
     @property
     def remarks(self) -> list[str]:
-        """Warnings about settings that have no effect, or an unexpected effect, in this experiment."""
+        """Warnings about settings that have no effect, or a surprising effect, in this experiment."""
         parts = [*self._parts, self.local.schedule]
         return [said for part in parts if isinstance(part, Remarking) for said in part.remarks(self)]
 

@@ -109,7 +109,7 @@ class FrozenBody:
         return found
 
     def place(self, dataset: Dataset) -> tuple[Path, str]:
-        """Return the cache file, and a digest of everything on which the features depend, except the body's code."""
+        """Return the cache file, and a digest of all data that the features depend on, but not of the body's code."""
         device = next(self.model.parameters()).device.type
         facts = [_VERSION, torch.__version__, device, self.batch, dataset.mean, dataset.std, dataset.vocabulary]
         digest, own = hashlib.sha256(repr(facts).encode()), self.head.state_dict().keys()

@@ -464,7 +464,7 @@ class Evaluate(Settings):
 
     @property
     def pooled_share(self) -> float:
-        """The share of a client's records that become its test records; 0 if the test set stays apart."""
+        """The share of a client's records that become its test records; 0 if the data set's test set is used."""
         return float(self.clients.partition(":")[2]) if self.clients.startswith("pooled") else 0.0
 
     @property

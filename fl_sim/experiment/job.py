@@ -88,7 +88,7 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records of the data set. Without such records: of all clients' held-out records."""
+        """The number of validation records: those of the data set, else those that clients hold out."""
         # all validation records of the data set are used: the function job_of refuses data sets with unused validation
         # records
         given = self.dataset.validation
@@ -215,7 +215,7 @@ class Job:
 
     @cached_property
     def two_records(self) -> torch.Tensor:
-        """Two normalised test records (or one of them twice), as inputs for a first trial of a model."""
+        """Two normalised test records, as inputs for a first trial of a model. A single test record is repeated."""
         test = self.dataset.test
         return to_tensors(test.take(np.array([0, min(1, len(test) - 1)])), self.dataset)[0]
 
@@ -391,7 +391,10 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
-    """Return ``dataset`` with the mean and standard deviation of the setting ``normalise``, for pixels in [0, 1]."""
+    """Return ``dataset`` with the mean and standard deviation that the setting ``normalise`` chooses.
+
+    These constants are for pixels in [0, 1].
+    """
     if normalise == "published":
         return dataset
     if normalise == "unit" and len(dataset.input_shape) != 3:
@@ -572,7 +575,10 @@ def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Partition the training records with the indices ``records``. For each client, return positions in ``records``."""
+    """Partition the training records with the indices ``records``.
+
+    For each client, return the positions of its records in the array ``records``.
+    """
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
 
     def drawn() -> Parts:

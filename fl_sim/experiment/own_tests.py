@@ -1,4 +1,4 @@
-"""Test records of each client: from the client's source, with its class distribution, or from its own shard."""
+"""Chooses each client's test records: from its source, with its class distribution, or from its own shard."""
 
 from dataclasses import replace
 from typing import Final
@@ -160,7 +160,7 @@ def num_shared(tests: Parts) -> int:
 
 
 def merged(dataset: Dataset) -> Dataset:
-    """Return ``dataset`` with all training and test records as training records, as in the protocol of PFLlib."""
+    """Return ``dataset`` with the test records added to the training records, as in the protocol of PFLlib."""
     parts = (dataset.train, dataset.test)
     groups = [part.groups for part in parts if part.groups is not None]
     train = Examples(

@@ -218,7 +218,7 @@ def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
-    """Convert synthetic records in [-1, 1] to the form of a pool file: images to uint8, features unchanged."""
+    """Convert synthetic records in [-1, 1] to the form of a pool file. Images become uint8; features stay unchanged."""
     if job.experiment.features != "none":
         return records
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -281,7 +281,11 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
 
 
 def _tampers(job: Job) -> dict[int, tuple[Tamper, Callable[[int], bool]]]:
-    """Return {client: (function that changes its records, function that is True for the rounds with this change)}."""
+    """Return {client: (tamper, applies)} for all clients whose records an attack changes.
+
+    ``tamper``: the function that changes the records. ``applies``: a function that is True for the rounds with this
+    change.
+    """
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
     return {
         client: (tamper, partial(kind.tampers_in, job.experiment))

@@ -1,4 +1,4 @@
-"""Chooses a run's engine: the engine in the settings or, for ``auto``, the engine that is faster by a short timing."""
+"""Chooses a run's engine: the engine in the settings or, for ``auto``, the faster engine, by a short timing."""
 
 import importlib.util
 import math
@@ -214,7 +214,7 @@ def trains_natively(job: Job) -> bool:
 
 
 def _takes_private_steps(job: Job) -> bool:
-    """Return True if the native trainer supports the private steps (DP-SGD) of this job, one client after another."""
+    """Return True if the native trainer supports this job's private steps (DP-SGD). They run one client at a time."""
     plan, shape = procedure_of(job).typical_plan(), job.input_shape
     return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
 

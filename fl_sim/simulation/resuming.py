@@ -72,7 +72,7 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
 
 
 def _check_same(out: Path, now: Identity) -> None:
-    """Raise UserError if the run in ``out`` used other records or other code than the present ones (``now``)."""
+    """Raise UserError if the records or the code of the run in ``out`` differ from the present ones, in ``now``."""
     if changed := now.changed(run_directory.read_identity(out)):
         raise UserError(f"{out} holds a run of {changed}: restore the old files; {CURE}")
 
@@ -94,7 +94,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 
 def on_trust(out: Path, now: Identity) -> str:
-    """Return a warning if the run in ``out`` has no digest of its records or code to compare; empty otherwise."""
+    """Return a warning if the run in ``out`` stored no digest of its records or code that can be compared; else ""."""
     if not (out / run_directory.CONFIG).exists() or not (unknown := now.unverified(run_directory.read_identity(out))):
         return ""
     return (

@@ -375,7 +375,7 @@ def _of_classes(test: Scores, confusion: Confusion) -> dict[str, Any]:
 
 
 def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> str:
-    """Return a sentence that defines the clients' accuracies and says which clients or records are left out."""
+    """Return a sentence that defines the client accuracies, and names the clients or records without an accuracy."""
     if not isinstance(clients_by, OwnTests):
         if experiment.num_clients > 1 and isinstance(experiment.partition, RecordSkew):
             return _CHANGED

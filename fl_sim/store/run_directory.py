@@ -155,7 +155,7 @@ def chain_start(out: Path) -> str:
 
 
 def run_name(out: Path) -> str:
-    """Return the random name of the run in ``out``. A resumed run keeps its name, and a new run gets a new name."""
+    """Return the random name of the run in ``out``. A resumed run has the same name, and a new run gets a new name."""
     path = out / STATE / "run"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -461,7 +461,10 @@ def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_fit(path: Path, found: Params, wanted: Params) -> None:
-    """Raise UserError if the tensors or their order differ from those of the run's model and algorithm."""
+    """Raise UserError if the tensors ``found`` do not fit ``wanted``, the tensors of the run's model and algorithm.
+
+    Names, shapes, types and order must be equal, and all numbers must be finite.
+    """
     way_on = (
         "the code of the model or of the algorithm has changed since; restore the old code, or delete the checkpoint "
         "to start this run again"

@@ -76,7 +76,7 @@ class Placed:
 
 
 def records_of(path: str) -> str:
-    """Return the name of the data set of the run in the directory ``path``; empty for a file, and for unknown data."""
+    """Return the data set of the run in the directory ``path``; empty if ``path`` is a file or the data are unknown."""
     config = Path(path).expanduser() / CONFIG
     return str(read_table(config).get("data", "")) if config.is_file() else ""
 
