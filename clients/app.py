@@ -104,7 +104,7 @@ def train_together(
                 for job, message in zip(jobs, messages, strict=True)
             ]
             for job in {id(job.guards[0]): job for job in jobs}.values():
-                job.check_bits()  # the broadcast is checked, too, because all clients share it
+                job.check_bits()  # once for each broadcast, because clients share the broadcast
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:
@@ -213,7 +213,7 @@ class _Reader:
         policy: "Policy | None" = None,
         check: Callable[[], None] = lambda: None,
     ) -> Client:
-        """Return the client that a message is for, with everything that its task needs.
+        """Return the client that receives ``message``, with everything that the message's task needs.
 
         Raises RunError if the message has a ticket that this worker cannot accept. A ticket proves that the privacy
         cost of the task is already in the client's privacy ledger.
@@ -246,7 +246,7 @@ def _policy(context: Context) -> "Policy | None":
     path = str(context.node_config.get("policy", ""))
     if not path:
         return None
-    from clients.policy import read_policy  # noqa: PLC0415 (the accountants load slowly, and simulations have none)
+    from clients.policy import read_policy  # noqa: PLC0415 (it loads slowly, and simulations have no policy)
 
     return read_policy(Path(path))
 

@@ -1,4 +1,4 @@
-"""The client task that tells the loss of the received model on the client's training records, before a round."""
+"""The client task that sends the loss of the received model on the client's training records, before a round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fl_sim.errors import Malformed
 
 @dataclass(frozen=True)
 class TellLoss:
-    """The client task that evaluates the model with which the client would start the round. It stores nothing."""
+    """The client task that evaluates the model with which the client would start the round; it changes no state."""
 
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class TellLoss:
 
 
 def loss_in(content: RecordDict) -> float:
-    """Return the loss in a client's answer. Raises Malformed if there is none."""
+    """Return the loss in a client's answer. Raises Malformed if the answer has no loss."""
     loss = dict(content.metric_records.get("asked", {})).get("loss")
     if not isinstance(loss, float):
         raise Malformed("sent no loss", cure="check the code of this client")

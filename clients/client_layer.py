@@ -1,10 +1,9 @@
-"""The client half of a round layer, such as compression: its changes to a client's tasks and updates.
+"""The client half of a layer, such as compression: its changes to a client's tasks and updates.
 
-Round layers wrap every round, and are not layers of the network. Server and client each build the same round layers
-from the experiment. A client passes the task from the server through all round layers, from the outermost to the
-innermost. Then it trains, and passes its update back through all round layers. The server asks the round layers for
-payload templates (names and shapes of the tensors in an update). It also unpacks updates with methods of the round
-layers.
+These layers wrap every round, and are not layers of the network. Server and client each build the same layers from the
+experiment. A client passes the task from the server through all layers, from the outermost to the innermost. Then it
+trains, and passes its update back through all layers. The server asks the layers for payload templates (names and
+shapes of the tensors in an update). It also unpacks updates with methods of the layers.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class Payer(Protocol):
 class PaidRound:
     """A private round of a client. Its privacy cost is already in the client's privacy ledger.
 
-    ``jobs``: the inputs of the trainer, by the same names as before the protection. ``ticket``: the proof of the
-    payment, for a worker without access to the client's files. ``release``: a function that changes the algorithm's
-    update, for example by clipping and noise. Other layers, such as compression, get the changed update.
+    ``jobs``: the protected inputs of the trainer, by model name. ``ticket``: the proof that the cost is in the privacy
+    ledger, for a worker without access to the client's files. ``release``: a function that changes the algorithm's
+    update, for example by clipping and noise. Compression and similar layers get the changed update.
     """
 
     jobs: Mapping[str, LocalJob]
@@ -69,11 +68,11 @@ class PaidRound:
 
 
 class ClientLayer:
-    """A round layer, such as compression, between a client's messages and the algorithm.
+    """A layer, such as compression, between a client's messages and the algorithm.
 
     By default the layer changes nothing. ``protects``: True if an update is differentially private for each record of
-    the client. The policy of a client's owner then limits the privacy cost of updates. The owner need not allow updates
-    without noise. ``only_sums``: True if the server sees the sum of all clients' updates, and no single update.
+    the client. The policy of a client's owner then limits the privacy cost of updates. The policy need not allow
+    updates without noise. ``only_sums``: True if the server sees only the sum of all clients' updates.
     """
 
     protects: ClassVar[bool] = False
@@ -91,7 +90,7 @@ class ClientLayer:
     def typical(self, plan: LocalPlan) -> LocalPlan:
         """Return a typical local plan of a client, for the choice of a trainer and for forecasts.
 
-        ``plan``: the typical plan of the algorithm and of the inner round layers.
+        ``plan``: the typical plan of the algorithm and of the inner layers.
         """
         return plan
 
@@ -100,10 +99,11 @@ class ClientLayer:
         return records
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound | None:
-        """Write the cost of a private round into the privacy ledger, and return the round; None without protection.
+        """Write the cost of a private round into the privacy ledger, and return the round.
 
-        A layer may make the local steps private, or the update. ``jobs``: the inputs of the trainer, by model name. The
-        model that the client sends has the name "". All others are further models of the client.
+        Return None if this layer protects nothing. A layer may protect the local steps or the update. ``jobs``: the
+        inputs of the trainer, by model name. The model that the client sends has the name "". The other names are
+        further models of the client.
         """
         del client, jobs
         return None
@@ -134,17 +134,17 @@ class ClientLayer:
         return params
 
     def broadcast(self, server: ServerState) -> Payloads:
-        """Return the payloads (groups of tensors) that this round layer adds to the message to clients."""
+        """Return the payloads (groups of tensors) that this layer adds to the message to clients."""
         del server
         return {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return names and shapes of the payloads (groups of tensors) that this round layer adds to updates."""
+        """Return names and shapes of the payloads (groups of tensors) that this layer adds to updates."""
         del server
         return {}
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the compressed sizes, by name, of the payloads in ``template`` that this round layer compresses.
+        """Return the compressed sizes, by name, of the payloads in ``template`` that this layer compresses.
 
         ``model``: the model that clients receive.
         """
@@ -160,9 +160,9 @@ class ClientLayer:
         return reply
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the names and shapes of the tensors in the client state, including tensors that this round layer adds.
+        """Return the names and shapes of the tensors in the client state, including tensors that this layer adds.
 
-        ``state``: the names and shapes of the tensors of the algorithm and of the inner round layers.
+        ``state``: the names and shapes of the tensors of the algorithm and of the inner layers.
         """
         del template, server
         return state
@@ -194,7 +194,7 @@ def _checked(name: str, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class OwnClientLayer(ClientLayer):
-    """A wrapper of the client half of a user's own round layer. It checks the types of all results."""
+    """A wrapper of the client half of a user's own layer. It checks the types of all results."""
 
     half: ClientLayer
 

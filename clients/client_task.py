@@ -241,7 +241,7 @@ class RecordsOf(Protocol):
     """A function that returns the training records of a client in a round."""
 
     def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> Records:
-        """Return the records of ``client``, with those of the pool in file ``synthetic`` if this is not empty."""
+        """Return the records of ``client``. ``synthetic``: the file with the synthetic records, or empty for none."""
 
 
 class OwnRecordsOf(Protocol):
@@ -255,7 +255,7 @@ class ClassCountsOf(Protocol):
     """A function that counts a client's training records of each class in a round."""
 
     def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> tuple[int, ...]:
-        """Return the counts of the records of ``RecordsOf``."""
+        """Return the number of records of each class among the records that ``RecordsOf`` returns."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class ClientRuntime:
     A client runtime is built once per process and experiment.
 
     ``records(client, synthetic, server_round)``: the training records of a client in a round; ``synthetic`` is the path
-    of the pool of synthetic records, or empty if there is no pool. Records before the first round are those of round 1.
+    of the pool of synthetic records, or empty if there is no pool. Tasks before round 1 use the records of round 1.
     ``own_records(client, server_round)``: the client's own records only. ``class_counts(client, synthetic,
     server_round)``: the number of the client's training records in each class.
     ``trains_on_own(synthetic)``: True if ``records`` contains the client's own records. ``tasks``: the tasks other than
@@ -273,7 +273,7 @@ class ClientRuntime:
     PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
     tensors in a file that a task names. ``ledger(client)``: the privacy ledger of a client without a policy.
-    ``initial``: the initial model of the run. ``layers``: the client halves of the round layers, such as compression,
+    ``initial``: the initial model of the run. ``layers``: the client halves of the layers, such as compression,
     innermost first.
     """
 
@@ -360,7 +360,7 @@ class ClientRuntime:
         return train_all
 
     def prepare_equal(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
-        """Return the function of ``prepare`` for jobs whose models all have the size of this runtime's model."""
+        """Return the same function as ``prepare``, for jobs whose models all have the size of this runtime's model."""
         if isinstance(algorithm := self.algorithm, StepByStep):
             if others := [name for name in ("trainers", "further") if hasattr(algorithm, name)]:
                 raise RunError(

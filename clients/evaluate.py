@@ -66,16 +66,16 @@ ROWS: Final = 3
 
 @runtime_checkable
 class OwnModel(Protocol):
-    """An algorithm whose clients have a personal model beside the model that they send, such as Ditto."""
+    """An algorithm whose clients have a personal model in addition to the model that they send, such as Ditto."""
 
     def own_model(self, task: LocalTask) -> Params:
-        """Return the client's personal model after its last round. ``task``: the task of its next round."""
+        """Return the personal model after the client's last round. ``task``: the task of the client's next round."""
         ...
 
 
 @runtime_checkable
 class Adapting(Protocol):
-    """An algorithm in which each client adapts the received model, in another way than by a round of training."""
+    """An algorithm with its own way to adapt the received model to a client, instead of a round of training."""
 
     def adapted(self, task: LocalTask) -> FurtherModel:
         """Return the training that adapts the received model to a client."""
@@ -84,7 +84,7 @@ class Adapting(Protocol):
 
 @runtime_checkable
 class OwnPredictions(Protocol):
-    """An algorithm whose clients do not predict by a model alone, but for example by their nearest records."""
+    """An algorithm whose clients predict with more than a model, for example with their nearest records, too."""
 
     def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
         """Return a function from inputs (n, *input shape) to scores (n, classes). The highest score is the prediction.
@@ -135,9 +135,9 @@ class EvaluateOwn:
         return answer
 
     def _own_metrics(self, client: Client, measured: MeasuredModel, tests: Records) -> dict[str, float]:
-        """Return the user's own metrics of a model on test records, {name: number}. Raises RunError for a name in use.
+        """Return the user's own metrics of a model on test records, {name: number}.
 
-        A metric must not have the name of another measure of clients' own models.
+        Raises RunError if a metric has the name of a measure of fl-sim (``MEASURES``).
         """
         server_round, numbers = client.config.server_round - 1, dict[str, float]()
         for what, function in metrics_at(self.metrics).items():
@@ -224,7 +224,7 @@ def _network(model: nn.Module, params: Params) -> nn.Module:
 
 
 class _Predicting(nn.Module):
-    """A model whose outputs are the scores of a client that does not predict by a model alone."""
+    """A PyTorch module that returns the scores of an algorithm of the class ``OwnPredictions``."""
 
     def __init__(self, logits_of: LogitsOf) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class _Predicting(nn.Module):
 
 
 class OwnRecords(Protocol):
-    """The clients' test and validation records. On these records the clients' own models are measured."""
+    """The test and validation records of clients, on which the clients' own models are measured."""
 
     def tests(self, client: int) -> Records:
         """Return the client's own test records."""

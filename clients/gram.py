@@ -1,4 +1,4 @@
-"""Sums of products of a client's features, from which a server computes a linear head in closed form.
+"""Sums of a client's feature products. From these sums, a server computes a linear head in closed form.
 
 A record's vector z is its feature, followed by a constant for the intercept. The norm of z is at most 1. A client sends
 G = sum z z' and B = sum z y', where y is the one-hot label (Zhuang et al. 2025, AFL, section 3). The numbers in z are
@@ -30,20 +30,20 @@ CONSTANT: Final = 0.3
 
 
 def num_products(num_features: int, num_classes: int) -> int:
-    """Return how many numbers a client's sums have: the upper triangle of G, and B."""
+    """Return the size of a client's sums: the numbers in the upper triangle of G, and in B."""
     size = num_features + 1
     return size * (size + 1) // 2 + size * num_classes
 
 
 def scale_of(num_features: int, longest: float = 1.0) -> float:
-    """Return the norm to which vectors are scaled. After rounding, their norm is at most ``longest``."""
+    """Return the norm to which vectors are scaled, so that their norm after rounding is at most ``longest``."""
     return longest - math.sqrt(num_features + 1) * STEP / 2
 
 
 def vectors_of(features: Array, clipping_norm: float, longest: float = 1.0) -> Array:
     """Return the vectors z (n, d + 1) of ``features`` (n, d), as whole numbers in units of ``STEP``.
 
-    A feature longer than ``clipping_norm`` is scaled down to it. A record whose feature is not finite has the vector 0.
+    A feature vector is clipped to the norm ``clipping_norm``. A record whose feature is not finite has the vector 0.
     ``longest``: the largest norm of z.
     """
     norms = np.linalg.norm(features, axis=1)

@@ -14,9 +14,7 @@ from fl_sim.importing import torch
 Array: TypeAlias = NDArray[np.float64]
 
 LONGEST: Final = math.sqrt(3)
-"""The largest norm of a record's contribution (1, u, uu') to the moments, where u is the record's feature with |u| <=
-1.
-"""
+"""The largest norm of a record's contribution (1, u, uu') to the moments, for a feature u with norm at most 1."""
 
 
 def triangle_of(matrix: Array) -> Array:

@@ -1,9 +1,9 @@
-"""The client task that counts right answers of a client's own model on its test records, and sends a noisy count.
+"""The client task that sends the number of a model's correct predictions on the client's test records, with noise.
 
-A right answer is a correct prediction. The privacy unit is one test record of the client. Adjacency is zero-out: one
-record is replaced by nothing, while the number of test records stays public. A record moves the count by at most 1. So
-one count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s. So k counts
-cost k such mechanisms (adaptive composition).
+The model is the client's own. The privacy unit is one test record of the client. Adjacency is zero-out: one record is
+replaced by nothing, while the number of test records stays public. The sensitivity of the count is 1. So one count with
+Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts cost k such
+mechanisms (adaptive composition).
 
 The client's training records and test records are disjoint. The measured model depends only on results that the private
 training has already released. So a count has no privacy cost for a training record, and training has no cost for a test
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from clients.client_task import Client
 
 COUNTED: Final = "counts of right answers"
-"""The name of these released numbers in the privacy ledger."""
+"""The name of the noisy counts in the privacy ledger."""
 
 _FILE: Final = "count.json"
 
@@ -46,10 +46,10 @@ def counting_cost(protection: ClientProtection, times: int) -> RoundCost:
 
 
 def noisy_count(right: int, num_records: int, std: float, noise: Noise, server_round: int) -> int:
-    """Return the number of right answers with noise, rounded and limited to the range from 0 to ``num_records``.
+    """Return the number of correct predictions with noise, rounded and clamped to the range 0 to ``num_records``.
 
-    ``right``: the exact number. ``std``: the standard deviation of the noise. Rounding and limits use the noisy number
-    and public numbers only, so they cost no privacy.
+    ``right``: the exact number. ``std``: the standard deviation of the noise. Rounding and clamping use only the noisy
+    number and public numbers, so they have no privacy cost.
     """
     steps = noise.gaussian(1, std, purpose="right answers", server_round=server_round)
     [noisy] = add_noise(np.array([right], dtype=np.float64), std, steps)
@@ -74,7 +74,7 @@ class CountPrivately:
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the public number of test records and the noisy number of right answers.
+        """Return the message with the public number of test records and the noisy number of correct predictions.
 
         The message is empty for a client without test records, and for a client whose budget is spent. The last count
         is stored. So a resumed run that asks for the same model again gets the same count, without a second charge.

@@ -1,4 +1,4 @@
-"""The payment for a client's private rounds: a round's cost is in the privacy ledger before the round's results leave.
+"""Writes the cost of a client's private round into its privacy ledger, before the client sends the round's results.
 
 ``clients.private_steps`` and ``clients.private_updates`` use this module. The privacy unit of the ledger is a record.
 If a release protects a whole client, it protects each record of the client at the same cost.
@@ -57,7 +57,7 @@ class ClientProtection:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """The noisy steps of one client in one round, and their privacy cost for each of its records.
+    """The noisy steps of one client in one round, and their privacy cost for each record of the client.
 
     ``noise_multiplier``: the standard deviation of the noise on a sum, divided by the sum's sensitivity. ``rate``: the
     probability with which a record joins a step. ``num_steps``: the number of steps in the round. ``most_rounds``: the
@@ -110,7 +110,7 @@ def _cost_of_round(protection: ClientProtection, rate: float, rounds: int, steps
 
 @dataclass(frozen=True)
 class Releases:
-    """The names of the releases of clients in a run. The privacy ledger charges a name once for each noise key.
+    """The names of a run's releases in privacy ledgers. A ledger charges a name only once for each noise key.
 
     ``what``: the released numbers, such as "update". ``noise``: "secret" or "seeded". ``run_digest``: a digest of the
     experiment. It is the name of a run with seeded noise, because a repetition of such a run releases the same numbers.
@@ -121,17 +121,17 @@ class Releases:
     run_digest: str
 
     def num_charged(self, ledger: Ledger, run: str, client: int) -> int:
-        """Return the number of rounds of a run that the ledger of ``client`` has charged. Repeated rounds count again.
+        """Return the number of charges for rounds of a run in the ledger of ``client``.
 
-        ``run``: the random name of the run.
+        A repeated round counts again. ``run``: the random name of the run.
         """
         return sum(one.release.startswith(self._rounds(run, client)) for one in ledger.charges)
 
     def paid(self, client: Payer, server_round: int, cost: RoundCost) -> Noise | None:
-        """Write the cost of a round to the disk, and return the source of its noise; None if the budget is spent.
+        """Write the cost of a round into the privacy ledger, and return the source of the round's noise.
 
-        Raises RunError if a policy forbids the release, or if this worker has neither access to the ledger nor a
-        ticket.
+        Return None if the budget is spent. Raises RunError if a policy forbids the release, or if this worker has
+        neither access to the ledger nor a ticket.
         """
         policy = client.policy
         if ticket := client.ticket:

@@ -7,10 +7,10 @@ The policy is a TOML file on the client's machine, which no task of a server can
     allow_raw_updates = false    # may it train on its own records, and send updates without noise?
     allow_votes = false          # may it send the votes of a PATE teacher, without noise?
 
-The folder ``<file>.private`` beside the policy contains the privacy ledger, with the privacy costs of all tasks under
+The folder ``<file>.private`` next to the policy contains the privacy ledger, with the privacy costs of all tasks under
 the policy. The folder also contains temporary files. All tasks share this privacy ledger, whatever experiment, seed,
-partition or data set they name. So a new task does not start with a new privacy budget. Only secret noise is allowed. A
-refused server gets an error message without information about the records.
+partition or data set they name. So a new task does not start with a new privacy budget. Only secret noise is allowed.
+If the client refuses a task, the server gets an error message without information about the records.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ class Policy:
     def check_training(self, *, own_records: bool) -> None:
         """Raise RunError for training on the client's own records, unless the policy allows updates without noise.
 
-        Noise that the server adds does not protect a client from the server.
+        Noise that the server adds later does not count, because the server has seen the update without noise.
         """
         if own_records and not self.allow_raw_updates:
             raise RunError(

@@ -1,8 +1,8 @@
-"""Private sums of products of a client's features, by one Gaussian mechanism.
+"""Private sums of a client's feature products, by one Gaussian mechanism.
 
 The module ``clients.gram`` defines the vector z of a record and the sums G and B. The privacy unit is one record.
 Adjacency is zero-out: one record is replaced by nothing, while the numbers of clients and of their records stay public.
-See ``clients.private_moments`` for the features of the other records, which do not change.
+The features of all other records do not change (see ``clients.private_moments``).
 """
 
 import math
@@ -17,16 +17,17 @@ from clients.private_moments import Protection
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 
 _SUMMANDS: Final = math.isqrt(MOST_RECORDS) + 1
-"""The number of summands for the allowance of float64's rounding (``clipping_norm_on_grid``), which is quadratic in it.
+"""The argument ``summands`` of ``clipping_norm_on_grid``. The allowance for float64 rounding grows with its square.
 
-The sums are exact. Only a product by sqrt 2 is rounded, by at most 2^-53 times the number of records in each world.
+The sums are exact. Only the multiplication by sqrt 2 is rounded. For either of two neighbouring data sets, this changes
+the sums by at most 2^-53 times the number of records.
 """
 
 
 def longest_private(num_features: int, num_classes: int, protection: Protection) -> float:
-    """Return the largest norm of a vector z for which the sums keep their sensitivity when they are rounded.
+    """Return the largest allowed norm of a vector z: rounding the sums must not raise their sensitivity.
 
-    Raises UserError if the noise is too coarse for so many numbers.
+    Raises UserError if the rounding grid of the noise is too coarse for the size of the sums.
     """
     size = num_products(num_features, num_classes)
     return clipping_norm_on_grid(SENSITIVITY, protection.std, size, summands=_SUMMANDS) / SENSITIVITY

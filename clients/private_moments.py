@@ -90,7 +90,7 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise reaches epsilon and delta, or if its grid is too coarse for ``size`` numbers."""
+    """Raise UserError if no noise reaches epsilon and delta, or if its rounding is too coarse for ``size`` numbers."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
@@ -153,11 +153,10 @@ def private_moments(
 
     The noise on each number has the standard deviation ``protection.std``. A record adds v = (1, u, uu') to the moments
     of its class, and nothing to other classes. Here u is the record's feature in units of the clipping norm, clipped to
-    norm 1. The triangle form of uu' preserves norms (``clients.moments``), so |v|^2 = 1 + |u|^2 + |u|^4 <= 3. Without
-    one record, the moments differ by at most sqrt 3, which is the sensitivity. Then v is clipped to slightly less than
-    sqrt 3. So the rounding of v to the noise grid cannot exceed the sensitivity. The allowance of
-    ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. A record whose feature is not
-    finite is ignored.
+    norm 1. The triangle form of uu' preserves norms (``clients.moments``), so |v|^2 = 1 + |u|^2 + |u|^4 <= 3. The
+    sensitivity is therefore sqrt 3. Then v is clipped to a norm slightly below sqrt 3, so that the sensitivity also
+    holds after rounding. The allowance of ``clipping_norm_on_grid`` covers the rounding of a product of three rounded
+    numbers. A record whose feature is not finite is ignored.
     """
     size = num_classes * num_moments(features.shape[1])
     limit = clipping_norm_on_grid(LONGEST, protection.std, size, summands=len(features))

@@ -1,4 +1,4 @@
-"""The client half of DP-SGD: each client pays for the private steps of a round in its privacy ledger, then trains.
+"""The client half of DP-SGD: a client writes the cost of a round's private steps into its ledger, and then trains.
 
 The settings are in ``strategies.dp_sgd``, and the steps in ``fl_sim.training.private_steps``.
 """
@@ -36,8 +36,8 @@ def round_cost(
 ) -> RoundCost:
     """Return the cost of a round of a client with ``num_records`` records, in a run of ``rounds`` rounds.
 
-    ``num_steps``: the number of private steps in a round, of all models of the client together. A record changes the
-    sum of a step by at most one clipping norm. Raises UserError if no noise reaches epsilon.
+    ``num_steps``: the number of private steps in a round, of all models of the client together. The sensitivity of a
+    step's sum is one clipping norm. Raises UserError if no noise reaches epsilon.
     """
     return cost_of_round(protection, 1.0, sampling_rate(settings, num_records), rounds, num_steps)
 

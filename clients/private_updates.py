@@ -1,4 +1,4 @@
-"""The client half of local differential privacy: each client clips its update and adds noise before it sends it.
+"""The client half of local differential privacy: each client clips its update, adds noise, and sends the result.
 
 The private update is min(1, C / |u|) u + N(0, z^2 C^2 I), where u is the vector of all numbers in the algorithm's
 update, C the clipping norm and z the noise multiplier (Gaussian mechanism; Dwork and Roth 2014, theorem A.1). Two
@@ -69,7 +69,7 @@ class ClientPrivateUpdates(ClientLayer):
         return replace(task, num_examples=min(1, task.num_examples))
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:
-        """Write the cost of the update into the client's privacy ledger; return the unchanged jobs and the release.
+        """Write the update's cost into the privacy ledger; return unchanged jobs and the function ``release``.
 
         If the client's budget does not allow the round, the client trains nothing, and sends zeros with weight 0.
         """

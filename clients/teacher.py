@@ -1,7 +1,7 @@
 """PATE's teachers: each client trains a model, the teacher, on its own shard, and votes on every public record.
 
 Papernot et al. 2017, "Semi-supervised knowledge transfer for deep learning from private training data", section 2.1.
-A teacher never leaves its client. A client sends its votes, one class per public record, to the aggregator alone.
+A teacher never leaves its client. A client sends its votes, one class per public record, only to the aggregator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RandomForest(Settings):
         self, inputs: NDArray[np.float32], labels: NDArray[np.int64], generator: np.random.Generator
     ) -> RandomForestClassifier:
         """Return a forest fitted to ``inputs`` (n, features) and ``labels`` (n,); n must be at least 1."""
-        from sklearn.ensemble import RandomForestClassifier  # noqa: PLC0415 (a second to import)
+        from sklearn.ensemble import RandomForestClassifier  # noqa: PLC0415 (the import takes a second)
 
         seed = int(generator.integers(2**31))
         weights = "balanced" if self.balanced else None
@@ -81,7 +81,7 @@ def network_votes(
     """Train a network on ``records``, and return its votes, shape (number of public records,).
 
     A vote is the predicted class of one public record. ``pool``: the public records. ``build(number)``: a function that
-    returns a network. The network's initial weights depend on ``number`` alone. Several threads may call
+    returns a network. The network's initial weights depend only on ``number``. Several threads may call
     ``network_votes``. Raises RunError if the network's outputs are not finite.
     """
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)

@@ -55,7 +55,7 @@ class TrainingJob:
 
     ``job``: the input of the trainer. ``further``: the inputs for further models of the client, such as a personal
     model, by name (``FurtherModels``). ``paid``: the private rounds of the layers that protect the client. ``came``:
-    for each round layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to
+    for each layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to
     tensors that the algorithm's code must only read. The first guard covers the broadcast. A second guard covers the
     pool (the clients' shared summaries) and the client state, if any.
     """
@@ -76,7 +76,7 @@ class TrainingJob:
     def ticket(self) -> remote.Ticket | None:
         """Return the proof that the cost of the round is in the client's privacy ledger, for a worker without disk.
 
-        The result is None if no round layer protects the client.
+        The result is None if no layer protects the client.
         """
         return self.paid[0].ticket if self.paid else None
 
@@ -181,7 +181,7 @@ class TrainingJob:
 
 
 def _protected(client: Client, jobs: Mapping[str, LocalJob]) -> tuple[Mapping[str, LocalJob], tuple[PaidRound, ...]]:
-    """Return the jobs after the protection by all round layers, and the private rounds of these layers."""
+    """Return the jobs after the protection by all layers, and the private rounds of these layers."""
     paid = list[PaidRound]()
     for layer in client.runtime.layers:
         if one := layer.protected(client, jobs):
@@ -220,7 +220,8 @@ def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
     own |= {f"client state {name!r}": group for name, group in client.state.items()}
     guards = [client.broadcast.write_guard]
     if own:
-        # fl_sim.testing.check tests fl-sim's algorithms; here a sum over a large pool would cost time per client.
+        # fl-sim's algorithms are not checked by bits here, because a checksum of a large pool takes time per client.
+        # fl_sim.testing.check has tested them.
         guards.append(WriteGuard.of(own, by_bits=is_own_kind(client.runtime.algorithm)))
     return guards
 

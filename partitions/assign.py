@@ -1,4 +1,4 @@
-"""Functions that all partitions share: checks, and the step from numbers of records to arrays of record indices."""
+"""Functions for all partitions: checks, and the conversion of numbers of records into arrays of record indices."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ USUAL_MIN_SIZE = 10
 """The minimum number of records per client in NIID-Bench, for partitions that draw the sizes of shards at random."""
 
 MAX_BETA = 1e6
-"""The largest allowed ``beta`` of Dir(beta). With this value the shares of all clients are equal to within 0.1 %.
+"""The largest allowed ``beta`` of Dir(beta). With this value, the clients' shares differ by about 0.1 % only.
 
 numpy overflows for much larger values.
 """
@@ -70,7 +70,7 @@ def check_sizes(num_records: int, num_partitions: int) -> None:
 def count_classes(labels: Indices, num_partitions: int) -> Indices:
     """Return the number of records of each class 0 to max(``labels``).
 
-    Raises ImpossibleSplit for a negative label, for no client, and for more clients than records.
+    Raises ImpossibleSplit if a label is negative, if there are no clients, or if there are more clients than records.
     """
     check_sizes(len(labels), num_partitions)
     if labels.min() < 0:
@@ -79,10 +79,10 @@ def count_classes(labels: Indices, num_partitions: int) -> Indices:
 
 
 def cut(shares: NDArray[np.float64], total: int) -> Indices:
-    """Convert ``shares``, which sum to 1, to whole numbers of records, which sum to ``total``.
+    """Return whole numbers of records, proportional to ``shares``, with the sum ``total``. The shares sum to 1.
 
     Cumulative sums of the shares are rounded to the nearest integer. So each number differs from its share of ``total``
-    by at most 1. (NIID-Bench rounds cumulative sums down, which gives the last client one extra record of nearly every
+    by at most 1. (NIID-Bench rounds cumulative sums down. The last client then gets one extra record of nearly every
     class.)
     """
     bounds = np.rint(np.cumsum(shares) * total).astype(np.int64)
@@ -92,7 +92,8 @@ def cut(shares: NDArray[np.float64], total: int) -> Indices:
 def deal(labels: Indices, counts: Indices, rng: Generator) -> Parts:
     """Assign ``counts[i, c]`` randomly chosen records of class c to client i, for all clients and classes.
 
-    ``counts``: shape (clients, classes). Records of a class beyond the sum of its counts belong to no client.
+    ``counts``: shape (clients, classes). If a class has more records than its counts sum to, the remaining records
+    belong to no client.
     """
     num_partitions, num_classes = counts.shape
     left_over = np.bincount(labels, minlength=num_classes) - counts.sum(axis=0)

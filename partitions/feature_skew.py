@@ -1,4 +1,4 @@
-"""Feature skew: the inputs of clients differ, because of noise (NIID-Bench, Li et al. 2022, 4.2) or of origin."""
+"""Feature skew: clients' inputs differ by added noise (NIID-Bench, Li et al. 2022, 4.2) or by their source."""
 
 import math
 from dataclasses import dataclass, field

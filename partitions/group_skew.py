@@ -1,7 +1,7 @@
-"""Groups of clients that differ in their inputs or labels, over any split of the records: client i is in group i mod k.
+"""Partitions for groups of clients with different inputs or labels: client i is in group i mod k.
 
-Most partitions of this module make groups: they change the records of the clients in a group. ``Domain`` makes no
-groups, but uses the groups of the data set: the sources of its records.
+All partitions of this module except ``Domain`` make such groups, and change the records of the clients in a group.
+``Domain`` uses the groups that the data set has: the sources of its records.
 
 Clustered and personalised methods are tested on such groups (Sattler et al. 2021, Ghosh et al. 2020). The group of a
 client is public. The inner partition ``over`` assigns records to clients. A partition that makes groups then changes a
@@ -35,7 +35,7 @@ from partitions.scheme import (
 )
 
 COLOURS: Final = {1: "grey", 3: "colour"}
-"""The numbers of channels that ``Colour`` supports, each with the name of such images."""
+"""{number of channels: kind of image}, for the images that ``Colour`` supports."""
 
 
 _IID: Final = Iid()
@@ -190,12 +190,12 @@ class Invert(OverSplit):
 
 @dataclass(frozen=True)
 class Colour(OverSplit):
-    """The images of each group but the first are seen in light of another colour, which darkens some channels.
+    """The images of each group except the first look as if lit by coloured light, which darkens some channels.
 
-    The value of channel c is multiplied by a factor between 1/2 and 1 and rounded. In colour images, group g = 1, 2,
-    ... has light of the hue (g - 1) / (``k`` - 1) of the colour circle, from red on. Grey images have no hue and keep
-    one channel: there the brightness of group g is 1 - g / (2 (``k`` - 1)), from 1 down to 1/2. The literature has no
-    common definition; this one is fl-sim's.
+    Each channel is multiplied by a factor between 1/2 and 1, and rounded. In colour images, group g = 1, 2, ... has
+    light of the hue (g - 1) / (``k`` - 1) on the colour circle, where 0 is red. Grey images have one channel and no
+    hue: group g has the brightness 1 - g / (2 (``k`` - 1)), from 1 down to 1/2. The literature has no common
+    definition; this one is fl-sim's.
     """
 
     kind: Literal["colour"] = field(default="colour", kw_only=True)
@@ -262,7 +262,7 @@ class PermuteLabels(OverSplit):
 
     def permutations(self, num_classes: int, rng: Generator) -> Indices:
         """Return the label of each class in each group, shape (``k``, ``num_classes``). All rows differ."""
-        rows = {tuple(range(num_classes)): None}  # a dict has each row once, in the order of the draws
+        rows = {tuple(range(num_classes)): None}  # a dict, because it drops repeated rows and keeps their order
         while len(rows) < self.k:
             rows[tuple(rng.permutation(num_classes).tolist())] = None
         return np.array(list(rows), dtype=np.int64)

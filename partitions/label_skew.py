@@ -73,8 +73,8 @@ class Dirichlet:
     times classes exceed 5000. ``min_size``: the minimum number of records of each client. If no draw reaches a given
     minimum, the partition is refused. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw
     reaches 10, the last draw is used, with small and empty shards. (Dir(0.05) over 100 clients nearly always leaves
-    some clients empty.) ``balanced``: True for NIID-Bench's variant, in which a client with N/K of all N records
-    receives no records of further classes.
+    some clients empty.) ``balanced``: True for NIID-Bench's variant: a client that has N/K of all N records receives no
+    further classes.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)

@@ -23,7 +23,7 @@ class ImpossibleSplit(ValueError):  # noqa: N818 (the name states the problem, s
 
 
 class Scheme(Protocol):
-    """The method that every partition has, also a user's own partition: ``split`` assigns records to clients."""
+    """The interface of every partition, also of a user's own: the method ``split`` assigns records to clients."""
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.
@@ -44,8 +44,8 @@ class ByGroup(Protocol):
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.
 
-        ``labels`` and ``groups``: the label and the number of the source of each record, shape (records,). Raises
-        ImpossibleSplit, a ValueError, if no such split exists.
+        ``labels``: the label of each record, shape (records,). ``groups``: the number of each record's source, shape
+        (records,). Raises ImpossibleSplit, a ValueError, if no such split exists.
         """
         ...
 
@@ -68,10 +68,10 @@ class FeatureSkew(Protocol):
     """A partition that changes the inputs of each client, for example by noise, rotation or other colours."""
 
     def seen_by(self, client: int, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Change the training inputs of one client, numbered from 0. ``inputs``: normalised, shape (records, ...).
+        """Return the changed training inputs of ``client``. Clients are numbered from 0.
 
-        ``std``: the standard deviation by which each channel was divided. With ``std``, a partition can make changes in
-        units of raw inputs: a difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
+        ``inputs``: normalised inputs, shape (records, ...). ``std``: the standard deviation by which each channel was
+        divided. So a difference of 1 in raw inputs is a difference of 1 / ``std`` in ``inputs``.
         """
         ...
 
@@ -81,7 +81,7 @@ class EvaluationSkew(Protocol):
     """A partition that also changes the inputs of the test set."""
 
     def evaluated_on(self, num_partitions: int, inputs: Inputs, std: Inputs, rng: Generator) -> Inputs:
-        """Change the test inputs. ``inputs``: normalised, shape (records, ...). ``std``: as in ``FeatureSkew``."""
+        """Return the changed test inputs. ``inputs``: normalised inputs. ``std``: as in ``FeatureSkew.seen_by``."""
         ...
 
 
@@ -100,10 +100,11 @@ class RecordSkew(Protocol):
     def held_by(
         self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
     ) -> tuple[Stored, Indices]:
-        """Return the inputs and labels of one client, numbered from 0, in the same shapes and types.
+        """Return the changed inputs and labels of ``client``, with unchanged shapes and types.
 
-        ``inputs``: as stored, before they are normalised: images of bytes have shape (records, channels, height,
-        width). ``rng``: the same random numbers in each call, for all clients. The arrays must not be written to.
+        Clients are numbered from 0. ``inputs``: as stored, before normalisation; images of bytes have shape (records,
+        channels, height, width). ``rng`` gives the same random numbers in each call, for all clients. The method must
+        not write to ``inputs`` or ``labels``.
         """
         ...
 
@@ -112,7 +113,7 @@ class RecordSkew(Protocol):
 class Parts(Sequence[Indices]):
     """The record indices of every client: ``parts[i]`` is the array of client i, a view without a copy.
 
-    All indices are in one array, so that millions of clients need little memory (8 bytes each, besides the indices).
+    All indices are in one array, so each client needs only 8 bytes of memory in addition to its indices.
     ``records``: the indices of client 0, then of client 1, and so on. ``bounds``: shape (clients + 1,); the indices of
     client i are ``records[bounds[i]:bounds[i + 1]]``.
     """

@@ -1,4 +1,4 @@
-"""The interface of DA-FL's private generators of synthetic records, with their arguments and privacy costs (bills)."""
+"""The interface of DA-FL's private generators, with their arguments and their privacy costs (bills)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PrivateRecords:
 
     ``inputs``: float32 in [-1, 1], (n, *input shape). ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
     the columns of a table, if they are known. Then (inputs + 1) / 2 is in the units of the columns. ``features``: the
-    version of the public features (such as scattering) in ``inputs``. It is empty for original records.
+    version of the public features (such as scattering) in ``inputs``; empty if ``inputs`` are original records.
     """
 
     inputs: torch.Tensor
@@ -37,10 +37,10 @@ class PrivateRecords:
 class GeneratorBill:
     """The privacy cost of a client's synthetic records: the privacy event ``event``, ``steps`` times.
 
-    The cost is computed from public numbers alone. ``noise_multiplier``: the standard deviation of the noise on a sum,
-    divided by the clipping norm of one record; 0 for no protection (epsilon inf). ``refused``: the reason if the
-    privacy budget allows no useful synthetic records, else empty. After a refusal, no synthetic records are made, and
-    there is no privacy cost.
+    The cost is computed only from public numbers. ``noise_multiplier``: the standard deviation of the noise on a sum,
+    divided by the clipping norm of one record; 0 means no protection (epsilon inf). ``refused``: empty, or the reason
+    why the privacy budget allows no useful synthetic records. After a refusal, no synthetic records are made, and there
+    is no privacy cost.
     """
 
     event: dp_event.DpEvent
@@ -75,9 +75,9 @@ class Generator(Protocol):
     """
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the privacy cost of ``generate`` for a client with ``num_records`` records, within (epsilon, delta).
+        """Return the cost of ``generate`` for a client with ``num_records`` records: at most (epsilon, delta).
 
-        The number of records is public. epsilon inf means no noise and no clipping.
+        The number of records is public. An epsilon of inf means no noise and no clipping.
         """
         ...
 
@@ -92,10 +92,10 @@ class Generator(Protocol):
         """Return synthetic records, (sum of counts, *input shape) in [-1, 1], sorted by class.
 
         ``counts``: the number of synthetic records of each class, (num_classes,). These numbers are already private. A
-        class with 0 is treated as absent. ``noise``: the noise that protects every computation on ``records``, at the
-        noise level of ``bill``. It also draws secret sampling masks. ``generator``: the source of random numbers that
-        need no secrecy (initial weights, latent vectors). Raises RunError if training ends in numbers that are not
-        finite.
+        class with the number 0 is treated as absent. ``noise``: the source of the noise that protects every computation
+        on ``records``, at the noise level of ``bill``, and of secret sampling masks. ``generator``: the source of
+        random numbers that need no secrecy (initial weights, latent vectors). Raises RunError if trained numbers are
+        not finite.
         """
         ...
 

@@ -32,12 +32,12 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """Three bounds on the epsilon with which a client selects the numbers of synthetic records of all classes.
+    """Three bounds on the total epsilon of a client's label selection over all L classes, at delta 0.
 
-    Delta is 0. The selection of the number for one class costs epsilon_1. ``parallel``: epsilon_1. A record is in one
-    class, so adding or removing the record affects one selection. ``sequential``: the paper's bound L epsilon_1, as if
-    a record affected all L classes. ``replace_one``: 2 epsilon_1. A record that changes its class affects two
-    selections.
+    Label selection chooses the number of synthetic records of each class. The selection for one class costs epsilon_1.
+    ``parallel``: epsilon_1, because adding or removing a record affects only the selection for its class.
+    ``sequential``: the paper's bound L epsilon_1, as if a record affected all L classes. ``replace_one``: 2 epsilon_1,
+    because a record that changes its class affects two selections.
     """
 
     parallel: float
@@ -53,8 +53,8 @@ class _Selection(Settings):
     rule for the total privacy cost over all classes. ``false_positive``: an upper bound on the probability that a class
     without records gets synthetic records. Selected numbers below the resulting threshold are set to 0; the value 1
     keeps all numbers. ``least_share``: selected numbers below this share of the client's largest selected number are
-    set to 0 as well; the value 0 keeps all numbers. A generator makes mislabelled noise of a class with very few
-    records. The rules of false_positive and least_share read only the selected numbers, so they have no privacy cost.
+    set to 0 as well; the value 0 keeps all numbers. For a class with very few records, a generator would make noise
+    with wrong labels. Both rules read only the selected numbers, so they have no privacy cost.
     ``largest``: R, the largest number of synthetic records of one class (None: gamma times the public bound on a
     class's records, see ``largest_count``).
     """
@@ -69,8 +69,8 @@ class _Selection(Settings):
         """Return R, the largest number of synthetic records that can be selected for one class.
 
         ``public_records``: a public upper bound on the number of records of one class. R must not depend on the
-        client's records, because it would reveal them. Two neighbouring data sets could then have different values of
-        R. A selected number between the two values would be possible for only one of these data sets.
+        client's records. Otherwise two neighbouring data sets could have different values of R. A selected number
+        between these two values would then reveal which of the two data sets the client has.
         """
         return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
 
@@ -79,9 +79,9 @@ class _Selection(Settings):
         return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
 
     def total_epsilon(self, num_classes: int) -> float:
-        """Return the total epsilon of a client's label selection over all classes.
+        """Return the total epsilon of a client's label selection over all classes, by the rule ``composition``.
 
-        The setting ``composition`` determines the rule for the total. Callers may add the result to other epsilons.
+        Callers may add the result to other epsilons.
         """
         totals = self.totals(num_classes)
         return totals.parallel if self.composition == "parallel" else totals.sequential
@@ -152,7 +152,7 @@ class _Selection(Settings):
 class ExponentialMechanism(_Selection):
     """The paper's exponential mechanism, which selects the number of synthetic records of a class.
 
-    Its privacy loss lies in a range of width epsilon. In zCDP, its cost is epsilon^2 / 8.
+    The range of its privacy loss has the width epsilon. So its cost in zCDP is epsilon^2 / 8.
     """
 
     kind: Literal["exponential"] = "exponential"
@@ -258,7 +258,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
-    """Return numbers j in {0..length-1} with probability proportional to exp(-rate j), one for each uniform coin."""
+    """Return one number j in {0..length-1} for each uniform coin, with probability proportional to exp(-rate j)."""
     lost = np.exp(-rate * lengths)
     reached = coins + (1 - coins) * lost  # exp(-rate x) for a real number x; the result j is x rounded down
     with np.errstate(divide="ignore"):

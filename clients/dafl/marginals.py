@@ -1,11 +1,11 @@
 """Synthetic table records from a graphical model of noisy marginals (after McKenna, Miklau, Sheldon 2021, "MST").
 
-The values of every column are divided into a few cells (bins), by public knowledge only. A client computes private
-results in three parts. The first part is the noisy counts of every column's cells in each class. In the second part,
-the exponential mechanism selects pairs of dependent columns. The third part is the noisy counts of these pairs' cells
-in each class. The label is one more column, so the counts are marginals of two and of three columns. All other
-computation is post-processing. A graphical model, whose graph is a forest, is fitted to the noisy counts. The synthetic
-records are drawn from this model.
+Public knowledge divides the values of every column into a few cells (bins). A client then makes three private
+computations. First, it counts the records in every column's cells, for each class, and adds noise. Second, the
+exponential mechanism selects pairs of dependent columns. Third, the client counts the records in these pairs' cells,
+for each class, and adds noise. (The label is one more column, so the counts are marginals of two and of three columns.)
+All other computation is post-processing: a graphical model, whose graph is a forest, is fitted to the noisy counts, and
+the synthetic records are drawn from this model.
 
 Sensitivity, if one record is added or removed: the record is in exactly one cell of each of k tables. So the counts of
 all k tables together change by exactly sqrt(k) in Euclidean norm. The score of a pair of columns is the sum of absolute
@@ -48,10 +48,10 @@ _GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lower
 class Marginals(Settings):
     """Draw records of a table from noisy counts of single columns and of pairs of columns.
 
-    ``columns_share`` and ``pairs_share``: the parts of the budget (in zCDP) for the counts of single columns and for
-    the selection of pairs; the remaining budget is for the counts of pairs. The published method takes a third for
-    each. ``cells``: the number of equal intervals into which the range from 0 to 1 of a number is divided, if the data
-    set does not describe its columns.
+    ``columns_share``: the share of the budget (in zCDP) for the counts of single columns. ``pairs_share``: the share
+    for the selection of pairs. The remaining budget is for the counts of pairs. The published method takes a third for
+    each. ``cells``: if the data set does not describe its columns, the number of equal intervals into which the range
+    of a number, 0 to 1, is divided.
     """
 
     kind: Literal["marginals"] = "marginals"
@@ -68,12 +68,12 @@ class Marginals(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the privacy cost of all three parts together (see this module), in zCDP: rho = 1 / (2 z^2).
+        """Return the zCDP cost of all three private computations (see this module): rho = 1 / (2 z^2).
 
         Noisy counts with the noise multiplier z cost this rho. An exponential mechanism of epsilon costs epsilon^2 / 8
-        (Cesar, Rogers 2021). The costs add up, even if each part is chosen after the earlier parts are seen (Bun,
-        Steinke 2016, lemma 2.3). The bill refuses to make synthetic records if there is too much noise. This is the
-        case if the noise on the count of a single cell exceeds the number of all records.
+        (Cesar, Rogers 2021). The costs add up, even if each computation depends on the earlier results (Bun, Steinke
+        2016, lemma 2.3). The bill refuses to make synthetic records if there is too much noise: if the noise on the
+        count of a single cell exceeds the number of all records.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -129,9 +129,9 @@ class Marginals(Settings):
 def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, purpose: str) -> tuple[list[Array], float]:
     """Return the counts in ``tables`` with noise, and the standard deviation of the noise.
 
-    A record is in exactly one cell of each table. Noise is rounded to a grid. Counts are whole numbers, so they lie on
-    this grid if its spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name of the noise
-    stream.
+    A record is in exactly one cell of each table. Noise is rounded to a rounding grid. Counts are whole numbers, so
+    they lie on this grid if its spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name
+    of the noise stream.
     """
     std = noise_multiplier * math.sqrt(len(tables)) * _UP
     if not std:
@@ -150,8 +150,8 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
     Each edge is (parent, child), and a parent comes before its children. ``ones``: the noisy counts of single columns.
     ``epsilon``: the privacy cost of each selection; inf selects the best pair every time. ``std``: the standard
     deviation of the later noise on a pair's counts. The score of a pair is the dependence of its columns (see
-    ``score``), less the expected contribution of this noise (McKenna et al. 2022, "AIM"). The option to select no more
-    pairs has the score 0.
+    ``score``), minus the expected contribution of this noise (McKenna et al. 2022, "AIM"). The option to stop has the
+    score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
@@ -187,11 +187,11 @@ def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
 def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, draw: int) -> int:
     """Return an index of ``scores``, drawn with probability proportional to exp(epsilon score / 2).
 
-    The privacy cost of the draw is ``epsilon`` if one record changes a score by at most 1. The function draws an
-    exponential random number for each index, with these probabilities as rates. It returns the index of the smallest
-    number, similar to the Gumbel trick. The exponential numbers are made from uniform numbers. These have a fine
-    resolution near 0, which decides the probability of unlikely indices. ``draw``: the number of this draw. Each draw
-    has its own noise.
+    The privacy cost of the draw is ``epsilon`` if the sensitivity of a score is 1. The function draws an exponential
+    random number for each index, with these probabilities as rates. It returns the index of the smallest number,
+    similar to the Gumbel trick. The exponential numbers are made from uniform numbers with a fine resolution near 0.
+    This resolution decides the probability of unlikely indices. ``draw``: the index of this draw. Each draw has its own
+    noise.
     """
     if math.isinf(epsilon):
         return int(scores.argmax())
@@ -210,10 +210,10 @@ def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
 
 
 def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -> NDArray[np.int64]:
-    """Return the cell of each record in each column, shape (records, columns). Every possible record has a cell.
+    """Return the cell index of each record in each column, shape (records, columns). No record is without a cell.
 
-    A number is in the cell of the nearest value of its column, also if the number is outside the range of values. Every
-    listed category has a cell of its own. Unlisted categories share the last cell.
+    A number is in the cell of its column's nearest value, even if the number is outside the range of these values.
+    Every listed category has a cell of its own. Unlisted categories share the last cell.
     """
     found = np.zeros((len(features), len(columns)), dtype=np.int64)
     start = 0
@@ -232,7 +232,7 @@ def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -
 def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[np.float32]:
     """Return a record for each row of ``cells``, shape (records, features).
 
-    A numeric column becomes the value of its cell; a column of categories becomes one-hot features.
+    A cell of a numeric column becomes the cell's value; a cell of a column of categories becomes one-hot features.
     """
     parts = []
     for place, column in enumerate(columns):
@@ -280,9 +280,9 @@ class ForestMarginals:
     twos: Mapping[Edge, Array]
 
     def sample(self, counts: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return the cells of ``counts[c]`` drawn records for each class c, (records, columns), sorted by class.
+        """Draw ``counts[c]`` records of each class c; return their cells, (records, columns), sorted by class.
 
-        Sampling is systematic: of n draws, a cell with probability p gets n p, rounded up or down. So sampling adds
+        Sampling is systematic: a cell with probability p gets n p of n draws, rounded up or down. So sampling adds
         almost no error to the error that comes from the noise.
         """
         made = np.zeros((int(counts.sum()), len(self.ones)), dtype=np.int64)

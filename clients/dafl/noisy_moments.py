@@ -2,7 +2,7 @@
 
 Class moments are the mean and the second moments of the records of a class. Each generator computes noisy sums twice,
 by the Gaussian mechanism. The first sums give the centre of each class. The second sums give the second moments about
-this centre. Each of the two gets a part of the privacy budget. All other computation is post-processing.
+this centre. The privacy budget is divided between the two sums. All other computation is post-processing.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Gaussian(Settings):
 
     The generator is meant for records whose classes are nearly normally distributed, such as scattering features. First
     it computes a noisy centre of each class. Then it computes the noisy sum of the vectors (u, uu') over the records of
-    a class. Here u is the difference between a record and its class's centre, in units of the setting radius. It is
-    clipped to norm 1. A smaller radius means less noise.
+    a class. Here u is the difference between a record and its class's centre, divided by ``radius`` and clipped to norm
+    1. A smaller radius means less noise.
 
-    ``clipping_norm``: the norm to which records are clipped; no record of features=scattering has a norm above 1.
+    ``clipping_norm``: the norm to which records are clipped; with features=scattering, no record has a norm above 1.
     ``radius``: the radius of the ball around a class's centre, in clipping norms. Records outside the ball are moved to
     its surface. ``centre_share``: the share of the budget (of 1 / noise multiplier squared) that goes to the centres.
     """
@@ -68,7 +68,7 @@ class Gaussian(Settings):
         """Return the privacy cost of the noisy centres and the noisy second moments together.
 
         The noise is the least that (epsilon, delta) allows. The bill refuses to make synthetic records if there is too
-        much noise. This is the case if the noise on each number of a mean over all records is as large as ``radius``.
+        much noise: if the noise on each number of the mean of all records would be as large as ``radius``.
         """
         del num_classes
         return _joint_bill(
@@ -144,8 +144,7 @@ class MeanEmbedding(Settings):
         """Return the privacy cost of the noisy means and the noisy second moments together.
 
         The noise is the least that (epsilon, delta) allows. The bill refuses to make synthetic records if there is too
-        much noise. This is the case if the noise on the mean of all records has a norm as large as the largest possible
-        mean.
+        much noise: if the norm of the noise on the mean of all records would be as large as that of the largest mean.
         """
         del num_classes
         length = math.sqrt(self.frequencies)
@@ -214,9 +213,9 @@ class GaussianRelease:
     def moments_of(self, rows: Array, num_classes: int, label: int) -> tuple[Array, float]:
         """Return the noisy sum of the vectors (u, triangle of uu') of a class, and the noise's standard deviation.
 
-        u is a row of ``rows``, clipped to norm 1. The whole vector (u, uu') is then clipped to slightly less than
-        ``LONGEST``. So a record's vector that is rounded to the noise grid cannot exceed the sensitivity. The allowance
-        of ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. ``label``: the class.
+        u is a row of ``rows``, clipped to norm 1. The whole vector (u, uu') is then clipped to a norm slightly below
+        ``LONGEST``, so that the sensitivity ``LONGEST`` also holds after rounding. The allowance of
+        ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. ``label``: the class.
         """
         std = self.noise_multiplier * LONGEST
         size = num_moments(rows.shape[1]) - 1
@@ -254,8 +253,8 @@ class ClassSums:
     ) -> tuple[Array, float]:
         """Return the noisy sums of ``features`` (n, d) per class, (num_classes, d), and the noise's standard deviation.
 
-        A record is in one class, so adding or removing a record changes all sums together by at most ``clipping_norm``.
-        Rows that are not finite count as zero.
+        A record is in one class, so the sensitivity of all sums together is ``clipping_norm``. Rows that are not finite
+        count as zero.
         """
         std = self.noise_multiplier * clipping_norm
         sums = np.zeros((num_classes, features.shape[1]))
@@ -268,10 +267,10 @@ class ClassSums:
         return add_noise(sums, std, drawn.reshape(sums.shape)), std
 
     def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
-        """Return ``features`` with each row clipped to ``clipping_norm``, less an allowance for rounding.
+        """Return ``features`` with each row clipped to ``clipping_norm`` minus an allowance for rounding.
 
-        Sums of ``size`` numbers are rounded to the noise grid. With the allowance, a row still changes the rounded sums
-        by at most ``clipping_norm``.
+        The sums, of ``size`` numbers, are later rounded to a grid. With the allowance, the rounded sums still have a
+        sensitivity of at most ``clipping_norm``.
         """
         std = self.noise_multiplier * clipping_norm
         limit = clipping_norm_on_grid(clipping_norm, std, size, summands=len(features)) if std else math.inf
@@ -288,10 +287,10 @@ def clipped(rows: Array, clipping_norm: float) -> Array:
 
 
 def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Array:
-    """Return ``number`` draws from N(0, ``root`` root'), shape (number, d), with the sample mean 0.
+    """Return ``number`` draws from N(0, ``root`` root'), shape (number, d), shifted to the sample mean 0.
 
-    If ``number`` is more than twice the number of columns of ``root``, the sample covariance is also exactly root
-    root'. Then sampling adds no error to the noisy moments. A single draw is not centred.
+    If ``number`` is more than twice the number of columns of ``root``, the sample covariance is also exactly ``root``
+    root', so that sampling adds no error to the noisy moments. A single draw is not shifted.
     """
     normal = torch.from_numpy(generator.standard_normal((number, root.shape[1])))
     if number > 1:
@@ -321,9 +320,9 @@ def _joint_bill(
 ) -> GeneratorBill:
     """Return the privacy cost of two Gaussian mechanisms, as the cost of a single one with the noise multiplier z.
 
-    Mechanisms with the noise multipliers z_1 and z_2 cost the same as one with z^-2 = z_1^-2 + z_2^-2. This is true
-    even if the second is chosen after the result of the first is seen (Dong, Roth, Su 2022, corollary 3.3). ``fewest``:
-    a function from z to the least number of records. With fewer records, the noise would hide the mean. ``mean``: the
+    Two mechanisms with the noise multipliers z_1 and z_2 cost the same as one with z^-2 = z_1^-2 + z_2^-2. This is true
+    even if the second mechanism depends on the result of the first (Dong, Roth, Su 2022, corollary 3.3). ``fewest``: a
+    function from z to the least number of records. With fewer records, the noise would hide the mean. ``mean``: the
     name of this mean in messages.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)

@@ -32,15 +32,15 @@ class DaFl(Settings):
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for label selection
     and generator together. ``generator``: "dp-cgan" is the paper's generator, and gives better accuracy if clients also
     train on their own records; "mean-embedding" takes a second, and gives better accuracy if clients train on synthetic
-    records alone; "marginals" is for tables, "gaussian" for public features. ``labels``: the mechanism that selects the
+    records only; "marginals" is for tables, "gaussian" for public features. ``labels``: the mechanism that selects the
     number of synthetic records of each class. ``client_gammas``: one gamma per client, in place of ``gamma``.
-    ``train_on``: the training records in the rounds: the client's own records together with the pool of all synthetic
-    records, or the pool alone, or the own records alone. With the pool alone, the whole run is private by
-    post-processing. With "own", the server alone trains on the pool, for ``server_epochs``; the rounds may then use
-    another protection, such as local.privacy=dp-sgd. ``server_epochs``: the number of epochs for which the server
-    trains the first model on the pool before the first round; 0, as in the paper, means a start from random weights.
-    The server receives the pool also with 0. ``noise``: "secret" protects the records and differs from run to run;
-    "seeded" repeats in every run, for simulations only, and protects nobody.
+    ``train_on``: the training records in the rounds: the client's own records and the pool of all synthetic records
+    (the default), only the pool ("synthetic"), or only its own records ("own"). With "synthetic", the whole run is
+    private by post-processing. With "own", only the server trains on the pool, for ``server_epochs``; the rounds may
+    then use another protection, such as local.privacy=dp-sgd. ``server_epochs``: the number of epochs for which the
+    server trains the first model on the pool before the first round; 0, as in the paper, means a start from random
+    weights (the server receives the pool nevertheless). ``noise``: "secret" protects the records and differs from run
+    to run; "seeded" repeats in every run, for simulations only, and protects nobody.
     """
 
     kind: Literal["da-fl"] = "da-fl"
@@ -75,7 +75,7 @@ class DaFl(Settings):
         return [line]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError unless ``client_gammas`` has one value for each client, and the pool has a use."""
+        """Raise ValueError if ``client_gammas`` has not one value for each client, or if nobody trains on the pool."""
         if self.train_on == "own" and not self.server_epochs:
             raise ValueError(
                 "preprocess.train_on=own without preprocess.server_epochs leaves the pool of synthetic records without "
@@ -88,7 +88,7 @@ class DaFl(Settings):
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError if the generator does not support the records of ``dataset``, by their shape or range.
+        """Raise UserError if the generator does not support the shape or the range of the records of ``dataset``.
 
         Also raise UserError if epsilon is too small for the label selection. ``features``: the experiment's setting.
         """
@@ -122,12 +122,12 @@ class DaFl(Settings):
             )
 
     def labels_epsilon(self, num_classes: int) -> float | None:
-        """Return the epsilon of a client's label selection for one record, at delta 0; None without noise."""
+        """Return the epsilon per record of a client's label selection, at delta 0; None without noise."""
         return None if math.isinf(self.epsilon) else self.labels.total_epsilon(num_classes)
 
     @property
     def replaces_records(self) -> bool:
-        """Return True if clients train on the pool alone."""
+        """Return True if clients train only on the pool."""
         return self.train_on == "synthetic"
 
     @property
@@ -154,7 +154,7 @@ class DaFl(Settings):
     def generator_epsilon(self, num_classes: int) -> float:
         """Return eps_0, the epsilon that remains for the generator.
 
-        It is the setting ``epsilon`` less the epsilon of the label selection. Raises UserError if this difference is
+        It is the setting ``epsilon`` minus the epsilon of the label selection. Raises UserError if this difference is
         not positive.
         """
         used = self.labels.total_epsilon(num_classes)

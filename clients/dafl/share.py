@@ -2,11 +2,11 @@
 
 The method is that of Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic records of
 each class. The private generator (PSG) makes the records. The privacy unit is one record, which is added or removed.
-Public are: the number of records of a client, gamma, and the range of the selected numbers. The privacy costs of label
-selection and generator are written into the client's privacy ledger beforehand. A private folder of the client stores
-the noise key. So a run that was killed makes the same synthetic records again, at no further privacy cost. Later the
-folder stores the finished share. The privacy ledger is in another place, and remains when the folder is deleted. It
-contains the privacy costs of everything that was published about the same records.
+Three things are public: the number of records of a client, gamma, and the range of the selected numbers. Before the
+records are made, the privacy costs of label selection and generator are written into the client's privacy ledger. A
+private folder of the client stores the noise key. So a run that was killed makes the same synthetic records again, at
+no further privacy cost. Later the folder stores the finished share. The privacy ledger is in another place, and remains
+when the folder is deleted. It contains the privacy costs of everything that was published about the client's records.
 """
 
 import json
@@ -48,9 +48,9 @@ class SyntheticShare:
 
     ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class. ``counts``: the number of synthetic
     records of each class, (num_classes,). ``refused``: the reason if no synthetic records were made, else empty.
-    ``facts``: the privacy events of label selection and generator as JSON values. The epsilon can be computed again
-    from these events. They are {} if no synthetic records were made. ``receipt``: the privacy ledger's receipt for the
-    privacy cost. It is None if no synthetic records were made.
+    ``facts``: the privacy events of label selection and generator as JSON values, from which the epsilon can be
+    computed again; {} if no synthetic records were made. ``receipt``: the privacy ledger's receipt for the privacy
+    cost; None if no synthetic records were made.
     """
 
     inputs: torch.Tensor

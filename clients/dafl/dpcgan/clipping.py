@@ -1,7 +1,7 @@
-"""Sums of clipped gradients of a GAN's discriminator D. A real record and its fake are clipped as one vector.
+"""Sums of clipped gradients of a GAN's discriminator D. The gradient of a pair is clipped as one vector.
 
-A pair consists of a real record and a fake. Each of the two is one row in the inputs of D's layers. One forward pass
-and one backward pass over all rows are enough. The error e is the derivative of the loss by a layer's output. The
+A pair consists of a real record and a fake record. Each of the two is one row in the inputs of D's layers. One forward
+pass and one backward pass over all rows are enough. The error e is the derivative of the loss by a layer's output. The
 gradient of a linear layer for one row is the outer product of the layer's input a and the error e. Hence the squared
 norm of a pair's gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015,
 "Efficient per-example gradient computations"). The clipped sum is one matrix product of weighted rows. So the gradients
@@ -13,9 +13,9 @@ float32 exactly. If the two rows of a pair nearly cancel, the norm from scalar p
 is at most 2 n u times the part that does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1). This amount
 is added to the norm.
 
-Opacus' hooks compute the gradient of every layer for every record, separately for real and fake records. They take
-about three times as long as a step without privacy (``benchmarks/dpcgan_step.py``). The tests compare this module with
-Opacus' hooks. The module ``clients.dafl.dpcgan.with_opacus`` trains with the hooks on request.
+Opacus' hooks compute the gradient of every layer for every record, separately for real and fake records. A step with
+these hooks takes about three times as long as a step without privacy (``benchmarks/dpcgan_step.py``). The tests compare
+this module with the hooks. The module ``clients.dafl.dpcgan.with_opacus`` trains with the hooks on request.
 """
 
 from collections.abc import Sequence
@@ -210,9 +210,8 @@ class _ConvolutionGradients:
         self.e = error.flatten(2)  # shape (2 pairs, outputs, positions); self.a has shape (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # The norms follow from scalar products of all rows. If these products cost more than the gradients, each pair's
-        # gradient is computed in float32. The norm is then the norm of this rounded gradient, and the sum uses the same
-        # rounded gradient.
+        # The norms follow from scalar products of all rows. If these products take longer than the gradients of the
+        # pairs, each pair's gradient is computed in float32. Norm and sum then use this rounded gradient.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)

@@ -6,8 +6,8 @@ each record requires this.
 
 The networks of several clients compute together as a stack, which is one tensor computation. The rows of all clients
 are concatenated, and layers without weights process all rows at once. Every client's rows are padded to a multiple of
-32. Vectorised code processes rows in groups. It computes the last, incomplete group by other operations, which round
-differently. With the padding, the bits of a client do not depend on the other clients in the stack.
+32. The reason: vectorised code processes rows in groups, and an incomplete last group is rounded differently. With the
+padding, the bits of a client do not depend on the other clients in the stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class Layers:
 def filled_up(num_rows: int) -> int:
     """Return ``num_rows`` rounded up to a multiple of 32.
 
-    It is a client's number of rows after padding, in the joint computation of many clients.
+    The result is a client's number of rows after padding, in the joint computation of many clients.
     """
     return -(-num_rows // _BLOCK) * _BLOCK
 
@@ -137,10 +137,10 @@ def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Return the input of a network's first layer, (n, classes x (d + 1)), for ``values`` (n, d) and ``classes``.
 
     ``classes`` is one-hot. Each class has d + 1 columns in the result. In every row, the columns of the row's class
-    contain its d values and a one. All other columns contain zeros. So every class has its own weights in the first
-    layer, and records of other classes do not change them. The one-hot class could simply be appended to the values.
-    But then the networks would hardly learn to use the class within the privacy budget. Without classes the values are
-    returned unchanged.
+    contain the d values and a one. All other columns contain zeros. So every class has its own weights in the first
+    layer, and records of other classes do not change them. If the one-hot class were simply appended to the values, the
+    networks would hardly learn to use the class within the privacy budget. Without classes the values are returned
+    unchanged.
     """
     if not classes.shape[1]:
         return values
@@ -190,7 +190,7 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
 
 
 def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
-    """Return a linear layer for the inputs of ``gated``, with initial weights as if each class had a separate layer."""
+    """Return a linear layer for inputs from ``gated``, with initial weights as if each class had a separate layer."""
     layer = nn.Linear((num_inputs + 1) * num_classes if num_classes else num_inputs, width, bias=bias)
     nn.init.uniform_(layer.weight, -(num_inputs**-0.5), num_inputs**-0.5)
     return layer

@@ -9,9 +9,9 @@ result by qn, which is public (n is the client's number of records). The generat
 against D, and the weights of D are already private. The noise multiplier z and the number of steps follow from the
 privacy budget, before the first record is read.
 
-The sampling of records uses secret random numbers. The latent vectors and the classes of the fakes in a step of D use
-secret random numbers, too. Otherwise somebody could know the latent vectors, and a fake's latent vector would depend on
-its position in the batch. Then one more record would change the fakes of all later records.
+The sampling of records uses secret random numbers. In a step of D, the latent vectors and the classes of the fakes use
+secret random numbers, too. With public random numbers, an attacker would know the latent vector at each position of the
+batch. One more record would then shift the fakes of all later records.
 
 Many clients train together as one tensor computation, a stack (``clients.dafl.dpcgan.nets``). Each client has its own
 records, sampling, noise, privacy cost and random generator. The stack only saves the overhead of starting operations. A

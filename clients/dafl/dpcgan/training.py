@@ -1,9 +1,9 @@
 """The training of the DP conditional GAN: PyTorch trains many clients together, compiled code trains one client.
 
 D is the discriminator, G the generator. Both kinds of training use ``GanClient``. It contains a client's random
-numbers, its records and its private class counts. These are the numbers of synthetic records of each class, which the
-client may publish. Views are records in D's input form, such as coarse images. A class is released if the client makes
-synthetic records of it.
+numbers, its records and its number of synthetic records of each class. These numbers are private, and may be published.
+Views are records in D's input form, such as coarse images. A class is released if the client makes synthetic records of
+it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from clients.dafl.dpcgan.with_opacus import OpacusGradients
 
 Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
-"""The inputs of G for some fakes: their latent vectors, and their classes, as indices into the released classes."""
+"""The inputs of G for some fakes: latent vectors, and classes as indices into the released classes."""
 
 BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64  # the number of floats in an aligned block
