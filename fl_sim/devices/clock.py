@@ -1,4 +1,4 @@
-"""The virtual clock: simulates clients' starts and ends, rounds with a deadline, and asynchronous training.
+"""The virtual clock: simulates the start and end times of clients, rounds with a deadline, and asynchronous training.
 
 A client's turn is one download of a model, local training, and one upload. Its duration depends on the device, the
 number of records and the settings. The duration never depends on trained values, so a resumed run computes the same
@@ -20,7 +20,7 @@ from fl_sim.seeding import rng
 from fl_sim.types import Load, LocalSettings
 
 LOOK_AGAIN_SECONDS = 1.0
-"""Simulated seconds that the server waits before it looks for clients again, if no client was available."""
+"""If no client is available, the server waits for this number of simulated seconds and looks for clients again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Turnout:
 
 
 def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline: float, partial: bool) -> Turnout:
-    """Return the clients of ``cohort`` that finish a round within ``deadline`` simulated seconds; 0 means no deadline.
+    """Return the clients of ``cohort`` that finish the round within ``deadline`` simulated seconds (0: no deadline).
 
     ``partial``: True if a slow client may train fewer steps, at least one, to meet the deadline. A round with a late
     client lasts until the deadline; any other round lasts as long as its slowest client. A round without available
@@ -143,9 +143,9 @@ def turnout(clock: Clock, server_round: int, cohort: Sequence[int], *, deadline:
 class ClientTurn:
     """One turn of a client in asynchronous training: download, local training and upload.
 
-    Turns are sorted by their end, then by client. ``ends``: the simulated time of the turn's end. ``server_round``: the
-    number of the next server step after the download. For example, a client with ``server_round`` 3 trains the model
-    that server step 2 made.
+    Turns are sorted by ``ends``, then by ``client``. ``ends``: the simulated time at which the turn ends.
+    ``server_round``: the number of the next server step after the download. For example, in a turn with
+    ``server_round`` 3 the client trains the model that server step 2 made.
     """
 
     ends: float
@@ -176,14 +176,14 @@ class ServerStep:
 class Schedule:
     """Simulates asynchronous training.
 
-    The schedule has the times at which clients start and finish, and the updates that each server step merges.
-    ``order_of``: a function that takes the number of a server step. It returns all clients, in the order in which the
-    server asks them to train before this step. ``concurrency``: the number of clients that train at the same time.
+    The schedule determines when clients start and finish, and which updates each server step merges. ``order_of``: a
+    function that takes the number of a server step, and returns all clients. They are in the order in which the server
+    asks them to train before this step. ``concurrency``: the number of clients that train at the same time.
     ``buffer``: the number of updates that one server step merges. ``buffer`` is at most the number of clients. ``now``:
     the simulated time. ``steps``: the number of server steps so far.
 
-    When a client finishes, the next available client in the order starts at once, with the current global model. No
-    client trains the same global model twice, because both updates of this client would be equal.
+    When a client finishes, the next available client in this order starts at once with the current global model. No
+    client trains the same global model twice, because it would send the same update twice.
     """
 
     clock: Clock
@@ -207,7 +207,7 @@ class Schedule:
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._candidates = deque(self.order_of(number))
         while len(arrived) < self.buffer:
-            # All turns that end at the same time end before a new turn starts, so that their order has no effect.
+            # A new turn starts only after all turns that end at this time, so that the order of these has no effect.
             if not self._running or self._running[0].ends > self.now:
                 started += self._start(number)
             if self._running:

@@ -1,10 +1,10 @@
 """Settings of the simulated devices: speed, bandwidth and availability of each client's device.
 
-All devices are equal, drawn at random, or listed in a CSV file. The file has one row for each client, in order, or one
-row for each class of devices. One column is ``seconds_per_step`` or ``records_per_second``. The columns
+All devices are equal, drawn at random, or listed in a CSV file. The file has one row for each client, in the order of
+clients, or one row for each class of devices. One column is ``seconds_per_step`` or ``records_per_second``. The columns
 ``download_mbps``, ``upload_mbps`` and ``availability`` are optional. Without ``download_mbps`` and ``upload_mbps``,
 transfers take no time. Without ``availability``, clients are always available. If each row is a class of devices, the
-column ``clients`` has the number of clients of each class.
+column ``clients`` contains the number of clients in this class.
 """
 
 import csv
@@ -54,7 +54,7 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Return a description of the first invalid number in these arrays; empty if all numbers are valid.
+        """Return a description of the first error in these arrays; empty if length and numbers are valid.
 
         ``num_clients``: the required length of the arrays.
         """
@@ -110,7 +110,7 @@ class _Typical(Settings):
     jitter: Jitter = 0.0
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
-        """Return the devices of all clients; the factors of computing, download and upload are independent."""
+        """Return the devices of all clients, with independent random factors for computing, download and upload."""
         slow, down, up = (self._slowness(rng(seed, f"device {part}"), num_clients) for part in ("speed", "down", "up"))
         by_record = 1 / self.records_per_second if self.records_per_second else 0.0
         return Fleet(
@@ -124,7 +124,7 @@ class _Typical(Settings):
 
     @abstractmethod
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
-        """Return the times of each client's device divided by the times of the typical device, shape (clients,)."""
+        """Return how many times as long as the typical device each client's device takes, shape (clients,)."""
 
 
 class ConstantDevices(_Typical):
@@ -196,7 +196,7 @@ class Profile(Settings):
         return fleet_of(rows, self.path, num_clients, rng(seed, "device class"), self.jitter)
 
     def sealed(self) -> Self:
-        """Return a copy of these settings with the digest of the file. Raises UserError if it cannot be read."""
+        """Return a copy of these settings with the digest of the file. Raises UserError if the file is unreadable."""
         if self.digest:
             return self
         return self.model_validate({**self.model_dump(), "digest": digest_of(self.path)})
@@ -217,9 +217,9 @@ def check_public(experiment: Choices) -> None:
 
 
 def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
-    """Return the devices of all clients, after a check of all their numbers: a user's own class may have made them.
+    """Return the devices of all clients. Raises UserError if they contain an invalid number.
 
-    Raises UserError for an invalid number.
+    The check is needed because ``devices`` may be an object of a user's own class.
     """
     fleet = devices.fleet(num_clients, seed)
     if error := fleet.wrong(num_clients):

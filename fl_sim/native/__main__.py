@@ -1,4 +1,4 @@
-"""The command ``python -m fl_sim.native``: it compiles the kernel in this folder, as an installation of fl-sim does."""
+"""The command ``python -m fl_sim.native``: it compiles the kernel in this folder, like an installation of fl-sim."""
 
 import sys
 

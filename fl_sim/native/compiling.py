@@ -1,7 +1,7 @@
 """Compilation of the kernel (the compiled trainer) to one shared library.
 
-The library has code for AVX2 and AVX-512 on x86-64, and for NEON on 64-bit ARM. This file imports the standard library
-only, so that the installation of fl-sim can use it.
+The library has code for AVX2 and AVX-512 on x86-64, and for NEON on 64-bit ARM. This file imports only the standard
+library, so that it also works during the installation of fl-sim.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ The C++ code of the trainer is compiled once for each width, with the features o
 machine compiles the same library, and ``lanes_of`` chooses the width at run time. Vectors that are wider than the
 processor's registers are slow. For example, 512-bit vectors on a 256-bit processor took 12 times as long, longer than
 PyTorch. The code for narrow vectors is linked first. The reason: several widths may contain the same template function
-of the C++ standard library, and the linker keeps the first copy only. Every processor can run the narrow copy.
+of the C++ standard library, and the linker keeps only the first copy. Every processor can run the narrow copy.
 """
 
 ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
@@ -55,10 +55,7 @@ options, this build is left out.
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
-    """Raised if there is no compiled trainer.
-
-    The message gives the reason: a missing compiler or a failed compilation.
-    """
+    """Raised if the trainer cannot be compiled. The message gives the reason, such as a missing compiler."""
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
@@ -144,10 +141,10 @@ def _call(command: list[str]) -> None:
 def find_library() -> Path:
     """Return the path of the library with the compiled trainer.
 
-    The library is beside this file, or in another copy of fl-sim on the import path. Flower, another engine, executes
-    clients from a copy of fl-sim without library and C++ sources. Then the library of the installed fl-sim is used, if
-    it was compiled from the sources of this version. If there is no library, the function returns the path beside this
-    file.
+    The library is next to this file, or in another copy of fl-sim on the import path. The reason: Flower's engine
+    executes clients from a copy of fl-sim without the library and its C++ sources. Then the library of the installed
+    fl-sim is used, if it was compiled from the sources of this version. If no library exists, the function returns the
+    path next to this file.
     """
     if LIBRARY.exists():
         return LIBRARY
@@ -182,9 +179,9 @@ def lanes_of(features: frozenset[str]) -> int:
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return, as text, the features that the compiled trainer needs at least but the processor lacks; empty if none.
+    """Return, as text, the processor features that even the narrowest compiled code needs but ``features`` lacks.
 
-    ``features``: the features of the processor, as the function ``processor`` returns them.
+    The text is empty if none is missing. ``features``: the result of the function ``processor``.
     """
     narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
     return ", ".join(sorted(set(WIDTHS[narrowest]) - features))

@@ -1,4 +1,4 @@
-"""The convolutional networks of the DP conditional GAN in compiled code: a discriminator and a generator of images."""
+"""The compiled convolutional networks of the DP conditional GAN: a discriminator and a generator of images."""
 
 import ctypes
 from typing import Any, ClassVar
@@ -72,7 +72,7 @@ class _Images:
 
 
 class ImageDiscriminator(_Images):
-    """The discriminator of images. Its rows are records, (channels, 32, 32), as one vector each."""
+    """The discriminator of images. Each of its input rows is one record, (channels, 32, 32), as a vector."""
 
     def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
         planes = next(net.parameters()).shape[1]

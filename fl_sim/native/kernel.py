@@ -22,7 +22,7 @@ Rows: TypeAlias = Literal["logits", "features"]
 _TOGETHER = 64  # records per forward pass of ``Kernel.infer``; a pass loads the weights once for all its records
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
-"""The expected result of the C function fl_sim_layout. Another result means another request structure."""
+"""The expected result of the C function fl_sim_layout. A different result means a different structure ``Request``."""
 
 _LONG, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
@@ -44,7 +44,7 @@ class PreparedTraining:
     function: Callable[..., int]
 
     def train(self) -> list[Trained]:
-        """Train the clients as ``Kernel.train`` does; return the results. Other Python threads can run meanwhile."""
+        """Train the clients as ``Kernel.train`` does, and return the results. Other Python threads run meanwhile."""
         losses = (ctypes.c_double * len(self.jobs))()
         if failed := self.function(self.requests, ctypes.c_int64(len(self.jobs)), losses):
             raise failure(failed, self.stack, "local training")
@@ -92,14 +92,14 @@ class Kernel:
     has_amx: bool = False
 
     def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
-        """Train clients one after another; each result equals ``fl_sim.training.loop.train`` up to float32 rounding.
+        """Train clients one after another, and return the results of ``fl_sim.training.loop.train``.
 
-        ``precision`` "bfloat16" needs ``has_bfloat16``. The factors of products are rounded to 8 bits, and the products
-        are added in float32. This rounding applies to linear layers. In convolutions it applies to the output and to
-        the gradient of the input. Without AMX, three kinds of products are not rounded. The first kind is the backward
-        pass through pooling. The second kind is the gradient of a convolution's weights (unless the convolution is the
-        model's first layer, with pooling). The third kind is a convolution with kernels of 3 x 3 pixels and 8 or more
-        channels; most of these convolutions use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
+        The results are equal up to float32 rounding. ``precision`` "bfloat16" needs ``has_bfloat16``. The factors of
+        products are then rounded to 8 bits, and the products are added in float32. This applies to linear layers, and
+        in convolutions to the output and to the gradient of the input. Without AMX, three kinds of products are not
+        rounded: (1) the backward pass through pooling; (2) the gradient of a convolution's weights, unless the
+        convolution is the model's first layer, with pooling; (3) convolutions with kernels of 3 x 3 pixels and 8 or
+        more channels, most of which use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
 
         Other Python threads can run meanwhile. Raises IndexError for a label outside of the model's classes. Raises
         ValueError for tensors of wrong length or type, and for an unsupported precision.
@@ -225,12 +225,11 @@ class CompiledNormals:
         return made
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write normal random numbers times ``ratio``, rounded to integers, to ``out``.
+        """Write normal random numbers times ``ratio``, rounded to integers, to ``out``; return undecided indices.
 
-        Each number needs two random words, but this method reads only the word in ``first``, and computes in float64.
-        The method returns the indices of the undecided numbers. For such a number, the first word is not enough to
-        decide between rounding up and rounding down. Raises ValueError if ``first`` and ``out`` differ in length or
-        have wrong types.
+        Each number is defined by two random words, but this method reads only the first word, in ``first``, and
+        computes in float64. A number is undecided if its first word is not enough to decide between rounding up and
+        rounding down. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)
@@ -247,7 +246,7 @@ def _may_use_amx(library: ctypes.CDLL) -> bool:
 def failure(code: int, stack: Stack, what: str) -> Exception:
     """Return the exception for an error ``code`` of the library.
 
-    ``what``: the name of the failed computation, such as "local training", for the message.
+    ``what``: the failed computation, such as "local training", for the message.
     """
     if code == 2:
         return MemoryError(f"no memory for {what}: choose a smaller local.batch_size, or fewer clients at a time")

@@ -1,4 +1,4 @@
-"""Conversion of a torch module to the integers that kernel.cpp reads, and the number of products in each layer."""
+"""Conversion of a torch module to the integers that kernel.cpp reads, and the number of multiplications per layer."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,7 @@ FIELDS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_OF_ONE_PIXEL, _MOST_OF_MANY = 300, 1400
-"""The numbers of products per output above which PyTorch is faster in convolutions.
+"""Limits for convolutions: with more multiplications per output number, PyTorch is faster than the compiled code.
 
 The first limit is for kernels of 1 pixel. The second limit is for kernels of more than 3 x 3 pixels.
 ``benchmarks/large_layers.py`` measures these limits. The compiled code is never slower for 3 x 3 convolutions and for
@@ -79,8 +79,8 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
 
     Return None if the compiled trainer does not support the model. Supported are Conv2d, GroupNorm, MaxPool2d,
     AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our ResidualBlock in (nested) Sequential. The last layer
-    must be Linear. Shared parameters and hooks are not supported. The description does not tell frozen parameters from
-    trained ones. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
+    must be Linear. Shared parameters and hooks are not supported. The description does not say which parameters are
+    frozen. ``input_shape``: the shape of one record, (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
@@ -119,9 +119,9 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
 
 
 def products_in_output(row: dict[str, int]) -> int:
-    """Return the number of products in one output number of a layer.
+    """Return the number of multiplications for one output number of a layer.
 
-    The number is 0 for all layers but convolutions and linear layers.
+    The result is 0 for layers other than convolutions and linear layers.
     """
     if KINDS[row["kind"]] not in ("conv", "linear"):
         return 0
@@ -129,7 +129,7 @@ def products_in_output(row: dict[str, int]) -> int:
 
 
 def products_of(stack: Stack) -> list[int]:
-    """Return, for every layer, the number of products in its forward pass for one record."""
+    """Return, for every layer, the number of multiplications in the forward pass of one record."""
     return [
         products_in_output(row) * channels * height * width * (4 if row["pooled"] else 1)
         for row, (channels, height, width) in zip(rows_of(stack), shapes_of(stack)[1:], strict=True)
@@ -137,9 +137,9 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return, as text, the convolutions that PyTorch computes faster than the compiled trainer.
+    """Return, as text, a kind of convolution that PyTorch computes faster than the compiled trainer.
 
-    The text is empty if less than half of the model's products (multiplications) are in such convolutions.
+    The text is empty if less than half of the model's multiplications are in such convolutions.
     """
     products, slow = products_of(stack), dict[int, dict[str, int]]()
     for index, row in enumerate(rows_of(stack)):
@@ -158,7 +158,7 @@ def slower_here(stack: Stack) -> str:
 
 @dataclass
 class _Rows:
-    """The descriptions of a model's layers, while they are being collected. Two layers may be fused to one row.
+    """Collects the descriptions of a model's layers, one per row. Two layers may be fused to one row.
 
     Nodes have numbers: 0 is the input, i + 1 the output of row i. The ``source`` of a row is the node that it reads.
     ``node``: the node that the next layer reads. ``is_flat``: True if this node is a vector, without height and width.
@@ -175,8 +175,7 @@ class _Rows:
     def append(self, row: dict[str, int]) -> None:
         """Add a layer, or fuse it with the previous layer: a ReLU with most layers, 2 x 2 pooling with a convolution.
 
-        ReLU and pooling may change their order, because the maximum of rectified numbers equals the rectified
-        maximum.
+        The order of ReLU and pooling may change, because the maximum of rectified numbers equals the rectified maximum.
         """
         last = {"kind": _RELU} if self.is_fork else self.rows[-1]
         halves = row["kind"] == _POOL and row.items() >= _HALVING.items()
@@ -189,9 +188,9 @@ class _Rows:
             self.node, self.is_fork = len(self.rows), False
 
     def drop(self, probability: float) -> bool:
-        """Add dropout to the output of the previous layer. If other layers read this output, too, add a separate layer.
+        """Add dropout to the output of the previous layer; as a separate layer if other layers read this output, too.
 
-        Returns False for dropout that the compiled trainer does not support: a second dropout of one output, or
+        Returns False for dropout that the compiled trainer does not support: a second dropout of the same output, or
         probability 1.
         """
         if not probability:
@@ -203,7 +202,7 @@ class _Rows:
         return bool(is_known)
 
     def fork(self, node: int) -> None:
-        """Let the next layer read ``node``, which another layer reads, too."""
+        """Make the next layer read ``node``. Another layer also reads this node."""
         self.node, self.is_fork = node, True
 
 

@@ -13,9 +13,9 @@ from fl_sim.types import Params
 def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
     """Return the weighted mean, sum_i weights_i * items_i / sum_i weights_i.
 
-    This definition gives equal bits everywhere: a float64 sum in the given order, with one fused multiply-add for
-    each item and the float64 factor weights_i / sum(weights). The sum is rounded to the items' own type at the end.
-    Raises ValueError if the sum of the weights is not positive.
+    The computation is defined so that all machines get the same bits: a float64 sum in the given order, with one fused
+    multiply-add for each item and the float64 factor weights_i / sum(weights). At the end the sum is rounded to the
+    items' own type. Raises ValueError if the sum of the weights is not positive.
     """
     total = math.fsum(weights)
     if total <= 0:

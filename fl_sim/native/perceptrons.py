@@ -1,4 +1,4 @@
-"""Multilayer perceptrons in compiled code: a generator, a discriminator with clipped gradient sums, and Adam steps."""
+"""Compiled multilayer perceptrons: a generator, a discriminator with sums of clipped gradients, and Adam steps."""
 
 import ctypes
 from dataclasses import dataclass
@@ -101,9 +101,9 @@ def is_perceptron(net: nn.Module) -> bool:
 class Perceptron:
     """A multilayer perceptron for the compiled code. Its weights must keep their memory addresses.
 
-    ``net``: a network for which ``is_perceptron`` is True. ``num_classes``: the number of blocks in the input of
-    the first layer, one block for each class; 0 for an input without blocks. A row's values and a one fill the
-    block of the row's class; all other blocks are zero.
+    ``net``: a network for which ``is_perceptron`` is True. ``num_classes``: the number of blocks in the input of the
+    first layer, one block for each class; 0 for an input without blocks. In every row, the block of the row's class
+    contains the row's values and a one; all other blocks are zero.
     """
 
     def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
@@ -246,9 +246,8 @@ class Pairs:
 class GradientNoise:
     """The noise and the divisor that turn a sum of clipped gradients into a gradient.
 
-    ``noise``: the noise of each coordinate in multiples of ``spacing``, the step of the rounding grid; None means
-    the sum without noise. See ``add_noise`` in fl_sim/privacy/mechanisms.py. The sum with noise is divided by
-    ``divisor``.
+    ``noise``: the noise of each coordinate in multiples of ``spacing``, the step of the rounding grid (see
+    ``add_noise`` in fl_sim/privacy/mechanisms.py); None means no noise. The sum with noise is divided by ``divisor``.
     """
 
     noise: NDArray[np.float64] | None
@@ -326,10 +325,10 @@ class Adversaries(Generic[D]):
             )
 
     def discriminator_step(self, pairs: Pairs, release: GradientNoise) -> None:
-        """Update the discriminator by one Adam step with the noised sum of the pairs' clipped gradients.
+        """Update the discriminator by one Adam step with the noisy sum of the pairs' clipped gradients.
 
-        The attribute ``total`` receives the sum. Raises ValueError for rows or noise of wrong type or number, and
-        IndexError for rows or classes that do not exist.
+        The sum without noise is stored in the attribute ``total``. Raises ValueError for rows or noise of wrong type or
+        number, and IndexError for rows or classes that do not exist.
         """
         adam, noise, number = self.discriminator_adam, release.noise, len(pairs.latents)
         self.discriminator.check(pairs.real)
@@ -351,9 +350,10 @@ class Adversaries(Generic[D]):
         )  # fmt: skip
 
     def generator_step(self, latents: Shown, kept: float) -> None:
-        """Update the generator by one Adam step on the loss mean softplus(-D(G(latents))), then its moving average.
+        """Update the generator by one Adam step, and then its moving average.
 
-        ``kept``: the decay rate of the moving average. Raises ValueError and IndexError as ``TwoWays.generate`` does.
+        The loss is the mean of softplus(-D(G(latents))). ``kept``: the decay rate of the moving average. Raises
+        ValueError and IndexError as ``TwoWays.generate`` does.
         """
         adam = self.generator_adam
         self.generator.check(latents)

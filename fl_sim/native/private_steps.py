@@ -1,4 +1,4 @@
-"""Calls of the compiled trainer for private steps (DP-SGD). Its C++ code (private.h) draws batches and noise itself."""
+"""Calls of the compiled trainer for private steps (DP-SGD). The C++ code (private.h) draws batches and noise itself."""
 
 import ctypes
 from collections.abc import Callable
@@ -41,8 +41,8 @@ class ClippingBounds:
     """The bounds on the norm of a record's gradient, as ``Clipping`` describes them.
 
     ``limit``: the largest norm. ``stability``: the constant of automatic clipping (``Clipping``), 0 for other clipping
-    rules. ``of_layers``: the largest norm of each layer with parameters, (layers,), if each layer is clipped by itself,
-    else None.
+    rules. ``of_layers``: if each layer is clipped separately, the largest norm of each layer with parameters,
+    (layers,); else None.
     """
 
     limit: float
@@ -72,9 +72,10 @@ class PrivateDraws:
 
     ``batch_keys``, ``noise_keys``: uint8, (steps, 32), the ChaCha20 keys of each step; ``noise_keys`` is None without
     noise. ``below``: a record joins a step if its random word of 64 bits is below this number, 0 to 2^64. ``bounds``:
-    the bounds on a record's gradient. ``ratio``: the noise's standard deviation in grid steps. ``spacing``: the grid
-    step. ``divisor``: the divisor of the noisy sum. ``exactly(step, place)``: a function that returns one number of the
-    noise, in grid steps. The compiled code calls it for numbers whose rounding it cannot decide in float64.
+    the bounds on a record's gradient. ``spacing``: the step of the rounding grid for the noise. ``ratio``: the noise's
+    standard deviation in units of ``spacing``. ``divisor``: the divisor of the noisy sum. ``exactly(step, place)``: a
+    function that returns one number of the noise, in units of ``spacing``. The compiled code calls it for numbers whose
+    rounding it cannot decide in float64.
     """
 
     batch_keys: NDArray[np.uint8]
@@ -90,7 +91,7 @@ class PrivateDraws:
 def is_supported(stack: Stack) -> bool:
     """Return True if the compiled trainer supports private steps of a model.
 
-    The model must have no normalisation, no dropout and no factors of outputs.
+    The model must have no normalisation, no dropout, and no layers that multiply their output by a factor.
     """
     rows = rows_of(stack)
     return all(KINDS[row["kind"]] not in {"norm", "dropout"} and not row["dropout"] | row["factor"] for row in rows)

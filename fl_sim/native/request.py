@@ -23,7 +23,7 @@ TAKES = frozenset({
 """The fields of LocalSettings and LocalPlan that the compiled trainer supports."""
 
 TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
-"""The fields of LocalPlan (loss terms) that the compiled trainer does not support together with the field ``mix``."""
+"""The loss terms of LocalPlan that the compiled trainer does not support in combination with the field ``mix``."""
 
 RECEIVED = frozenset({"distillation", "contrast"})
 """The fields of LocalPlan whose loss terms need the outputs of another model.
@@ -36,7 +36,7 @@ _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-_SPARE = 16  # spare numbers after the last parameter, because the kernel reads and writes vectors of up to 16 numbers
+_SPARE = 16  # extra numbers after the last parameter, because the kernel reads and writes vectors of up to 16 numbers
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,9 @@ class RequestBuffers:
         self._masks: dict[frozenset[str], torch.Tensor] = {}
 
     def request(self, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor) -> Request:
-        """Return the C request for one client's training, which writes its results to ``params`` and ``buffers``.
+        """Return the C request for one client's training. Training writes the trained parameters to ``params``.
 
-        ``buffers`` receives the momentum buffers, if the job uses them.
+        If the job uses momentum buffers, training writes them to ``buffers``.
         """
         check_job(self._stack, job)
         task, plan, inputs, labels, draws = job
@@ -258,7 +258,7 @@ class RequestBuffers:
     def _vector(self, what: str, params: Params | None) -> int | None:
         """Store ``params`` as one padded vector in the order of the model's layout; return its memory address.
 
-        Raises ValueError if names, shapes, type or device differ from the model's; ``what`` names ``params`` in
+        Raises ValueError if names, shapes, type or device differ from the model's. ``what``: the name of ``params`` in
         the message.
         """
         if params is None:
@@ -282,7 +282,7 @@ def padded(size: int) -> int:
 
 
 def check_job(stack: Stack, job: KernelJob) -> None:
-    """Raise ValueError if the compiled trainer cannot train this client: wrong records, random choices or settings.
+    """Raise ValueError if the compiled trainer does not support a client's records, random choices or settings.
 
     ``stack``: the model. Raises UserError for momentum together with an optimizer other than SGD.
     """
@@ -335,7 +335,7 @@ def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, t
 def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:
     """Raise ValueError unless ``inputs`` are ``count`` records of the model's input shape.
 
-    ``what`` names the records in the message, such as "the records".
+    ``what``: the name of the records in the message, such as "the records".
     """
     shape = (*inputs.shape[1:], 1, 1)
     has_axes = inputs.ndim in {2, 4} and tuple(stack.input_shape.tolist()) == shape[:3]
@@ -345,7 +345,7 @@ def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> 
 def check_tensor(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless ``values`` have this type and shape and are in main memory.
 
-    ``what`` names the tensor in the message, such as "the labels".
+    ``what``: the name of the tensor in the message, such as "the labels".
     """
     is_plain = values.layout is torch.strided and values.device.type == "cpu" and values.dtype is dtype
     if is_plain and tuple(values.shape) == shape:

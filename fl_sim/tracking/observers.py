@@ -1,8 +1,8 @@
 """Observers of a run: trackers such as MLflow, and the user's own objects.
 
-A command names the user's objects by import paths. Trackers receive the numbers that the run's files contain. The
-numbers have the names that ``rounds.csv`` uses. A background thread sends the numbers. So a slow tracker never delays a
-round, and a failing tracker never aborts a run.
+A command names the user's objects by import paths. Trackers receive the numbers in the run's files, under the names of
+``rounds.csv``. A background thread sends the numbers. So a slow tracker never delays a round, and a failing tracker
+never aborts a run.
 """
 
 import secrets
@@ -34,7 +34,7 @@ Say: TypeAlias = Callable[[str], None]
 """A function that shows a line of text to the user."""
 
 SECONDS_TOGETHER: Final = 5.0
-"""Rounds that finish within this number of seconds are sent together, because one request per round would be slow."""
+"""Rounds that finish within this number of seconds are sent in one request, because many requests would be slow."""
 
 LONGEST_SECONDS: Final = 60.0
 """Seconds that a run waits at its end for trackers that are still sending."""
@@ -67,10 +67,9 @@ class Tracking:
     def of(self, directory: Path, first: Observer, say: Say | None = None, given: object = None) -> "ObserverList":
         """Create the observers of the run in ``directory``, and return one observer that calls all of them.
 
-        ``first``: an observer that is called before all others. ``say``: shows the failure of a tracker to the
-        user (default: on standard error). ``given``: a user's observer that is already an object, not an import
-        path. Raises UserError if an observer cannot be created, or if it has none of the methods of an
-        observer.
+        ``first``: an observer that is called before all others. ``say``: a function that shows the failure of a tracker
+        to the user (default: on standard error). ``given``: a user's observer as an object instead of an import path.
+        Raises UserError if an observer cannot be created, or if it has none of the methods of an observer.
         """
         own: list[tuple[str, object]] = []
         for path in self.observers:
@@ -123,7 +122,7 @@ class Sender:
     sessions: dict[str, Session] = field(default_factory=dict)
 
     def open(self, first_round: int) -> None:
-        """Connect to each tracker, and send the earlier rounds that it lacks. ``first_round``: the run's next round."""
+        """Connect to each tracker, and send it the missing earlier rounds. ``first_round``: the run's next round."""
         earlier = read_rounds(self.directory)[: first_round - 1]
         for tracker in self.trackers:
             with self._going_on(tracker):
@@ -131,7 +130,7 @@ class Sender:
         self.send(earlier)
 
     def send(self, records: Sequence[RoundRecord]) -> None:
-        """Send ``records``, the measures of rounds, to each tracker, without the rounds that it already has."""
+        """Send to each tracker those of ``records``, the measures of rounds, that it does not have yet."""
         for tracker, session in list(self.sessions.items()):
             if new := [record for record in records if record.round > session.last_round]:
                 with self._going_on(tracker):
@@ -167,9 +166,9 @@ class Sender:
 
 
 def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
-    """Send to each tracker the rounds and results of the run directory that the tracker lacks.
+    """Send to each tracker the rounds and results of the run directory that it does not have yet.
 
-    Returns the sender; its ``failed`` lists the trackers that failed.
+    Returns the sender, whose attribute ``failed`` lists the trackers that failed.
     """
     rounds, facts = read_rounds(directory), read_result(directory)
     states = _read(directory)
@@ -187,11 +186,11 @@ def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
 
 
 class LiveTracker(Silent):
-    """An observer that sends a run to trackers: after every round, or only at the end of a run with privacy guarantee.
+    """An observer that sends a run to trackers after every round; a private run is sent only at its end.
 
-    A tracker stores the time at which a round was sent. In a run with a privacy guarantee (a private run), this time
-    would reveal the duration of local training. The duration would reveal the number of records. So all rounds of a
-    private run are sent together after the last round.
+    A private run is a run with a privacy guarantee. A tracker stores the time at which a round was sent. In a private
+    run, this time would reveal the duration of local training, and so the number of records. So all rounds of a private
+    run are sent together after the last round.
     """
 
     def __init__(self, directory: Path, trackers: Sequence[str], say: Say) -> None:
@@ -203,7 +202,7 @@ class LiveTracker(Silent):
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Start the background thread, which connects to the trackers.
 
-        In a private run (with a privacy guarantee), the thread starts at the end of the run.
+        In a private run, the thread starts at the end of the run instead.
         """
         del engine
         self._is_private = experiment.is_private
@@ -301,8 +300,8 @@ class ObserverList:
     def finished_round(self, record: RoundRecord) -> str | None:
         """Report the measures of a finished round to all observers.
 
-        If a user's observer returns True, the run ends after this round. Then this method returns a text that names the
-        reason, else None.
+        If a user's observer returns True, the run ends after this round, and this method returns the reason as text.
+        Otherwise it returns None.
         """
         reasons = []
         for name, returned in self._call("finished_round", record):
@@ -345,7 +344,7 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
     """Open a session of ``tracker`` for a run whose next round is ``first_round``.
 
     The tracker may already have a round with this number, from an earlier run in the same directory. In this case the
-    run gets a new identifier, so that the tracker does not mix the old and the new run.
+    run gets a new identifier, so that the tracker does not mix the rounds of both runs.
     """
     run = _tracked_run(directory, tracker)
     if run.state.sent >= first_round:

@@ -1,6 +1,6 @@
 """The trackers TensorBoard, MLflow, Weights & Biases and Trackio. A ``Session`` sends one run to one tracker.
 
-The library of a tracker is imported when a session opens, so that a user needs only the libraries of chosen trackers.
+A tracker's library is imported only when a session opens. So users need to install only the libraries that they use.
 """
 
 import importlib.util
@@ -36,10 +36,7 @@ _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Defaults of MLflow's environment variables.
-
-With these, a missing server causes an error quickly and without many messages.
-"""
+"""Defaults of MLflow's environment variables, with which a missing server causes a quick error with few messages."""
 
 _IDENTITY: Final = "fl-sim.identity"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -48,7 +45,7 @@ _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KI
 
 @dataclass(frozen=True)
 class TrackerState:
-    """The part of a run that one tracker has already received, stored in ``tracking.json``.
+    """What one tracker has already received of a run, as stored in ``tracking.json``.
 
     ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that was
     sent. ``ended``: the identifier of the results that were sent (``ending_of``); empty if none were sent.
@@ -64,7 +61,7 @@ class TrackedRun:
     """The name, settings and state of a run, for the session of one tracker.
 
     ``name``: the name of the run directory. ``settings``: all settings of ``config.toml``, as {dotted name: value}.
-    ``state``: the part of the run that the tracker has already received.
+    ``state``: what the tracker has already received of the run.
     """
 
     name: str
@@ -138,7 +135,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """MLflow: sends a run to the server or database ``$MLFLOW_TRACKING_URI``. A tag contains the run's identifier."""
+    """MLflow: sends a run to the server or database ``$MLFLOW_TRACKING_URI``, with the run's identifier in a tag."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         for name, value in _PATIENCE.items():
@@ -171,7 +168,8 @@ class MLflow:
     def _describe(self, tracked: TrackedRun, run: "Run") -> None:
         """Send the settings of the run as MLflow parameters.
 
-        Parameters cannot change. So a setting that was changed for a resumed run becomes a tag, ``now.SETTING``.
+        MLflow's parameters cannot change. So if a resumed run has a changed setting, the new value becomes the tag
+        ``now.SETTING``.
         """
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 (an extra)
 
@@ -185,7 +183,7 @@ class MLflow:
 
 
 class WandB:
-    """Weights & Biases: writes offline files in the run directory, unless ``$WANDB_MODE`` is set to another mode.
+    """Weights & Biases: writes files in the run directory (offline mode), unless ``$WANDB_MODE`` sets another mode.
 
     fl-sim switches off the library's collection of data about the machine, the program and its code.
     """
@@ -254,7 +252,7 @@ TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Session]]] = {
 }  # fmt: skip
 """{name of a tracker: its session class}.
 
-The tracker's library has the same name, and so has the extra of fl-sim that installs the library.
+The tracker's library and the extra of fl-sim that installs this library have the same name as the tracker.
 """
 
 
@@ -301,7 +299,7 @@ def _text(tag: str, table: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _alone_at(uri: str) -> Iterator[None]:
-    """Lock the folder of the SQLite database at ``uri``, so that two processes never create its tables together."""
+    """Lock the folder of the SQLite database at ``uri``, so that only one process at a time creates its tables."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
