@@ -1,8 +1,8 @@
 """Courses: the local training of a client as a sequence of training jobs, for algorithms with special local steps.
 
-A local plan (the local objective as data) cannot describe such steps. An example is a gradient at a mixture of two
-models. A course trains one job after another, and a job may depend on the results of earlier jobs. The run's trainer
-executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
+A special step, such as a gradient at a mixture of two models, is one that no local plan (the local objective as data)
+can describe. A course trains one job after another, and a job may depend on the results of earlier jobs. The run's
+trainer executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -23,11 +23,10 @@ from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Augment, LocalSettings, Params, Trained
 
 Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
-"""A generator that yields jobs, receives one result per job, and at its end returns the result of the whole training.
-"""
+"""A generator that yields jobs, receives one result per job, and finally returns the result of the whole training."""
 
 _ANY_MOMENTUM = 0.5
-"""The momentum of a ``gradient_job``. With any momentum but 0, the momentum buffer after one step is the gradient."""
+"""The momentum of a ``gradient_job``. If it is not 0, the momentum buffer after one step is the gradient."""
 
 
 @runtime_checkable
@@ -51,8 +50,7 @@ def follow(
 ) -> list[Trained]:
     """Train the clients of ``jobs`` by the algorithm's courses. Return one result per client, in the order of ``jobs``.
 
-    ``train``: the trainer, a function from jobs to results. Each call receives the next jobs of all clients
-    together.
+    ``train``: the trainer, a function from jobs to results. One call receives the next jobs of all clients.
     """
     courses = [algorithm.course(job) for job in jobs]
     results: dict[int, Trained] = {}
@@ -85,7 +83,7 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 
 
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
-    """Yield one job for every local step of ``job``. Each new job has one batch of records, and trains for one step.
+    """Yield one job for every local step of ``job``. Each of these jobs trains for one step on one batch of records.
 
     ``number``: 0 for the batches that the trainer would draw for ``job``. Any other number gives other, independent
     batches. Images are augmented here, so that all jobs with the same batch use the same augmented images.
@@ -105,7 +103,7 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
 def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Generator:
     """Return the random generator with this ``number`` for a client's ``job``.
 
-    Generators with different ``number`` or ``inside`` are independent. Generator 0 draws the batches. ``inside``: True
+    Generators that differ in ``number`` or ``inside`` are independent. Generator 0 draws the batches. ``inside``: True
     for random numbers inside of steps, such as dropout.
     """
     bits: Any = job.generator.bit_generator

@@ -13,15 +13,12 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""The ridge: this number times the mean variance is added to the diagonal of the covariance matrix.
-
-Then the matrix is invertible.
-"""
+"""The ridge: this number times the mean variance, added to the diagonal of a covariance matrix to make it invertible."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
-"""For the quadratic form: the weight of a class's own covariance, and the ridge as a multiple of the mean variance.
+"""For the quadratic form: ``OWN_SHARE`` is the weight of a class's own covariance, ``OWN_RIDGE`` is the ridge.
 
-The pooled covariance has the weight 1 - ``OWN_SHARE``.
+The pooled covariance has the weight 1 - ``OWN_SHARE``. The ridge is a multiple of the mean variance.
 """
 
 _MOST_NUMBERS = 500_000_000  # maximum number of weights of one model, 2 GB as float32
@@ -58,11 +55,11 @@ def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
 
 
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
-    """Return the weights of the model ``logistic`` that separate (n, *shape) inputs with (n,) labels by class.
+    """Return the weights of the model ``logistic`` as a classifier of inputs (n, *shape) with labels (n,).
 
     mu_c is the mean of class c, S is the covariance within classes, p_c is the share of class c, and ' means
     transposed. Then the logit of class c for a record x is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie,
-    Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` keeps S invertible if there are fewer records than features. Sums
+    Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` makes S invertible, even with fewer records than features. Sums
     are float64.
     """
     classes = _classes_of(inputs, labels, num_classes)
@@ -103,7 +100,7 @@ def quadratic_discriminant(
     own_share: float = OWN_SHARE,
     ridge: float = OWN_RIDGE,
 ) -> Params:
-    """Return the weights of a ``QuadraticDiscriminant`` that separate (n, *shape) inputs with (n,) labels by class.
+    """Return the weights of a ``QuadraticDiscriminant`` as a classifier of inputs (n, *shape) with labels (n,).
 
     mu_c, S_c and p_c are the mean, the covariance and the share of class c, and ' means transposed. The logit of class
     c for a record x is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and Friedman

@@ -28,13 +28,13 @@ EVALUATION_BATCH = 500
 """Records per forward pass on a CPU: few enough for its cache, and many enough for efficient operators."""
 
 OWN_BATCH = 50
-"""Records per forward pass of a model with a loss of its own, which may return logits for every place of a record."""
+"""Records per forward pass of a model that defines its own loss: it may return logits for every place of a record."""
 
 _LARGEST = 700.0
 """The largest loss whose exponential is a float."""
 
 EVALUATION_BATCH_ON_GPU = 2_000
-"""Records per forward pass on a GPU, where launching an operation costs more than its arithmetic."""
+"""Records per forward pass on a GPU, where the launch of an operation takes longer than its arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,8 @@ class Scores:
     ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
     ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A model that
     defines its own loss (fl_sim.own_loss) makes several predictions for a record, and predicts no class. Then
-    ``predicted`` is empty, ``right`` and ``counts`` are the numbers of right and of all predictions of each record, and
-    the loss is the mean over all predictions.
+    ``predicted`` is empty, and ``loss`` is the mean over all predictions. ``right``: (n,), the number of right
+    predictions of each record. ``counts``: (n,), the number of all predictions of each record.
     """
 
     loss: float
@@ -63,7 +63,7 @@ class Scores:
 
     @property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the numbers of right predictions and of all predictions of each record, both of shape (n,)."""
+        """Return (right predictions, all predictions): two numbers for each record, both of shape (n,)."""
         if self.right is not None and self.counts is not None:
             return self.right, self.counts
         return (self.labels == self.predicted).astype(np.int64), np.ones(len(self.labels), dtype=np.int64)
@@ -86,8 +86,8 @@ def evaluate(
     """Return the scores of a model with weights ``params`` on inputs (n, *input shape) with labels (n,).
 
     ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the batches;
-    the scores do not depend on this number. On a GPU, products are computed in float32, too, even if training uses a
-    lower precision.
+    the scores do not depend on this number. Products are always computed in float32, even if training uses a lower
+    precision on a GPU.
     """
     network, source = ready(model, params), Source(inputs, labels, scale)
     if isinstance(network, OwnLoss):
@@ -110,12 +110,12 @@ def ready(model: nn.Module, params: Params) -> nn.Module:
 
 
 def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> Scores:
-    """Return the scores of the function ``logits_of``, which maps a batch of inputs to logits; see ``evaluate``."""
+    """Return the scores of a function from a batch of inputs to logits, ``logits_of``; see ``evaluate``."""
     threads = torch.get_num_threads()
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # each thread has its own number
+            torch.set_num_threads(threads)  # needed in each thread, because the setting is local to a thread
         with torch.inference_mode():
             logits = logits_of(batch)
             loss = functional.cross_entropy(logits, targets, reduction="sum").double()
@@ -146,8 +146,8 @@ def _score_own(network: OwnLoss, source: Source, inputs: torch.Tensor, labels: t
 class ClassCounts:
     """Numbers of records by class, three arrays of shape (classes,).
 
-    ``held``: the records of each class. ``predicted``: the records that are predicted as the class. ``right``: the
-    records of the class that are predicted as the class.
+    ``held``: the number of records of each class. ``predicted``: the number of records that are predicted as the class.
+    ``right``: the number of correct predictions of the class.
     """
 
     held: NDArray[np.int64]
@@ -229,8 +229,9 @@ class OverClients:
 
     ``mean``, ``deviation``: mean and standard deviation over all clients. ``worst_tenth``: the mean of the lowest
     tenth of the accuracies, where the number of clients in the tenth is rounded up. ``ascending``: all accuracies,
-    the lowest first. ``entropy``: -sum s log s over the shares s of the accuracies in their sum, in nats (Li et al.
-    2020). Equal accuracies, zeros included, have the largest entropy: the logarithm of the number of clients.
+    the lowest first. ``entropy``: -sum s log s in nats, where s is an accuracy divided by the sum of all accuracies (Li
+    et al. 2020). If all accuracies are equal, also if all are 0, the entropy has its largest value: the logarithm of
+    the number of clients.
     """
 
     mean: float
@@ -269,7 +270,7 @@ class Holdings:
     def of(cls, splits: Sequence[Parts], labels: NDArray[np.int64]) -> Self:
         """Return the number of records of each client and class, summed over ``splits``.
 
-        ``splits``: one or several ``Parts``, the record indices of all clients. ``labels``: the label of each
+        ``splits``: one or more ``Parts``, each with the record indices of all clients. ``labels``: the label of each
         record.
         """
         owners = np.concatenate([split.owners for split in splits])
@@ -281,9 +282,9 @@ class Holdings:
     def by_client(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return each client's accuracy: the mean of the class recalls, weighted by the client's class distribution.
 
-        This equals the test accuracy if test records are weighted by the client's class distribution. No test records
-        are sampled. Classes without test records (recall NaN) are ignored. A client whose records all belong to such
-        classes has accuracy NaN. The array ends at the last client with an accuracy that is not NaN.
+        This equals the accuracy on test records that are weighted by the client's class distribution. Classes without
+        test records (recall NaN) are ignored. A client whose records all belong to such classes has the accuracy NaN.
+        The array ends at the last client with an accuracy that is not NaN.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)
@@ -302,8 +303,8 @@ class Holdings:
 class OwnTests:
     """The assignment of test records to clients.
 
-    ``owners``: the client of each test record, or -1 for a test record of no client. ``num_clients``: the number of
-    all clients.
+    ``owners``: the client of each test record, or -1 if it belongs to no client. ``num_clients``: the number of all
+    clients.
     """
 
     owners: NDArray[np.int64]
@@ -315,11 +316,11 @@ class OwnTests:
     ) -> Self | None:
         """Return the assignment of test records to clients by groups of records, such as writers or domains.
 
-        A test record belongs to the client that has the training records of the same group. Several clients may have
-        training records of a group, and no records of other groups. Then the test records of the group are divided
-        equally among these clients, class by class. ``groups``: the group of each training record. ``tested`` and
-        ``labels``: the group and the label of each test record. ``shards``: the training records of each client.
-        Returns None if several clients share a group, and one of these clients also has records of another group.
+        A test record belongs to the client that has the training records of the same group. If several clients have the
+        training records of a group, its test records are divided equally among these clients, class by class.
+        ``groups``: the group of each training record. ``tested``: the group of each test record. ``labels``: the label
+        of each test record. ``shards``: the training records of each client. Returns None if several clients share a
+        group, and one of these clients also has records of another group.
         """
         known, numbers = np.unique(groups[shards.records], return_inverse=True)
         # Pairs (group, client), sorted by group, then by client.
@@ -355,7 +356,7 @@ class OwnTests:
         return found
 
     def accuracies(self, scores: Scores) -> NDArray[np.float64]:
-        """Return the accuracies of all clients with test records, on their own test records."""
+        """Return the clients' accuracies on their own test records, without clients that have no test records."""
         return known(self.by_client(scores))
 
 

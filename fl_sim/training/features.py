@@ -49,8 +49,8 @@ class Network:
         """Return the ``Batch`` (records, logits, features and models) that the loss terms receive.
 
         ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
-        features, computed with ``params``. The tensors that only one loss term needs are added later. A loss term can
-        call the network with other parameters, such as a teacher's. In such a call dropout is off.
+        features, computed with ``params``. Each loss term's own tensors are added later. A loss term can call the
+        network with other parameters, such as a teacher's. In such a call dropout is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -72,8 +72,8 @@ class Network:
 def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair (logits (n, classes), features (n, d)) of one forward pass of ``model``.
 
-    ``forward``: a function that runs the forward pass and returns the logits. Raises UserError unless the pass calls
-    the model's head exactly once.
+    ``forward``: a function that runs the forward pass and returns the logits. Raises UserError unless the forward pass
+    calls the model's head exactly once.
     """
     entering: list[torch.Tensor] = []
     hook = head_of(model).register_forward_pre_hook(lambda _, given: entering.append(given[0].flatten(1)))
@@ -108,7 +108,7 @@ def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels:
 def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return the sums of (n, d) features over the records of each class, shape (classes, d)."""
     of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
-    # On a GPU a matrix product adds in the same order each time, and index_add does not.
+    # On a GPU, a matrix product always adds in the same order, unlike index_add.
     return of_class.T.to(features.dtype) @ features
 
 
@@ -116,8 +116,8 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
     The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode.
-    Methods that need this number train the head alone. UserError is raised if this is impossible: the head needs other
-    inputs than features (n, d), or has no trainable parameters.
+    Methods that need this number train only the head. Raises UserError if the head cannot be trained separately: if it
+    has other inputs than the features (n, d), or no trainable parameters.
     """
     model.eval()
     head = head_of(model)
@@ -154,10 +154,10 @@ def features_of(
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Fréchet distance between two sets of vectors, of shapes (n, d) and (m, d); at least 0.
 
-    mu are the means and S the covariances of the sets. The distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1
-    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). The published measure FID uses features of a network that was trained on
-    ImageNet. So the distances of this function are not comparable with published values of FID. Sums are float64; n and
-    m must be at least 2.
+    With the means mu and the covariances S of the two sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1
+    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). Published values of this distance (FID) use features of a network that was
+    trained on ImageNet. So they are not comparable with the results of this function. Sums are float64; n and m must be
+    at least 2.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = _moments(first), _moments(second)
     root = _root(covariance_1)

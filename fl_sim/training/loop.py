@@ -50,8 +50,8 @@ Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair (normalised float32 inputs, int64 labels) of ``examples``.
 
-    ``mean`` and ``std`` are public constants of the data set. A byte b becomes (b / 255 - mean) / std. A float feature
-    x becomes (x - mean) / std.
+    A byte b becomes (b / 255 - mean) / std. A float feature x becomes (x - mean) / std. Here ``mean`` and ``std`` are
+    public constants of the data set.
     """
     inputs = torch.from_numpy(np.array(examples.inputs, order="C")).to(torch.float32)
     scale = Scale.of(dataset, examples.inputs.dtype, inputs.ndim)
@@ -72,7 +72,7 @@ def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Sour
 
 
 def stays_bytes(examples: Examples, device: torch.device) -> bool:
-    """Return True if ``resident`` keeps inputs as bytes: only on a GPU, because the compiled trainer needs float32."""
+    """Return True if ``resident`` keeps inputs as bytes: only on a GPU, because on a CPU the trainer needs float32."""
     return device.type != "cpu" and examples.inputs.dtype == np.uint8
 
 
@@ -87,10 +87,10 @@ def train(
     """Train one client for ``task.settings.num_steps(n)`` local steps from ``task.params``, and return the result.
 
     ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``) are
-    not trained. A frozen parameter has its value in ``task.params``, or its value in ``model`` if ``task.params`` lacks
-    it. ``inputs``: (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained. ``generator``:
-    the random generator for shuffling, image augmentation and mixing partners. Raises ValueError for tensors that do
-    not fit the model. Raises UserError for a plan with fields that no trainer supports.
+    not trained. The value of a frozen parameter comes from ``task.params``, or from ``model`` if ``task.params`` does
+    not contain it. ``inputs``: (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained.
+    ``generator``: the random generator for shuffling, image augmentation and mixing partners. Raises ValueError for
+    tensors that do not fit the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
     trained = trained_weights(model, plan)
@@ -109,7 +109,7 @@ def train(
         records = moved(inputs.index_select(0, batch), moves, augment, black)
         loss_of = partial(objective.loss, records, labels.index_select(0, batch), objective.partner(generator))
         for norm in norms:
-            # A batch of one record has no variance, so running statistics normalise the record.
+            # A batch of one record has no variance. In this case BatchNorm uses its running statistics.
             norm.train(len(batch) > 1)
         loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))
         descent.step(trained, gradients)
@@ -133,9 +133,9 @@ def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor
 class Descent:
     """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
 
-    ``anchor``: the received model. ``offset``, ``drift``, ``mask``: the plan's gradient offset, step offset and step
-    mask, empty if it has none. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. All
-    are {name: tensor}.
+    ``anchor``: the received model. ``offset``: the plan's gradient offset. ``drift``: its step offset. ``mask``: its
+    step mask. These three are empty if the plan has none. ``buffers``: the momentum buffers. ``moments``: the running
+    means of Adam and AdamW. All values are {name of a parameter: tensor}, or {name: ``Moments``}.
     """
 
     settings: LocalSettings
@@ -172,11 +172,11 @@ class Descent:
         for name, gradient in clipped(corrected, self.settings.clip_norm).items():
             before = weights[name].clone() if name in self.mask else None
             self._step(name, weights[name], gradient)
-            if before is not None:  # momentum, offsets and weight decay move masked numbers, too
+            if before is not None:  # restores masked numbers, which momentum, offsets and weight decay have changed
                 weights[name].copy_(torch.where(self.mask[name], weights[name], before))
 
     def _corrected(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        # Never in place: autograd may return the same tensor as the gradient of two parameters.
+        # No operation is in place, because autograd may return one tensor as the gradient of two parameters.
         if self.plan.gradient_scale != 1:
             gradient = gradient * self.plan.gradient_scale
         if self.offset:
@@ -276,9 +276,9 @@ class Objective:
 def batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each local step, the indices of its records and the random shifts of their images (augmentation).
+    """Yield (record indices, random shifts of the images) for each local step. The shifts are image augmentation.
 
-    All random numbers of an epoch are drawn at its beginning.
+    All random numbers of an epoch are drawn at the beginning of the epoch.
     """
     left = settings.num_steps(count)
     while left:
@@ -294,7 +294,7 @@ def _gradients(
     running: dict[str, torch.Tensor],
     ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and its gradients with respect to the weights on which it depends, as {name: gradient}.
+    """Return (loss, {name: gradient}), for those ``weights`` on which the loss depends.
 
     With an ``ascent`` (sharpness-aware minimisation), a second gradient is computed at the weights after the ascent
     step. The two gradients are then combined. The ``running`` statistics are updated only at the original weights.

@@ -1,8 +1,7 @@
-"""The parts of the training loss of a batch. These parts are used for one client and for several stacked clients.
+"""The parts of the training loss of a batch, for the training of one client and for stacked training.
 
-Stacked training means that many clients are trained in one computation. Stacked training pads smaller batches with
-records of weight 0. These padding records add nothing to the loss. No part of the loss computes an infinite number or
-NaN from padding records.
+Stacked training trains many clients in one computation. It pads smaller batches with records of weight 0, which add
+nothing to the loss. No part of the loss computes an infinite number or NaN from these padding records.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +27,7 @@ Slope: TypeAlias = Callable[
 """A function that computes the gradient of the cross-entropy with respect to the input, such as ``by_autograd``."""
 
 _FAR_BELOW = -1e30
-"""A finite number in place of minus infinity, for the logits of excluded classes.
-
-If all classes are excluded, a softmax of minus infinities would be NaN.
-"""
+"""The logit of excluded classes: a finite number, because a softmax over minus infinities only would be NaN."""
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -53,8 +49,8 @@ def by_autograd(
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
-    # The gradient of the sum contains each record's own gradient. The gradient of the mean over B records would be B
-    # times smaller.
+    # Row i of the sum's gradient is the gradient of record i's loss. With the mean over B records instead of the sum,
+    # it would be B times smaller.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
 
@@ -74,7 +70,7 @@ def mixed_losses(
 
     ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of
     the paper, the share of the averaged record. ``slope``: the function that computes the gradient by the input.
-    ``smoothing``: the label smoothing of the records' own labels and of the averaged labels; see
+    ``smoothing``: the label smoothing, for the records' own labels and for the class proportions; see
     ``cross_entropies``.
     """
     mean_input, mean_label = partner
@@ -89,7 +85,7 @@ def mixed_losses(
 
 
 def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
-    """Return the loss terms of the local plan with a weight other than 0.
+    """Return the local plan's loss terms whose weight is not 0.
 
     The algorithm's own loss term, if any, comes last.
     """
@@ -145,8 +141,8 @@ def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
 def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
     """Return ``loss``, a tensor of shape (), plus the values of all ``terms`` for ``batch``.
 
-    ``data``: the tensors of each term, on the device. Raises UserError unless a term returns a tensor of one number per
-    record, or of one number for the batch.
+    ``data``: the tensors of each term, on the device. Raises UserError if a term returns anything other than a tensor
+    with one number per record, or with one number for the batch.
     """
     count = len(batch.labels)
     for term, own in zip(terms, data, strict=True):
@@ -182,9 +178,9 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 
 
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
-    """Return the loss term ``Suppression``: one number for the batch, shape (), not one for each record.
+    """Return the loss term ``Suppression`` as one number for the whole batch, shape ().
 
-    The term is one number, because it contains the logarithm of a mean over the batch.
+    The term cannot be computed for each record, because it contains the logarithm of a mean over the batch.
     """
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
@@ -205,7 +201,7 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # One product with the difference, instead of two products: its gradient is exactly 0 if both models are equal.
+    # One product with the difference, not the difference of two products: its gradient is exactly 0 for equal models.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 
@@ -225,7 +221,7 @@ class _With:
     """A loss term: the call ``function(batch, *settings)`` with fixed settings.
 
     Two such objects are equal if function and settings are equal. So clients with equal loss terms can be trained in
-    one stack, that is in one computation.
+    one stack (one computation).
     """
 
     function: Callable[..., torch.Tensor]

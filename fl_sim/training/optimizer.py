@@ -14,7 +14,7 @@ BETAS = 0.9, 0.999
 EPSILON = 1e-8
 
 _TINY_ASCENT = 1e-12
-"""An ascent step divides by the length of a gradient plus this number. So a length of 0 does not give NaN."""
+"""An ascent step divides by the norm of a gradient plus this number, so that a norm of 0 does not give NaN."""
 
 _TINY_NORM = 1e-6
 """A number that clipping adds to the norm of gradients to avoid division by 0.
@@ -62,8 +62,7 @@ def ascent_of(plan: LocalPlan) -> Ascent | None:
     """Return the plan's ascent step (sharpness-aware minimisation).
 
     Return None if the plan has no ascent step, or an ascent step without effect. An ascent step has no effect if its
-    ``radius`` or its ``share`` is 0. ``radius`` sets the length of the step. ``share`` is the weight of the gradient
-    after the step.
+    ``radius`` (the length of the step) or its ``share`` (the weight of the gradient after the step) is 0.
     """
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None
@@ -78,8 +77,8 @@ def uphill(
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
-    # keepdim=True, because under vmap products with a tensor of shape () copy numbers to the device. CUDA graphs do not
-    # allow such copies.
+    # keepdim=True, because under vmap a product with a tensor of shape () copies numbers to the device. CUDA graphs do
+    # not allow such copies.
     length = torch.linalg.vector_norm(torch.cat([value.flatten() for value in scaled]), dim=0, keepdim=True)
     reach = ascent.radius / (length + _TINY_ASCENT)
     return {name: weights[name] + (reach * step.flatten()).view_as(step) for name, step in steps.items()}
@@ -99,7 +98,7 @@ def blended(
 
 
 def clipped(gradients: Mapping[str, torch.Tensor], clip_norm: float) -> dict[str, torch.Tensor]:
-    """Return ``gradients``, scaled down together if their joint L2 norm exceeds ``clip_norm``; 0 means no clipping."""
+    """Return ``gradients``, all scaled down to the joint L2 norm ``clip_norm`` if it is above; 0 means no clipping."""
     if not clip_norm:
         return dict(gradients)
     # keepdim=True: see ``uphill``

@@ -1,4 +1,4 @@
-"""The user's own metrics of a model: a function computes them from the model and from test records."""
+"""The user's own metrics of a model, computed by a user's function from the model and test records."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ OwnMetrics: TypeAlias = Callable[[int, nn.Module, TensorDataset], Mapping[str, f
 """A function of the user that computes metrics: (round, model, test records) -> {name: number}."""
 
 LONGEST_NAME: Final = 100
-"""The largest number of letters in the name of a metric."""
+"""The largest number of characters in the name of a metric."""
 
 
 def metrics_at(path: str) -> dict[str, OwnMetrics]:
-    """Return {setting with its value: function} for the setting ``evaluate.metrics``; empty for "none"."""
+    """Return {"evaluate.metrics=PATH": function} for the value ``path`` of this setting; empty for "none"."""
     return {} if path == "none" else {f"evaluate.metrics={path}": load_object(path, "evaluate.metrics")}
 
 
@@ -32,10 +32,10 @@ def measured_by(
 ) -> dict[str, float]:
     """Return the metrics that the user's ``function`` computes after a round, {name: number}.
 
-    ``what``: the name of the function for error messages. ``model``: a copy for the function alone, in evaluation mode.
-    ``test``: a copy of the records. The global random generators are seeded by ``seed``, ``what``, the round and the
-    ``keys``, such as the number of a client. Raises RunError for an error in the function, with its file and line, and
-    for invalid metrics (``checked_metrics``).
+    ``what``: the name of the function for error messages. ``model``: a copy of the model that only the function uses,
+    in evaluation mode. ``test``: a copy of the records. The global random generators are seeded by ``seed``, ``what``,
+    the round and the ``keys``, such as the number of a client. Raises RunError for an error in the function, with its
+    file and line, and for invalid metrics (``checked_metrics``).
     """
     with seeded_alone(seed, what, server_round, *keys), error_context(what), torch.no_grad():
         returned = function(server_round, model, test)
@@ -43,7 +43,7 @@ def measured_by(
 
 
 def checked_metrics(returned: object, what: str, server_round: int) -> dict[str, float]:
-    """Return further metrics of a round as floats, {name: number}.
+    """Return the metrics in ``returned`` as floats, {name: number}.
 
     ``what``: the name of the function that returned the metrics, for the error message. Raises RunError for a value
     that is not a finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.

@@ -1,10 +1,10 @@
-"""Sums of clipped per-record gradients, in two ways with the same results up to float32 rounding.
+"""Sums of clipped per-record gradients, by two functions with the same results up to float32 rounding.
 
 ``by_layers`` is for models of linear layers, convolutions and group norms. One backward pass gives, for each layer, its
-inputs a and the gradients d of its outputs. The gradient of a linear layer's weights for one record is the product of
-its d and a. So its norm is |d| |a|, and the weighted sum over records is one matrix product: no per-record gradient is
-stored (Goodfellow 2015; "ghost clipping", Li et al. 2022, section 4). ``by_records`` is for all other models. It
-computes the gradient of every record from that record alone, so no layer can mix records.
+inputs a and the gradients d of its outputs. For one record, the gradient of a linear layer's weights is the outer
+product of d and a. So its norm is |d| |a|, and the weighted sum over records is one matrix product: no per-record
+gradient is stored (Goodfellow 2015; "ghost clipping", Li et al. 2022, section 4). ``by_records`` is for all other
+models. It computes the gradient of every record from this record only, so no layer can mix records.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,20 +27,20 @@ from fl_sim.types import Params
 ClippedSum: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], NDArray[np.float64]]
 """A function (inputs (b, *input shape), labels (b,), limit) -> the sum of the records' gradients, shape (size,).
 
-The L2 norm of each gradient is first bounded by ``limit``, over all trained parameters together, as ``Clipping``
-describes. A gradient that is not finite counts as zeros. ``size`` is the number of all trained parameters. The sum is
-computed in float64.
+Each gradient, over all trained parameters, is first clipped to the L2 norm ``limit``, as ``Clipping`` describes. A
+gradient that is not finite counts as zeros. ``size`` is the number of all trained parameters. The sum is computed in
+float64.
 """
 
 _MOST_NUMBERS: Final = 2**24
-"""The largest amount of per-record gradients in memory at the same time: 64 MiB."""
+"""The largest number of float32 numbers in the per-record gradients that are in memory at the same time: 64 MiB."""
 
 _PLAIN: Final = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
     nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Linear, nn.Conv2d, nn.GroupNorm,
     models.ResidualBlock,
 }  # fmt: skip
-"""Classes of modules that compute each record's outputs from this record alone."""
+"""Classes of modules that compute each record's outputs only from this record."""
 
 
 def clipped_sum_of(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
@@ -67,7 +67,7 @@ def _has_rule(module: nn.Module) -> bool:
 
 
 def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function for models of linear layers, convolutions and group norms that call each layer once."""
+    """Return the function for models of linear layers, convolutions and group norms. Each layer must be called once."""
     owners = {name.rpartition(".")[0] for name in trained}  # other layers are frozen and have no gradients
     layers = {name: part for name, part in model.named_modules() if name in owners}
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
@@ -117,7 +117,7 @@ class _Part:
         return squares if self.right is None else squares * self.right.square().sum(dim=1)
 
     def summed(self, factors: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all gradients, each times its factor; gradients with factor 0 are left out, also if NaN."""
+        """Return the sum of factor * gradient over all records. Gradients with factor 0 are left out, even if NaN."""
         kept = factors > 0
         left, factors = self.left[kept], factors[kept]
         if self.right is None:
@@ -153,10 +153,10 @@ def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tens
 
 
 def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function for any model, which computes the gradient of each record from that record alone.
+    """Return the function for any model, which computes the gradient of each record only from this record.
 
-    All records are computed together (``vmap``). A model with a layer that does not allow this, such as a GRU, is
-    computed record by record.
+    ``vmap`` computes all gradients in one computation. If a layer of the model does not support ``vmap``, such as a
+    GRU, the gradients are computed record by record.
     """
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     rest = {name: value for name, value in everything.items() if name not in trained}
@@ -173,7 +173,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
-    # Before the first batch with records, it is unknown whether ``vmap`` works. Recurrent layers have no batching rule.
+    # None: unknown until the first batch with records. Under ``vmap``, recurrent layers never work.
     works: bool | None = False if any(isinstance(part, nn.RNNBase) for part in model.modules()) else None
 
     def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -214,12 +214,12 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
 def _factors(
     squares: Sequence[torch.Tensor], shares: Sequence[float], stability: float, limit: float
 ) -> list[torch.Tensor]:
-    """Return the factor of each record for each part of the gradient, shape (b,).
+    """Return the clipping factors, (b,) for each part of the gradient. A part is a group of parameters.
 
-    ``squares``: the squared norms of the parts, (b,) each. ``shares``: the largest norm of each part, divided by
-    ``limit``. Without ``stability``, a factor is 1 up to the largest norm, and the largest norm divided by the norm
-    above it. With ``stability``, it is the largest norm divided by (norm + ``stability``), as ``Clipping`` describes.
-    All factors of a record are 0 if one of its parts is not finite.
+    ``squares``: the squared norms of the parts, (b,) each. ``shares``: the clipping norm of each part, divided by
+    ``limit``. Without ``stability``, a factor is min(1, clipping norm / norm). With ``stability``, it is clipping norm
+    / (norm + ``stability``), as ``Clipping`` describes. If one part of a record's gradient is not finite, all factors
+    of the record are 0.
     """
     norms = [square.sqrt() for square in squares]
     is_finite = torch.stack(norms).isfinite().all(dim=0)

@@ -1,11 +1,11 @@
 """DP-SGD (Abadi et al. 2016, algorithm 1): local steps that are private for each record of a client.
 
-The compiled trainer or PyTorch takes the steps. Both have the same batches and the same noise. Their clipped sums are
+The compiled trainer or PyTorch executes the steps. Both use the same batches and the same noise. Their clipped sums are
 equal up to float32 rounding.
 
-Adjacency: one record is replaced by nothing, while the number of records stays public. In both cases batches, gradients
-of all other records, and their order are equal, because each gradient is computed from one record alone, at the same
-place of its batch. So a step's sum of clipped gradients changes by at most the clipping norm.
+Adjacency: one record is replaced by nothing, while the number of records stays public. The batches, the gradients of
+all other records, and their order do not change, because each gradient is computed from only one record, at the same
+place of its batch. So the sensitivity of a step's sum of clipped gradients is the clipping norm.
 """
 
 from dataclasses import dataclass
@@ -34,9 +34,10 @@ TAKES = frozenset({
     "optimizer", "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "trained",
     "private", "step_mask",
 })  # fmt: skip
-"""The supported fields of LocalSettings and LocalPlan: those that act on the noisy gradient, and label smoothing.
+"""The fields of LocalSettings and LocalPlan that private steps support: those that change only the noisy gradient.
 
-A plan with ``phases`` is trained phase by phase, each with a plan of its own (``LocalJob.in_phase``).
+Label smoothing is supported, too. A plan with ``phases`` is trained phase by phase; each phase has its own plan
+(``LocalJob.in_phase``).
 """
 
 COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
@@ -44,7 +45,7 @@ COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
 
 
 def unsupported(plan: LocalPlan, settings: LocalSettings) -> list[str]:
-    """Return the names of the fields in use that private steps do not support, sorted."""
+    """Return the sorted names of the fields that are in use, but that private steps do not support."""
     return sorted((fields_in_use(plan) | fields_in_use(settings)) - TAKES - {"phases"})
 
 
@@ -62,7 +63,7 @@ def sampling_rate(settings: LocalSettings, num_records: int) -> float:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The numbers of a client's private steps that do not depend on its records, only on their public number.
+    """The constants of a client's private steps. They depend on the public number of its records, not on the records.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
     number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a
@@ -78,7 +79,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, layout: Layout) -> Self:
-        """Return the numbers for ``count`` records. Raises UserError for noise that is too coarse for the model.
+        """Return the constants for ``count`` records. Raises UserError if the noise is too coarse for the model.
 
         ``layout``: the names and shapes of the trained parameters.
         """
@@ -89,7 +90,7 @@ class StepPlan:
 
 
 def is_compiled(stack: Stack, plan: LocalPlan, settings: LocalSettings) -> bool:
-    """Return True if the compiled trainer supports the private steps of a plan: its fields, its noise, the model."""
+    """Return True if the compiled trainer supports private steps of this model with the plan's fields and noise."""
     asked = fields_in_use(plan) | fields_in_use(settings)
     is_known = plan.private is not None and type(plan.private.noise) is Noise
     return is_known and asked <= COMPILED and private_steps.is_supported(stack)

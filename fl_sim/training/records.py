@@ -35,8 +35,8 @@ class Scale:
     def to(self, device: torch.device) -> "Scale":
         """Return the same normalising constants on ``device``.
 
-        The constants stay tensors. PyTorch would replace a division by a Python number with a product by the
-        reciprocal, with other rounding.
+        The constants stay tensors. PyTorch would compute a division by a Python number as a multiplication by the
+        reciprocal, which is rounded differently.
         """
         return Scale(self.offset.to(device), self.divisor.to(device))
 
@@ -59,7 +59,7 @@ class Source:
     scale: Scale | None = None
 
     def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, some rows of ``self.inputs`` with any leading axes, as normalised float32."""
+        """Return ``inputs``, taken from ``self.inputs``, as normalised float32. They may have further leading axes."""
         return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Records:
         return Records(self.parts + other.parts)
 
     def none(self) -> "Records":
-        """Return an empty set of records that has the same sources."""
+        """Return an empty ``Records`` with the same sources."""
         return Records(tuple((source, rows[:0]) for source, rows in self.parts))
 
     @property
@@ -105,7 +105,7 @@ class Records:
         return self.parts[0][0].inputs.device
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pair (normalised float32 inputs, labels), without a copy if one source has such tensors."""
+        """Return (normalised float32 inputs, labels), without a copy if there is one source with float32 inputs."""
         inputs, labels = [], []
         for source, rows in self.parts:
             inputs.append(source.normalised(source.inputs[rows.start : rows.stop]))
@@ -118,7 +118,7 @@ class Records:
         return tuple(torch.bincount(labels, minlength=num_classes).tolist())
 
     def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
-        """Return the row indices of these records if all sources are concatenated.
+        """Return the row indices of these records in the concatenation of all sources.
 
         ``first_of``: {source: the index of its first row in the concatenation}.
         """
@@ -169,9 +169,9 @@ def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: to
 def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterator[None]:
     """Set PyTorch's ``precision`` of products within the ``with`` block, and restore the settings afterwards.
 
-    On a GPU "float32" means all 24 bits, also in convolutions, for which PyTorch's default is TF32. "tf32" rounds
-    the factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits, forward and
-    backward. Weights and optimizer steps stay float32. On a CPU "float32" and "tf32" change nothing, so several
+    On a GPU "float32" means all 24 bits, even in convolutions (PyTorch's default for convolutions is TF32). "tf32"
+    rounds the factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits in forward and
+    backward passes. Weights and optimizer steps stay float32. On a CPU "float32" and "tf32" change nothing, so several
     threads may use this function at once.
     """
     if device.type == "cpu" and precision != "bfloat16":
@@ -188,7 +188,7 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
 
 
 _LEGACY = not hasattr(torch.backends.cudnn, "conv")
-"""True for PyTorch before 2.9. A newer PyTorch does not allow a program to use the old and the new settings."""
+"""True for PyTorch before 2.9. In a newer PyTorch, a program must not use both the old and the new settings."""
 _NAME, _TF32, _IEEE = ("allow_tf32", True, False) if _LEGACY else ("fp32_precision", "tf32", "ieee")
 _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn))
 

@@ -1,10 +1,9 @@
 """Trains many clients in one computation on a GPU, where the launches of GPU kernels take most of the time.
 
-The parameters of these clients are stacked: each parameter is one tensor with an axis for clients. The clients that are
-trained together are called a stack. For each client the result equals that of ``fl_sim.training.loop.train`` up to
-float32 rounding. Clients are sorted by their number of steps, the largest first. Clients with few steps finish earlier.
-So the clients that are still in training are always the first in the stack. Only the smaller last batch of an epoch is
-padded, with records of weight zero.
+The clients that are trained together are called a stack. Each of their parameters is one tensor with an axis for
+clients. For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are
+sorted by their number of steps, the largest first. So the clients that are still in training are always the first in
+the stack. Padding, by records of weight zero, is needed only for the smaller last batch of an epoch.
 """
 
 import warnings
@@ -33,34 +32,31 @@ The step must use the same memory addresses at each call.
 """
 
 SAME_STEP = 0.01
-"""The largest accepted difference between the results of a CUDA graph and of the plain PyTorch step.
+"""The largest accepted difference between a tensor after a CUDA graph and after the plain PyTorch step.
 
-The difference is relative to the change that the step makes to the tensors.
+The difference is divided by the change of the tensor in the step.
 """
 
 ROUNDING = 2.0**-22
-"""The largest accepted rounding error of a CUDA graph, relative to the numbers: four float32 rounding errors."""
+"""The largest accepted relative rounding error of a CUDA graph: four float32 rounding errors."""
 
 PLAIN_STEPS = 8
-"""The number of plain PyTorch steps before a CUDA graph is captured, counted for each number of clients in a step.
+"""The number of plain PyTorch steps before the capture of a CUDA graph. Each number of clients has its own count.
 
 The capture of a graph takes as long as about six plain steps.
 """
 
 WARM_UP_STEPS = 3
-"""The number of steps before the capture of a graph.
-
-In these steps libraries initialise, as PyTorch's documentation requires.
-"""
+"""The number of steps before the capture of a graph. PyTorch's documentation requires them to initialise libraries."""
 
 
 class Launcher:
     """Executes optimizer steps for the first clients of a stack, if possible as one launch of a CUDA graph.
 
-    Graphs exist for a few numbers of clients only (``width_for``). A step for another number of clients uses the graph
-    of the next larger number. This graph leaves the surplus clients unchanged. A graph is captured after
-    ``plain_steps`` plain steps with its number of clients. A capture may fail, or the result of a graph may differ from
-    the result of the plain step. Then the launcher warns and uses plain steps from then on.
+    Graphs exist only for a few numbers of clients (``width_for``). A step for another number of clients uses the graph
+    for the next larger number, and leaves the surplus clients unchanged. A graph is captured after ``plain_steps``
+    plain steps with its number of clients. If a capture fails, or if the result of a graph differs from the result of
+    the plain step, the launcher warns and uses only plain steps from then on.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -92,7 +88,7 @@ class Launcher:
     def _record(self, capture: Capture, width: int, active: int) -> None:
         """Execute one step by a new CUDA graph and by plain PyTorch. Keep the graph if both results agree.
 
-        The result of the plain step is kept in any case.
+        The step's final result is always that of plain PyTorch.
         """
         before = self._copied()
         self._step.active.zero_()  # no client is in training, so the steps of a capture change nothing
@@ -126,8 +122,8 @@ class Launcher:
 def width_for(active: int, capacity: int) -> int:
     """Return a number of clients, at least ``active``, for which there is a CUDA graph.
 
-    CUDA graphs exist for ``capacity`` clients, for a half of it, for a quarter, ... (rounded up), so that few graphs
-    suffice. The smallest of these numbers that is at least ``active`` is returned.
+    To need few graphs, they exist only for ``capacity`` clients, for half of this number, a quarter, ... (rounded up).
+    The smallest of these numbers that is at least ``active`` is returned.
     """
     width = capacity
     while width > 1 and (width + 1) // 2 >= active:
@@ -157,9 +153,9 @@ class StackedTrainer:
 
     ``model``: provides the architecture; the model must draw no random numbers, and must treat every record separately
     (no batch statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by
-    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph. Before, it executes
-    ``plain_steps`` plain steps with the same records, kind of plan and number of clients. ``capture``: the function
-    that captures a graph. Several threads must not use one trainer at the same time.
+    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain
+    steps with the same records, kind of plan and number of clients. ``capture``: the function that captures a graph.
+    Several threads must not use one trainer at the same time.
     """
 
     def __init__(
@@ -250,7 +246,7 @@ class StackedTrainer:
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
         """Return a ``StackedStep`` and its launcher for ``jobs``.
 
-        The step and launcher of the last call are used again if they fit these jobs, else new ones are made.
+        The step and the launcher of the last call are used again if they fit these jobs. Otherwise new ones are made.
         """
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher

@@ -2,7 +2,7 @@
 
 For a CUDA graph, a step must use the same memory addresses each time. So all inputs and results are in buffers that
 stay at their addresses for all steps and rounds. The step allocates no lasting memory and never waits for the device.
-The step reads the clients, their records and the number of clients still in training from these buffers only.
+It reads all its inputs, such as records and the number of clients still in training, only from these buffers.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -47,11 +47,11 @@ TAKES = frozenset({
 class Kind:
     """The settings that all clients of one stack share. These settings determine the operations of a step.
 
-    ``warm``: True if the plans have momentum buffers to start from. ``offset``, ``drift``, ``proximal``: True if the
-    plans have gradient offsets, step offsets, a proximal term. ``mixing``: identifies the mixing pool (FedMix's
-    averaged records) and its settings. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for
-    each loss term, its function and the names, shapes and types of its data. ``trained``: the names of the parameters
-    to train; None means all.
+    ``warm``: True if the plans have initial momentum buffers. ``offset``: True if the plans have gradient offsets.
+    ``drift``: True if they have step offsets. ``proximal``: True if they have a proximal term. ``mixing``: identifies
+    the mixing pool (FedMix's averaged records) and its settings. ``adjusting``: the shapes of the scale and shift of
+    the logits. ``terms``: for each loss term, its function and the names, shapes and types of its data. ``trained``:
+    the names of the parameters to train; None means all.
     """
 
     layout: Layout
@@ -80,7 +80,7 @@ class Kind:
         ``proximal``: True if any client of the round has a proximal term.
         """
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
-        # id: two plans share a stack only if their mixing pools are the same objects.
+        # id(...), because plans may share a stack only if their mixing pools are the same objects in memory.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
         terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(
@@ -104,8 +104,8 @@ class StackedStep:
     The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
     ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (capacity,),
     indices of averaged records in the mixing pool (FedMix). ``moves``: (capacity, batch, 3), the shifts and mirroring
-    of images. ``active``: the number of clients in training. If ``padded`` is True, a step may include more clients.
-    Clients with numbers from ``active`` on then stay unchanged.
+    of images. ``active``: the number of clients in training. ``padded``: True if a step may include more than
+    ``active`` clients. Such a step does not change the surplus clients.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class StackedStep:
         self.losses.zero_()
 
     def __call__(self, width: int) -> None:
-        """Execute a step for the first ``width`` clients, which are all in training unless ``padded`` is True."""
+        """Execute a step for the first ``width`` clients. Unless ``padded`` is True, all must still be in training."""
         live = self._places[:width] < self.active if self.padded else None
         rows = self.rows[:width]
         inputs = self._source.normalised(self._source.inputs[rows])
@@ -282,7 +282,7 @@ class StackedStep:
     def _moved_by_the_loss(self) -> list[str]:
         """Return the names of the parameters that the loss depends on.
 
-        All other parameters stay unchanged. Not even weight decay changes them, as in PyTorch's optimizers.
+        All other parameters stay unchanged: as in PyTorch's optimizers, not even weight decay changes them.
         """
         weights = placed_in(self._network.model, dict(self.kind.layout).keys())
         named = trainable(self._network.model)
@@ -311,7 +311,7 @@ def _slope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
 
-    The results can be differentiated once more, under ``vmap``; ``losses.by_autograd`` is the same for one client.
+    The results can be differentiated once more, also under ``vmap``. For one client, use ``losses.by_autograd``.
     """
 
     def total(records: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -54,7 +54,7 @@ class LocalJob:
     seed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the plan trains unknown parameters, or none. Most trainers would report no error."""
+        """Raise ValueError if the plan trains unknown or no parameters, because most trainers do not check this."""
         for names in (self.plan.trained, *(phase.names for phase in self.plan.phases)):
             if names is not None and not (names and names <= self.task.params.keys()):
                 unknown = ", ".join(sorted(names - self.task.params.keys())) or "no parameter"
@@ -108,10 +108,7 @@ class LocalTrainer(Protocol):
 
 @runtime_checkable
 class Training(Protocol):
-    """The interface of an algorithm with its own trainers.
-
-    A worker tries the algorithm's trainers before fl-sim's trainers.
-    """
+    """The interface of an algorithm with its own trainers. A worker asks these trainers before fl-sim's trainers."""
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
         """Return the algorithm's trainers. ``model``: provides the architecture; its weights may be overwritten."""
@@ -124,9 +121,9 @@ class Trainer:
     ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
     always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
     ``kernel.has_bfloat16`` is True. Several threads may call a Trainer. The compiled trainer runs in all threads in
-    parallel. PyTorch also runs in all threads if the model draws no random numbers. Then each thread has a copy of the
-    model. PyTorch trains one client at a time in two cases. The first case is dropout, which uses the global generator
-    of the process. The second case is an algorithm's loss that drew random numbers at its first use.
+    parallel. PyTorch also runs in all threads, with one copy of the model per thread, if the model draws no random
+    numbers. PyTorch trains one client at a time in two cases: if the model has dropout, which uses the global generator
+    of the process, or if an algorithm's loss drew random numbers at its first use.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -157,14 +154,11 @@ class Trainer:
     def has_compiled_private_steps(
         self, input_shape: tuple[int, ...], plan: LocalPlan, settings: LocalSettings
     ) -> bool:
-        """Return True if the compiled trainer takes the private steps of ``plan``, one client after another."""
+        """Return True if the compiled trainer supports the private steps of ``plan``."""
         return plan.private is not None and self._privately_taken(input_shape, plan, settings) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return the reason why PyTorch trains this model faster than the compiled trainer.
-
-        The reason is empty if PyTorch is not faster.
-        """
+        """Return the reason why PyTorch trains this model faster than the compiled trainer; empty if it does not."""
         self._stack(input_shape)
         return self._slower[input_shape]
 
@@ -181,7 +175,7 @@ class Trainer:
         return self._draws_nothing and not all_norms_in(self._model) and not is_recurrent
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
-        """Train clients one after another, in as few calls of the compiled trainer as possible; return the results."""
+        """Train the clients of all jobs, with as few calls of the compiled trainer as possible; return the results."""
         return self.prepare(jobs)()
 
     def prepare(self, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
@@ -251,10 +245,10 @@ class Trainer:
         scale: Scale | None = None,
         workers: int = 1,
     ) -> Scores:
-        """Return the scores of a model with weights ``params``.
+        """Return the scores of the model with weights ``params``, equal to ``evaluation.evaluate`` up to rounding.
 
-        The scores equal the scores of ``evaluation.evaluate`` up to rounding. The scores do not depend on the number of
-        ``workers`` (threads). If the compiled code gives a loss that is not finite, PyTorch computes the scores.
+        The scores do not depend on the number of ``workers`` (threads). If the compiled code gives a loss that is not
+        finite, PyTorch computes the scores.
         """
         if (logits_of := self._compiled(params, inputs)) is not None:
             scores = score(logits_of, inputs, labels, workers=workers)
@@ -291,17 +285,17 @@ class Trainer:
 
     @cached_property
     def _frozen(self) -> Params:
-        """The frozen parameters of the model, for the compiled trainer, which computes with all parameters."""
+        """The frozen parameters of the model. The compiled trainer needs them, because it uses all parameters."""
         return frozen_in(self._model)
 
     @property
     def _head_is_last(self) -> bool:
-        """True if the model's head is its last linear layer, whose inputs the compiled trainer returns as features."""
+        """True if the head is the last linear layer. The compiled trainer's features are the inputs of this layer."""
         linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
         return bool(linear) and head_of(self._model) is linear[-1]
 
     def _compiled(self, params: Params, inputs: torch.Tensor, rows: Rows = "logits") -> LogitsOf | None:
-        """Return a compiled function that computes ``rows`` (logits or features) of records.
+        """Return a compiled function from records to ``rows``, their logits or features.
 
         Returns None if the compiled trainer does not support the model or the inputs, or if ``params`` contain infinite
         numbers or NaN.
@@ -383,10 +377,10 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Completion:
-    """Adds a model's ``frozen`` parameters to jobs of the compiled trainer, and takes them out of its results.
+    """Adds a model's ``frozen`` parameters to jobs of the compiled trainer, and removes them from its results.
 
-    Clients receive and return only the trained parameters, and the compiled trainer computes with all of them. Clients
-    with the same received model share one completed model.
+    The compiled trainer needs all parameters, but clients receive and return only the trained parameters. Clients with
+    the same received model share one completed model.
     """
 
     frozen: Params
@@ -397,7 +391,7 @@ class Completion:
         return replace(task, params=self._with(task.params)) if self.frozen else task
 
     def plan(self, plan: LocalPlan, received: Params) -> LocalPlan:
-        """Return the plan for all parameters; those in ``frozen`` are not trained. ``received``: the received model."""
+        """Return the plan for all parameters, in which ``frozen`` ones are not trained. ``received``: the model."""
         if not self.frozen:
             return plan
         zeros = zeros_like(self.frozen)
@@ -433,7 +427,7 @@ class Completion:
 def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained:
     """Train one client by PyTorch.
 
-    Private steps draw random numbers from the client's own source. All other steps draw them from the job's generator.
+    Private steps draw random numbers from the source in ``plan.private``, all other steps from the job's generator.
     """
     if job.plan.private is None:
         return train(model, job.task, job.plan, inputs, labels, job.generator)
@@ -443,9 +437,9 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Return True if ``module`` is known to draw no random numbers; False for every other module class of the user.
+    """Return True if ``module`` surely draws no random numbers; False for a user's class that does not declare this.
 
-    A module of the user may declare this by the attribute ``draws_random_numbers``.
+    A user's class declares this by the attribute ``draws_random_numbers = False``.
     """
     kind = type(module)
     if isinstance(module, nn.RNNBase):
