@@ -60,7 +60,7 @@ def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = 
 
 
 def task_of(client: Client) -> ClientTask:
-    """Return the task that the message to ``client`` names, and set PyTorch's number of threads for it.
+    """Return the task whose name is in the message to ``client``. Also set PyTorch's number of threads.
 
     Raises RunError if the experiment has no such task, or if the client's policy forbids the task.
     """
@@ -189,7 +189,7 @@ def discreet(message: Message, context: Context, call_next: Callable[[Message, C
 
 
 class _Reader:
-    """A reader of messages to clients. It unpacks the broadcast, which all messages of a round share, only once."""
+    """Reads messages to clients. All messages of a round share the broadcast, so it is unpacked only once."""
 
     def __init__(self, runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> None:
         self._runtime_of = runtime_of

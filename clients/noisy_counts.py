@@ -1,9 +1,9 @@
 """The client task that sends the number of a model's correct predictions on the client's test records, with noise.
 
-The model is the client's own. The privacy unit is one test record of the client. Adjacency is zero-out: one record is
-replaced by nothing, while the number of test records stays public. The sensitivity of the count is 1. So one count with
-Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts cost k such
-mechanisms (adaptive composition).
+The model is the client's own model. The privacy unit is one test record of the client. Adjacency is zero-out: one
+record is replaced by nothing, while the number of test records stays public. The sensitivity of the count is 1. So one
+count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts cost
+k such mechanisms (adaptive composition).
 
 The client's training records and test records are disjoint. The measured model depends only on results that the private
 training has already released. So a count has no privacy cost for a training record, and training has no cost for a test
@@ -95,8 +95,8 @@ class CountPrivately:
         scores = self.measuring.measured(client, tests.none())[OWN].scores(*tests.tensors())
         if scores.counts is not None:
             raise UserError(
-                "evaluate.clients counts several predictions for each record of this model, and noisy counts are for "
-                "one prediction a record: leave evaluate.clients out"
+                "evaluate.clients counts several predictions for each record of this model, but noisy counts support "
+                "only one prediction per record: leave evaluate.clients out"
             )
         cost, server_round = counting_cost(self.protection, self.times), client.config.server_round
         noise = Releases(COUNTED, self.protection.noise, self.run_digest).paid(client, server_round, cost)

@@ -112,8 +112,8 @@ class Policy:
         """
         if not _POOL.fullmatch(Path(path).name):
             raise RunError(
-                "this client's policy allows training on a pool of synthetic records alone, and the server names a "
-                "file without the name of such a pool: use a file that fl-sim made, synthetic-<digest>.safetensors"
+                "this client's policy allows training only on a pool of synthetic records, and the server names a file "
+                "without the name of such a pool: use a file that fl-sim made, synthetic-<digest>.safetensors"
             )
 
     def check_training(self, *, own_records: bool) -> None:

@@ -29,7 +29,7 @@ def check_drawn(beta: float, min_size: int | None) -> None:
 
     Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6 and ``min_size`` is at least 0, or None (not set).
     """
-    if not 0 < beta <= MAX_BETA:  # written so that NaN is refused, too
+    if not 0 < beta <= MAX_BETA:  # this form also refuses NaN
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")

@@ -71,7 +71,7 @@ class OverSplit:
     def __post_init__(self) -> None:
         if self.k < 2:
             raise ImpossibleSplit(
-                f"{self._name}: k={self.k} groups: at least 2, or take the partition of `over` by itself"
+                f"{self._name}: k={self.k} groups: take at least 2, or take the partition in `over` directly"
             )
         _check_inner(self._name, self.over)
 
@@ -148,7 +148,7 @@ class Rotate(OverSplit):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k not in (2, 4):
-            raise ImpossibleSplit(f"rotate: k={self.k} groups: take 4 (quarter turns) or 2 (half turns); others blur")
+            raise ImpossibleSplit(f"rotate: k={self.k}: take 4 (quarter turns) or 2 (half turns); other angles blur")
 
     @property
     def title(self) -> str:
@@ -256,7 +256,7 @@ class PermuteLabels(OverSplit):
         del shape
         if math.factorial(min(num_classes, 20)) < self.k:
             raise ImpossibleSplit(
-                f"permute-labels:{self.k} gives each group another permutation of the classes, and {num_classes} "
+                f"permute-labels:{self.k} gives each group a different permutation of the classes, and {num_classes} "
                 f"classes have only {math.factorial(num_classes)}: use a smaller k"
             )
 
@@ -315,7 +315,7 @@ class Domain:
         numbers, domain_of = np.unique(groups, return_inverse=True)
         num_domains = len(numbers)
         if num_domains == 1:
-            raise ImpossibleSplit("all records have the same source: take the partition of `over` by itself")
+            raise ImpossibleSplit("all records have the same source: take the partition in `over` directly")
         if num_partitions < num_domains:
             raise ImpossibleSplit(
                 f"its records come from {num_domains} domains; use at least {num_domains} clients, or "

@@ -141,7 +141,7 @@ class ShortenedGenerator(Protocol):
     """A generator whose time can be forecast from a shorter training."""
 
     def shortened(self, steps: int) -> tuple[Generator, float]:
-        """Return a generator with at most ``steps`` steps, and its approximate share of the full training's time."""
+        """Return (a generator with at most ``steps`` steps, its training time divided by the full training time)."""
         ...
 
 

@@ -54,7 +54,8 @@ class _Selection(Settings):
     without records gets synthetic records. Selected numbers below the resulting threshold are set to 0; the value 1
     keeps all numbers. ``least_share``: selected numbers below this share of the client's largest selected number are
     set to 0 as well; the value 0 keeps all numbers. For a class with very few records, a generator would make noise
-    with wrong labels. Both rules read only the selected numbers, so they have no privacy cost.
+    with wrong labels. Both rules (``false_positive``, ``least_share``) have no privacy cost: they read only selected
+    numbers.
     ``largest``: R, the largest number of synthetic records of one class (None: gamma times the public bound on a
     class's records, see ``largest_count``).
     """

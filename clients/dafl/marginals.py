@@ -42,7 +42,7 @@ Edge: TypeAlias = tuple[int, int]
 
 _UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
 _STEPS: Final = 1000  # steps of mirror descent
-_GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate after a step that lowers the loss, and after one that does not
+_GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate: growth after a step that does not raise the loss, else cut
 
 
 class Marginals(Settings):
@@ -84,7 +84,7 @@ class Marginals(Settings):
         if self.columns_share + self.pairs_share >= 1:
             raise UserError(
                 f"columns_share {self.columns_share:g} and pairs_share {self.pairs_share:g} leave nothing for the "
-                "counts of pairs: give less than 1 together"
+                "counts of pairs: their sum must be below 1"
             )
         if math.isinf(epsilon):
             return GeneratorBill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
@@ -210,9 +210,10 @@ def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
 
 
 def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -> NDArray[np.int64]:
-    """Return the cell index of each record in each column, shape (records, columns). No record is without a cell.
+    """Return the cell index of each record in each column, shape (records, columns).
 
-    A number is in the cell of its column's nearest value, even if the number is outside the range of these values.
+    Every possible record has a cell. A number is in the cell of its column's nearest value, even if the number is
+    outside the range of these values.
     Every listed category has a cell of its own. Unlisted categories share the last cell.
     """
     found = np.zeros((len(features), len(columns)), dtype=np.int64)

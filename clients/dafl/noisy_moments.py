@@ -85,9 +85,8 @@ class Gaussian(Settings):
     ) -> torch.Tensor:
         """Return synthetic vectors, shape (sum of counts, numbers per record), in [-1, 1].
 
-        ``generator`` draws the vectors from the distribution with the noisy moments. The client does not publish the
-        number of records of a class. An estimate of it is the class's share in ``counts`` times the number of all
-        records, which is public.
+        ``generator`` draws the vectors from the distribution with the noisy moments. The number of records of a class
+        is private. It is estimated as the class's share in ``counts`` times the public number of all records.
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]

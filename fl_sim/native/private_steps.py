@@ -100,8 +100,9 @@ def is_supported(stack: Stack) -> bool:
 def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> Trained:
     """Train the client of ``job`` by private steps, and return the result, without a loss.
 
-    The field ``private`` in the plan of ``job`` is None. Other Python threads can run meanwhile. Raises ValueError and
-    IndexError as ``Kernel.train`` does, and the exceptions of ``draws.exactly``.
+    ``draws`` defines the private steps, so the field ``private`` in the plan of ``job`` must be None. Other Python
+    threads can run meanwhile. Raises ValueError and IndexError as ``Kernel.train`` does, and the exceptions of
+    ``draws.exactly``.
     """
     size, steps = num_in(stack.layout), job.task.settings.num_steps(len(job.labels))
     for keys in (draws.batch_keys, draws.noise_keys):

@@ -13,7 +13,7 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""The ridge: this number times the mean variance, added to the diagonal of a covariance matrix to make it invertible."""
+"""The ridge: this number times the mean variance, added to a covariance matrix's diagonal to make it invertible."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
 """For the quadratic form: ``OWN_SHARE`` is the weight of a class's own covariance, ``OWN_RIDGE`` is the ridge.

@@ -184,7 +184,7 @@ class Confusion:
 
     @cached_property
     def by_class(self) -> ClassCounts:
-        """Return the records, predictions and correct predictions of each class."""
+        """Return the numbers of records, predictions and correct predictions of each class."""
         return ClassCounts(self.counts.sum(1), self.counts.sum(0), self.counts.diagonal())
 
     @property

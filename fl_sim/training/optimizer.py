@@ -98,7 +98,7 @@ def blended(
 
 
 def clipped(gradients: Mapping[str, torch.Tensor], clip_norm: float) -> dict[str, torch.Tensor]:
-    """Return ``gradients``, all scaled down to the joint L2 norm ``clip_norm`` if it is above; 0 means no clipping."""
+    """Return ``gradients``, scaled by one factor to a joint L2 norm of at most ``clip_norm``; 0 means no clipping."""
     if not clip_norm:
         return dict(gradients)
     # keepdim=True: see ``uphill``

@@ -59,7 +59,7 @@ class Source:
     scale: Scale | None = None
 
     def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, taken from ``self.inputs``, as normalised float32. They may have further leading axes."""
+        """Return ``inputs``, rows of ``self.inputs`` in an array with any leading axes, as normalised float32."""
         return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
 
     def __len__(self) -> int:

@@ -146,7 +146,7 @@ def test_each_group_has_light_of_its_own(k: int, channels: int) -> None:
     ("make", "message"),
     [
         (lambda: Rotate(3), r"rotate: k=3 groups: take 4 \(quarter turns\) or 2"),
-        (lambda: Rotate(1), "rotate: k=1 groups: at least 2"),
+        (lambda: Rotate(1), "rotate: k=1 groups: take at least 2"),
         (lambda: Invert(2, FeatureNoise()), "invert: over=feature-noise changes the records of clients by itself"),
         (lambda: Invert(2, Rotate()), "invert: over=rotate changes the records"),
         (lambda: Colour(2, "dirichlet"), "over='dirichlet' is no partition: give an object"),  # type: ignore[arg-type]

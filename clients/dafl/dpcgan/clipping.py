@@ -9,9 +9,9 @@ of single pairs need not be computed. A convolution is treated like a linear lay
 
 No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32.
 Their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
-float32 exactly. If the two rows of a pair nearly cancel, the norm from scalar products may be rounded down. The error
-is at most 2 n u times the part that does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1). This amount
-is added to the norm.
+float32 exactly. If the two rows of a pair nearly cancel, the squared norm from scalar products may be too small. The
+rounding error is at most 2 n u times the sum of the two rows' squared norms (sums of n terms, u = 2^-53; Higham 2002,
+section 3.1). This bound is added to the squared norm.
 
 Opacus' hooks compute the gradient of every layer for every record, separately for real and fake records. A step with
 these hooks takes about three times as long as a step without privacy (``benchmarks/dpcgan_step.py``). The tests compare
