@@ -148,7 +148,9 @@ class Rotate(OverSplit):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k not in (2, 4):
-            raise ImpossibleSplit(f"rotate: k={self.k}: take 4 (quarter turns) or 2 (half turns); other angles blur")
+            raise ImpossibleSplit(
+                f"rotate: k={self.k} groups: take 4 (quarter turns) or 2 (half turns); other angles blur images"
+            )
 
     @property
     def title(self) -> str:
