@@ -55,8 +55,8 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
 def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -> None:
     """Compare data sets with their published checksums, shapes and numbers of records, and print the results.
 
-    ``names``: the data sets to compare; empty: all data sets on this machine. Raises RunError if a file is damaged, or
-    if a data set in ``names`` is missing.
+    ``names``: the data sets to check; empty: all data sets on this machine. Raises RunError if a file is damaged, or if
+    a data set in ``names`` is missing.
     """
     wanted = names or [name for name in NAMES if find(name, data_root)]
     checks = []
@@ -79,11 +79,10 @@ def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -
 def show_card(
     arguments: list[str], sheet: Path | None, data_root: Path | None, *, with_records: bool, json_output: bool
 ) -> None:
-    """Print the description of a data set. If ``sheet`` is given, draw some images of the data set into this file.
+    """Print the description of a data set. If ``sheet`` is given, also draw some of its images into this file.
 
     ``arguments``: the name of the data set, then settings ``data.KEY=VALUE``. ``with_records``: True also prints the
-    first records. Raises UserError for an unknown name. Also raises UserError if ``sheet`` is given and the records are
-    not images.
+    first records. Raises UserError for an unknown name, or if ``sheet`` is given and the records are not images.
     """
     from fl_sim.experiment.experiment import experiment_from, with_overrides  # noqa: PLC0415 (slow, only here)
 
@@ -104,10 +103,7 @@ def show_card(
 
 
 def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
-    """Print the number of records of each class on every client.
-
-    If ``plot`` is given, draw these numbers into this file.
-    """
+    """Print the number of records of each class on every client. If ``plot`` is given, draw them into this file."""
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
         from fl_sim.experiment.job import shards_of  # noqa: PLC0415
@@ -151,7 +147,7 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return ``value`` with each of its texts in one line, because names from files may contain line breaks."""
+    """Return ``value`` with all line breaks in its texts removed, because names from files may contain some."""
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):

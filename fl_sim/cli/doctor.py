@@ -32,7 +32,7 @@ EXTRAS: Final = ("datasets", "pyarrow", "optuna", "mlflow", "wandb", "tensorboar
 FOLDERS: Final[Mapping[str, Callable[[], Path]]] = {
     "pools": pools_root, "features": cache_root, "ledgers": ledgers_root,
 }  # fmt: skip
-"""{name of a folder that all runs share: function that returns its path}."""
+"""{name of a folder that is shared by all runs: function that returns its path}."""
 
 _SELF_TEST: Final = {
     "data": "digits", "model": "logistic", "partition": "iid", "clients": 4, "rounds": 5, "seed": 0,
@@ -85,8 +85,8 @@ def _version(name: str) -> str | None:
 def _installation() -> dict[str, Any]:
     """Return the version of fl-sim, its folder, and a list of problems with the installation.
 
-    It is a problem if another installed project also has an import package ``fl_sim``. In this case, pip overwrites
-    files of one project with files of the other. Such a project exists on GitHub.
+    It is a problem if another installed project has an import package ``fl_sim``, too, because pip overwrites files of
+    one with files of the other. Such a project exists on GitHub.
     """
     place, problems = Path(fl_sim.__file__).parent, []
     others = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
@@ -132,7 +132,7 @@ def _folder(path: Path) -> dict[str, Any]:
 def _self_test() -> dict[str, Any]:
     """Run FedAvg for five rounds, twice with the same seed.
 
-    Return the seconds of both runs, the accuracy, True if the two models are bit-identical, and a list of problems.
+    Return the seconds of both runs, the accuracy, whether the two models are bit-identical, and a list of problems.
     """
     start, problems = time.perf_counter(), []
     folder = Path(tempfile.mkdtemp(prefix="fl-sim-doctor-"))

@@ -1,4 +1,4 @@
-"""The code of ``fl-sim attack inversion`` and ``fl-sim attack labels``: attacks on what single clients send."""
+"""The code of ``fl-sim attack inversion`` and ``fl-sim attack labels``: attacks on messages of single clients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 def show_inversion(run: Path, asked: dict[str, Any], out: Path | None, data_root: Path | None, *,
                    json_output: bool) -> None:  # fmt: skip
-    """Print how well training records of ``run`` are reconstructed from gradients, and the epsilon of ``run``.
+    """Print how accurately training records of ``run`` are reconstructed from gradients, and the epsilon of ``run``.
 
-    ``asked``: the fields of ``fl_sim.threats.inversion.Asked``. ``out``: the PNG file; None: in the run directory.
+    ``asked``: the fields of ``fl_sim.threats.inversion.Asked``. ``out``: the PNG file; None: a file in the run
+    directory.
     """
     with importing():
         from fl_sim.store.files import write_whole  # noqa: PLC0415 (slow, only here)
@@ -123,7 +124,7 @@ def _percent(share: float) -> str:
 
 
 def show_labels(run: Path, clients: int, at: str, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well the label counts of clients of ``run`` are read off gradients and updates, and its epsilon."""
+    """Print how accurately clients' label counts are estimated from gradients and updates, and the run's epsilon."""
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.labels import infer  # noqa: PLC0415

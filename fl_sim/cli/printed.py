@@ -25,7 +25,7 @@ _WIDTH: Final = 140
 """Width of a line in characters if the output is not a terminal."""
 
 _MOST_NAMED: Final = 6
-"""Largest number of kinds of work that a line names, such as a minibatch step. ``--json`` lists all."""
+"""Largest number of kinds of work, such as a minibatch step, in a line. ``--json`` lists all."""
 
 _ROUGH: Final = (
     "There was not enough time for PLD accounting: some of these epsilons are by the RDP accountant alone, and the "
@@ -35,7 +35,7 @@ _ROUGH: Final = (
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The output of ``fl-sim plan``: forecasts of runs, and of the unfinished hyperparameter searches before the runs.
+    """The output of ``fl-sim plan``: forecasts of runs, and of the unfinished hyperparameter searches before them.
 
     ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs, one bill for each data set
     and privacy unit. ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any epsilon in
@@ -125,7 +125,7 @@ class PlanReport:
 
 
 def _first(texts: Sequence[str], between: str) -> str:
-    """Return one line with the first entries of ``texts`` and the number of all other entries."""
+    """Return the first entries of ``texts`` and the number of all others, as one line."""
     more = f"{between}and {len(texts) - _MOST_NAMED} more kinds of work (--json)" if texts[_MOST_NAMED:] else ""
     return between.join(texts[:_MOST_NAMED]) + more
 
@@ -145,7 +145,7 @@ def short(seconds: float) -> str:
 def print_table(state: TableState, out: Path, *, json_output: bool) -> None:
     """Write the files of a table, and print the table with the results so far.
 
-    Print a warning for each run whose privacy cost cannot be read.
+    Print a warning for each run whose privacy cost could not be read.
     """
     table, problems = conclude(state, out)
     console = Console()

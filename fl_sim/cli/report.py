@@ -55,11 +55,10 @@ def write_report(
     """Write the report page and its figures, and print the paths of the files.
 
     Warnings name the runs that are unfinished or cannot be shown. ``out``: the folder for the files; None: the default.
-    ``paper``: True also writes the figures as PDF and SVG, as wide as one column and as two columns of a paper.
-    ``pictures``: True computes images for the synthetic feature vectors. The features of such an image are nearly equal
-    to its vector. ``target``: a test accuracy in [0, 1]. If ``target`` is given, the report also has the costs until a
-    run reaches this accuracy. ``full_axis``: True draws accuracies on an axis from 0 to 100 %. False draws them on an
-    axis over their own range.
+    ``paper``: True also writes the figures as PDF and SVG, in the widths of one and of two columns of a paper.
+    ``pictures``: True computes, for each synthetic feature vector, an image with nearly the same features. ``target``:
+    a test accuracy in [0, 1]. If it is given, the report also has the costs of runs until this accuracy. ``full_axis``:
+    True draws accuracies on an axis from 0 to 100 %, not on an axis over their own range.
     """
     found = _with_titles(find(directories))
     groups, doubles = group(found.runs)
@@ -109,7 +108,7 @@ def write_report(
 
 
 def _privacy_of(found: Found) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return the privacy bills of all runs and the figure of these bills. Add all problems to the list in ``found``."""
+    """Return (privacy bills of all runs, figure of delta over epsilon). Add problems to the list in ``found``."""
     if not found.has_statements:
         return [], []
     from fl_sim.report.figures.delta import delta_pictures  # noqa: PLC0415 (the accountants load slowly)
@@ -124,7 +123,7 @@ def watch_directory(directory: Path, *, every: float, once: bool, json_output: b
     """Show the state of the runs in ``directory`` until all runs have ended, or until Ctrl-C.
 
     ``every``: seconds between updates. ``once``: True shows the state only once. Without a terminal, the display is
-    plain text. It is printed at the start, and again whenever the state of a run has changed.
+    plain text, printed at the start and whenever the state of a run changes.
     """
     watcher = Watcher(directory)
     watched = watcher.look()
@@ -170,9 +169,9 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     """Return (images, distances) for the synthetic feature ``vectors`` of ``run``, and show the progress of the search.
 
-    There is one image for each vector, and its features are close to this vector. The search uses only the vectors, the
-    shape of the images and the public feature transform. Raises ValueError if the shape is unknown, or if this version
-    does not have the transform. Also raises ValueError if ``vectors`` cannot be features of such images.
+    For each vector there is one image with similar features. The search uses only the vectors, the shape of the images
+    and the public feature transform. Raises ValueError if the shape or the transform is unknown, or if ``vectors``
+    cannot be features of such images.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 
@@ -230,7 +229,7 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
 
 
 def _with_titles(found: Found) -> Found:
-    """Return ``found`` with added titles of stages' measures, because table files of older versions have no titles.
+    """Return ``found`` with the titles of stages' measures, which table files of older versions lack.
 
     In older versions, only the stages in an experiment with default settings had such measures.
     """
@@ -271,7 +270,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple
 
 
 def _root(directory: Path) -> str:
-    """Return the relative path from ``directory`` to the root of the repository, for links to files of tables."""
+    """Return the relative path from ``directory`` to the root of the repository, for links to tables' TOML files."""
     inside = directory.resolve()
     for number, above in enumerate([inside, *inside.parents]):
         if (above / "benchmarks").is_dir():
@@ -282,8 +281,8 @@ def _root(directory: Path) -> str:
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
     """Return the shape (channels, height, width) of the images from which the feature vectors were computed.
 
-    An older run may not state the shape. The result is then the shape of the images in the public data set. Raises
-    ValueError if the shape is unknown.
+    If an older run does not state the shape, it is that of the public data set. Raises ValueError if the shape is
+    unknown.
     """
     known = KNOWN.get(run.config.data)
     recorded = run.result.image_shape if run.result else None

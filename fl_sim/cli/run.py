@@ -1,6 +1,6 @@
 """The code of ``fl-sim run``, ``table``, ``sweep``, ``plan`` and ``settings``.
 
-torch and Flower are imported only after all settings are checked, so that an invalid setting is reported at once.
+torch and Flower are imported only after all settings are checked, so that invalid settings are reported at once.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fl_sim.tables.tuning import Search
 
 ANSWER_SECONDS: Final = 20.0
-"""Seconds after which ``fl-sim plan`` starts no further PLD computation (slow numerical privacy accounting)."""
+"""Seconds after which ``fl-sim plan`` starts no new PLD computation (slow numerical privacy accounting)."""
 
 _BEST: Final = {
     "test": "picked on the test set, therefore optimistic",
@@ -88,8 +88,8 @@ def fill_table(
 ) -> None:
     """Execute all unfinished runs of a table, and print the table. Raise RunError if any run failed.
 
-    ``jobs``: the number of parallel runs; None: one per core. ``hours``: the time budget. If this time was too short,
-    the exit code is 3. ``again``: True repeats runs that were made from other records or with other code.
+    ``jobs``: the number of parallel runs; None: one per core. ``hours``: the time budget; if it ends before the table
+    is finished, the exit code is 3. ``again``: True repeats runs that were made from other records or with other code.
     """
     trackers, deadline = chosen_trackers(track), deadline_after(hours)
     assert given.path is not None, "fl-sim table has a default preset"
@@ -132,9 +132,8 @@ def as_table(given: RunArguments) -> RunArguments:
     """Return the arguments of ``fl-sim sweep`` as arguments of a table.
 
     Settings with several values become the section [grid] of the table. All other settings become its section [base].
-    The name of the table depends on the names of the varied settings and on [base]. The name does not depend on the
-    values, so that further values extend the same table. Raises UserError if no setting has several values, and for an
-    empty or repeated value.
+    The name of the table depends on [base] and on which settings vary, but not on their values: further values extend
+    the same table. Raises UserError if no setting has several values, and for an empty or repeated value.
     """
     typed = [override.partition("=") for override in given.overrides]
     varied = {key: value.split(",") for key, _, value in typed if "," in value}
@@ -165,7 +164,7 @@ def show_plan(
     quick: bool = False,
     json_output: bool,
 ) -> None:
-    """Print the forecast of a run, or of every run of a table. Also print the total privacy cost of all runs.
+    """Print the forecasts of a run, or of every run of a table, and the total privacy cost of all runs.
 
     ``quick``: True estimates no time.
     """
@@ -227,17 +226,16 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
 def title_of(group: Group) -> str:
     """Return the title of a group of settings, such as ``algorithm=fedprox``.
 
-    Some groups are valid only together with another setting. The title of such a group also states this setting.
+    If the group is valid only with another setting, the title also states this setting.
     """
     title = f"{group.name}={group.kind}" if group.kind else group.name
     return f"{title}, with {group.within}" if group.within else title
 
 
 def _base_of(given: RunArguments) -> dict[str, Any]:
-    """Return the settings in the file of the arguments ``given``.
+    """Return the settings in the file of the arguments ``given``: for a table, the settings in its section [base].
 
-    If the file defines a table, return the settings in its section [base], and print a warning about its other
-    sections.
+    For a table, also print a warning that its other sections are ignored.
     """
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
@@ -267,7 +265,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # the preprocessing has more fields than its kind, so the run has a preprocessing
+    if len(result["preprocess"]) > 1:  # more fields than the kind: the run has a preprocessing
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))
@@ -338,7 +336,7 @@ def _percent(accuracy: float | None) -> str:
 
 
 class _Planned(NamedTuple):
-    """The planned runs, and the unfinished hyperparameter searches before the runs.
+    """The planned runs, and the unfinished hyperparameter searches before them.
 
     ``runs``: {name of the run directory in ``cells``: experiment}. ``jobs``: the number of parallel runs. ``settings``:
     the settings of the table; None for a single run.
@@ -389,8 +387,7 @@ def _find(name: str, every: Sequence[Group]) -> list[Group]:
     """Return the groups of settings with the given ``name``, from ``every``, the list of all groups.
 
     ``name``: a kind (``fedprox``), a setting with a kind (``algorithm=fedprox``), a setting, or the start of several
-    settings (``local``). A single setting is returned as a group with this setting only. Raises UserError for an
-    unknown name.
+    settings (``local``). A single setting is returned as a group of one. Raises UserError for an unknown name.
     """
     setting, _, kind = name.partition("=")
     kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])

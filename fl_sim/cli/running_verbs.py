@@ -1,6 +1,6 @@
 """The commands (verbs) that run or plan experiments, with their options and help, and options that verbs share.
 
-This module does not import the code of experiments. Help and errors about files thus appear at once.
+This module does not import the code of experiments, so that help and errors about files appear at once.
 """
 
 from pathlib import Path
@@ -64,8 +64,8 @@ def run(
 ) -> None:
     """Run one experiment. Without arguments: FedAvg on the digits that come with the package, one label per client.
 
-    Settings come from a TOML file or a preset (digits, mnist). KEY=VALUE changes a setting. The name of a preset always
-    means the preset; for a file of the same name, write ./NAME.
+    The settings come from a TOML file or a preset (digits, mnist), and KEY=VALUE changes one of them. The name of a
+    preset always means the preset; for a file of the same name, write ./NAME.
 
     Settings: data, features, normalise, partition, clients, model, model.name, model.weights, model.digest,
     model.trainable, model.rank, model.alpha, model.dropout, model.target_modules, algorithm, sampler, local.epochs,
@@ -124,7 +124,7 @@ def table(  # noqa: PLR0913 (one parameter per option)
     dafl-paper, dafl-paper-cifar10, dafl-paper-fashion-mnist, dafl-paper-mnist, dafl-paper-svhn, digits, mnist. The name
     of a preset always means the preset; for a file of the same name, write ./NAME.
 
-    The same command resumes a table after a crash or Ctrl-C, and repeats no finished run. After a run, the command
+    After a crash or Ctrl-C, the same command resumes the table and repeats no finished run. After a run, the command
     writes table.md, table.csv (one line per run), table.tex (for a paper) and table.json; files of large tables are
     written less often. At the end it writes rounds.csv (one line per round). Each run has a directory in DIR/cells.
     Bold marks the significantly best method. With fewer than three seeds, bold marks the highest mean.
@@ -136,9 +136,9 @@ def table(  # noqa: PLR0913 (one parameter per option)
     with which other rows are compared. The default is the row with the highest mean. centralized = false leaves out the
     row Centralized. On the command line, KEY=VALUE takes a list of values for a setting in [grid].
 
-    [tune] first searches for the settings of every method, at the same cost for each method and without the test
-    records. Its settings are trials, rounds, halving, validation, search, seed, data and partial. The search spaces are
-    in [tune.space] and [tune.spaces.METHOD], as lists or ranges {low = 0.001, high = 0.1, log = true}.
+    [tune] searches for good settings of every method before the runs, at the same cost for each method and without the
+    test records. Its settings are trials, rounds, halving, validation, search, seed, data and partial. The search
+    spaces are in [tune.space] and [tune.spaces.METHOD], as lists or ranges {low = 0.001, high = 0.1, log = true}.
 
     For example:
 
@@ -172,8 +172,8 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
     """Run all combinations of several values of any settings, KEY=A,B,C, without a file that defines a table.
 
     The command makes a table of the runs, as 'fl-sim table' does, and averages over seeds. Other settings, FILE and
-    PRESET are as for 'fl-sim run'. The same command resumes the table. With further values, the command runs only the
-    new combinations.
+    PRESET are as for 'fl-sim run'. The same command resumes the table; with further values, it runs only the new
+    combinations.
 
     For example:
 
@@ -235,7 +235,7 @@ def partition(
 ) -> None:
     """Show the partition of a training set: the number of records of each class on every client.
 
-    The settings are those of 'fl-sim run'. With the same settings, the run has the same partition.
+    A run with the same settings has the same partition.
 
     For example:
 
@@ -268,9 +268,9 @@ class RunArguments(NamedTuple):
 def read_arguments(arguments: list[str] | None, default: str | None = None) -> RunArguments:
     """Return the arguments ``[FILE or PRESET] [key=value ...]``, with the content of the file.
 
-    ``default``: the preset if there is no FILE or PRESET. Prints a message if a preset and a file have the same name.
-    Also prints a message for each setting that a later argument replaces. Raises UserError for two files, and for a
-    file that cannot be read.
+    ``default``: the preset if there is no FILE or PRESET. Prints a message if a preset and a file have the same name,
+    and for each setting that a later argument replaces. Raises UserError for two files, and for a file that cannot be
+    read.
     """
     files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:

@@ -11,14 +11,11 @@ import typer
 from fl_sim.errors import printable
 
 SILENT_SECONDS: Final = 2.0
-"""Seconds before the first progress line. Without a terminal, progress lines are also at least this time apart."""
+"""Seconds before the first progress line. Without a terminal, also the shortest time between two progress lines."""
 
 
 def say(text: object = "", *, err: bool = False) -> None:
-    """Print ``text``, with escaped control characters, to standard output.
-
-    If ``err`` is True, the text is printed to standard error.
-    """
+    """Print ``text`` to standard output, or to standard error if ``err`` is True. Control characters are escaped."""
     typer.echo(printable(str(text)), err=err)
 
 
@@ -26,7 +23,7 @@ def say(text: object = "", *, err: bool = False) -> None:
 def waiting() -> Iterator[Callable[[str], object]]:
     """Yield a function that shows a line of text as progress on standard error.
 
-    On a terminal, each line replaces the previous line. At the end of the ``with`` block, the last line is removed.
+    On a terminal, each line replaces the previous one, and the last line is removed at the end of the ``with`` block.
     """
     from rich.cells import set_cell_size  # noqa: PLC0415 (slow, and few verbs need it)
     from rich.console import Console  # noqa: PLC0415

@@ -34,7 +34,7 @@ AttackedModel = Annotated[
 def unlearn(  # noqa: PLR0913 (one parameter per option)
     run: RunDirectory,
     *,
-    client: Annotated[int, typer.Option(help="The number of the client whose records are forgotten.")],
+    client: Annotated[int, typer.Option(help="The ID of the client whose records are forgotten.")],
     method: Annotated[Unlearning, typer.Option(help="The method of unlearning.")] = Unlearning.EXACT,
     calibration: Annotated[
         float | None, typer.Option(min=0.01, max=1, help="federaser: share of a round's local steps (default: 0.5).")
@@ -52,24 +52,24 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Remove the influence of a client's records from a finished run: make the run that never knew them.
+    """Remove the influence of a client's records from a finished run, by retraining or approximately.
 
-    The new run has the setting forgotten=CLIENT: the client holds no records, and everything else is as before, also
-    all random numbers. The new model is that of this run, bit for bit. The rounds before the client's first round are
-    not repeated if RUN has kept a state of them (the setting keep_every). In all other cases, training begins with the
-    first round. RUN itself stays as it is: delete it afterwards, as its model knows the records.
+    The new run has the setting forgotten=CLIENT: the client has no records, and all other settings and random numbers
+    are the same. Rounds before the client's first round are not repeated if RUN stored its state before this round (the
+    setting keep_every). In all cases, the model is bit-identical to full retraining. RUN itself does not change: delete
+    it afterwards, because its model was trained on the records.
 
-    The command prints, before and after: the accuracy on test records, on the other clients' records and on the
-    forgotten records, and the membership of the forgotten records. This is the probability that a forgotten record has
-    a smaller loss than a test record of the same class (.5 is chance). It also prints the cost against retraining, and
-    further measures of the last round, such as the success rate of a backdoor.
+    The command prints for both models: the accuracy on test records, on the other clients' records and on the forgotten
+    records, and the membership of the forgotten records. Membership is the probability that a forgotten record has a
+    smaller loss than a test record of the same class (.5 is chance). The command also prints the cost compared with
+    full retraining, and further measures of the last round, such as the success rate of a backdoor.
 
-    The other methods are approximations, without any guarantee that the records are forgotten. Their directory holds a
-    model, and no run. "federaser" (Liu et al. 2021) makes the rounds after kept states (keep_every) again without the
-    client. It computes the updates of the run again, and takes their lengths. Their directions come from shorter
-    training. "gradient-ascent" (Halimi et al. 2022) needs the client: it raises the loss of its records, within a ball
-    around an estimate of the other clients' mean. Rounds of the other clients follow. If the exactly unlearned run is
-    in RUN-without-CLIENT, its measures and the distance to its model are printed, too.
+    The other methods are approximations, without any guarantee that the records are forgotten. They write a model, and
+    no run. "federaser" (Liu et al. 2021) repeats the rounds after stored states (keep_every) without the client. Each
+    update gets its length from the original update and its direction from shorter training. "gradient-ascent" (Halimi
+    et al. 2022) needs the client: it increases the loss on its records, within a ball around an estimate of the other
+    clients' mean model. Rounds of the other clients follow. If the retrained run is in RUN-without-CLIENT, its measures
+    and the distance to its model are printed, too.
 
     Runs that promise privacy are refused: their privacy ledgers are never refunded.
 
@@ -117,18 +117,18 @@ def attack_membership(
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Tell the training records of a finished run from records that it never used.
+    """Test how well an attacker can distinguish training records of a finished run from unused records.
 
-    --method loss compares the losses of the final model on training records and on test records. It is a weak attack.
+    --method loss compares the losses of the final model on training records and on test records. This attack is weak.
     --method lira trains shadow runs with and without each record, and compares the likelihoods of the confidence
-    (Carlini et al. 2022). The shadow runs stay in RUN-shadows, and a repeated command goes on with them. LiRA compares
-    training records with those that the run left out (the setting left_out), or else with test records. It uses the
-    final model, and also reports the sum over all rounds that the run keeps (the setting keep_every).
+    (Carlini et al. 2022). The shadow runs stay in RUN-shadows, where a repeated command continues them. LiRA compares
+    training records with the records that the run left out (the setting left_out), or else with test records. It
+    attacks the final model, and also reports the summed scores over all stored rounds (the setting keep_every).
 
     The command prints the area under the ROC curve, and the true-positive rates at .1 % and 1 % false positives, with
-    intervals of 95 % confidence. If the run promises privacy of records for the model, it prints beside them the
-    largest rate that epsilon and delta allow. An epsilon of synthetic records alone is no such promise. A stronger
-    attack may find more, up to that bound.
+    intervals of 95 % confidence. If a guarantee per record covers the run's model, the command also prints the largest
+    rate that epsilon and delta allow. An epsilon that covers only synthetic records is no such guarantee. A stronger
+    attack may reach a higher rate, up to that bound.
 
     For example:
 
@@ -165,14 +165,14 @@ def attack_inversion(  # noqa: PLR0913 (one parameter per option)
     """Reconstruct training records and labels from the gradients of single local steps.
 
     The attacker knows the model and sees the gradient of one record, or of a batch. If the model's first layer is
-    linear, the record is read off the gradient exactly. Otherwise an optimiser looks for images with the same gradient
-    (Geiping et al. 2020), for which models with wide layers are easier to attack than small ones.
+    linear, the record is computed exactly from the gradient. Otherwise an optimiser searches for images with the same
+    gradient (Geiping et al. 2020). This is easier for models with wide layers than for small models.
 
     Under local.privacy=dp-sgd, the gradient is clipped and noisy as in a step of the run. The command then also
-    measures how often the record behind a noisy gradient is recognised among 10 records, and prints the largest share
-    that the noise of one step allows to any attacker. Global DP does not stop these attacks, because the server, which
-    is trusted, sees the updates without noise. The command refuses runs in which no gradient of a training record
-    leaves a client: with sums alone, synthetic records alone, or noise on whole updates.
+    measures how often the record of a noisy gradient is recognised among 10 records, and prints the largest rate that
+    any attacker can reach against the noise of one step. Global DP does not stop these attacks, because the server,
+    which is trusted, sees the updates without noise. The command refuses runs in which no gradient of a training record
+    leaves a client: clients send only sums, only synthetic records, or updates with noise.
 
     For example:
 
@@ -191,11 +191,11 @@ def attack_labels(
     data_root: DataRoot = None,
     json_output: AsJson = False,
 ) -> None:
-    """Estimate the numbers of records of each class from one batch's gradient, and from the update of a round.
+    """Estimate a client's number of records of each class from one batch's gradient, and from the update of a round.
 
     The attacker knows the model and has the test records, and reads the gradient of the last layer's bias. The command
-    prints true and estimated counts, and the mean absolute error beside that of a guess by the class shares of all
-    records. Gradients and updates are protected as in the run.
+    prints true and estimated counts, and the mean absolute errors of the estimate and of a guess from the class
+    proportions of all records. Gradients and updates are protected as in the run.
 
     For example:
 
@@ -208,10 +208,10 @@ def attack_labels(
 def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
     """Prove a lower bound on the epsilon of a finished run, whose training records are the canaries.
 
-    The run must have left_out=0.5, so that each record took part by a fair coin. The command guesses which records took
-    part, by the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the epsilon that right guesses prove
-    with 95 % confidence, beside the epsilon that the run claims. Ordinary records are weak canaries, so the bound is
-    usually far below the claim. Records with wrong labels prove more.
+    The run must have left_out=0.5, so that each record was used with probability 1/2. The command guesses which records
+    were used, from the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the lower bound of epsilon
+    that follows from the right guesses with 95 % confidence, and the epsilon that the run claims. Ordinary records are
+    weak canaries, so the bound is usually far below the claim. Records with wrong labels are stronger canaries.
 
     For example:
 
@@ -224,12 +224,12 @@ def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_outpu
 
 @attack_app.command("property")
 def attack_property(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
-    """Infer which classes each client holds, and in which proportions, from the pool of synthetic records.
+    """Infer each client's classes and their proportions from the pool of synthetic records.
 
     The attacker sees the number of synthetic records of each class that a client published (preprocess=da-fl). The
-    command compares guesses by these numbers with the truth, and with guesses without the pool (chance). It prints the
-    epsilon of the label selection and of the run. These protect one record. They do not protect a property of all
-    records of a client, such as their class proportions.
+    command compares guesses by these numbers with the truth, and with guesses without the pool (chance). It also prints
+    the epsilons of the label selection and of the run. They protect a single record, not a property of all records of a
+    client, such as class proportions.
 
     For example:
 

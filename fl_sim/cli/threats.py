@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
-    """Repeat ``run`` without the records of ``client``, and print the measures of the new run.
+    """Unlearn ``client`` by retraining ``run`` without its records, and print the measures of the new run.
 
-    ``out``: the directory of the new run. None: a new directory beside that of ``run``.
+    ``out``: the directory of the new run; None: the default, in the parent folder of ``run``.
     """
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
@@ -40,8 +40,8 @@ def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | 
         f"cost: {cost['rounds']} of {cost['rounds_of_retraining']} rounds ({cost['rounds_saved']} saved), "
         f"{cost['seconds']:.1f} s; the run itself took {cost['seconds_of_the_run']:.1f} s"
     )
-    say(f"the model is that of the run that never knew client {client}, bit for bit: {made['out']}")
-    say(f"{made['run']} still holds the model that knows these records: delete it if they must be forgotten")
+    say(f"the model is bit-identical to retraining without client {client}: {made['out']}")
+    say(f"{made['run']} still holds the model that was trained on these records: delete it if they must be forgotten")
 
 
 def show_federaser(
@@ -60,8 +60,8 @@ def show_ascent(
 ) -> None:  # fmt: skip
     """Unlearn ``client`` by gradient ascent, and print the measures.
 
-    ``radius``: the radius of the ball as a share of the distance to random models. ``rounds``: the rounds of the other
-    clients after the ascent.
+    ``radius``: the radius of the ball, divided by the distance to random models. ``rounds``: the number of rounds of
+    the other clients after the ascent.
     """
     with importing():
         from fl_sim.threats.gradient_ascent import GradientAscent  # noqa: PLC0415 (slow, only here)
@@ -93,22 +93,22 @@ def _show_approximation(
     )
     if "exact" in made:
         say(
-            f"distance to the model of the run that never knew client {client}: {made['distance_to_exact']:.3g} (L2); "
+            f"distance to the model retrained without client {client}: {made['distance_to_exact']:.3g} (L2); "
             f"before: {made['distance_before']:.3g}"
         )
     else:
-        say(f"distance to the model of the run that never knew client {client}: unknown, as {exact} does not hold it")
+        say(f"distance to the model retrained without client {client}: unknown, as {exact} does not hold it")
     say(f"{name} is an approximation without any guarantee that the records are forgotten: {made['out']}")
-    say(f"{made['run']} still holds the model that knows these records: delete it if they must be forgotten")
+    say(f"{made['run']} still holds the model that was trained on these records: delete it if they must be forgotten")
 
 
 def _retrained(run: Path, client: int) -> Path:
-    """Return the usual directory of the run that never knew ``client``."""
+    """Return the default directory of the run that is retrained without ``client``."""
     return run.with_name(f"{run.name}-without-{client}")
 
 
 def _say_measures(made: Mapping[str, Any]) -> None:
-    """Print the measures of the models before and after unlearning, and of the exactly unlearned model if known."""
+    """Print the measures of the models before and after unlearning, and of the retrained model if it exists."""
     shown = {
         title: made[name] for title, name in (("before", "before"), ("after", "after"), ("retrained", "exact"))
         if name in made
@@ -139,7 +139,7 @@ def _area(found: Mapping[str, Any] | None) -> str:
 
 
 def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well an attacker recognises the training records of ``run`` by their loss, and the run's epsilon."""
+    """Print how well an attacker recognises training records of ``run`` by their loss, and the run's epsilon."""
     with importing():
         from fl_sim.store.run_directory import read_model  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun, Judged, logits_of  # noqa: PLC0415
@@ -165,7 +165,7 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
 
 
 def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well LiRA recognises the training records of ``run``, after ``shadows`` shadow runs."""
+    """Print how well LiRA recognises training records of ``run``, with ``shadows`` shadow runs."""
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.lira import attack, check_shadows  # noqa: PLC0415
@@ -225,7 +225,7 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
 
     for share, one in _rates(members, others):
         if one is None:
-            say(f"true positives at {100 * share:g} % false positives: unknown, as too few non-members are there")
+            say(f"true positives at {100 * share:g} % false positives: unknown, because there are too few non-members")
             continue
         within = [most_allowed(*statement.of_run, share) for statement in finished.covering]
         bound = f"; the run's epsilon allows at most {_percent(max(within))}" if within else ""
@@ -235,7 +235,7 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
 
 
 def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print the lower bound on epsilon that the records of ``run`` prove, and the epsilon that the run claims."""
+    """Print the lower bound of epsilon from the records of ``run`` as canaries, and the epsilon that the run claims."""
     with importing():
         from fl_sim.threats.canaries import audit  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
@@ -261,7 +261,7 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
 
 
 def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well the pool of synthetic records of ``run`` tells each client's classes, and the epsilon."""
+    """Print how accurately each client's classes follow from the synthetic records of ``run``, and the epsilon."""
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.property import held_by_clients, infer, pool_of  # noqa: PLC0415

@@ -1,6 +1,6 @@
 """The command line: all commands (verbs) with their options and help. The code of a verb is imported when it runs.
 
-This module must not import torch, Flower or matplotlib. Help and errors about arguments thus appear at once.
+This module must not import torch, Flower or matplotlib, so that help and errors about arguments appear at once.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def options_of_every_verb(
                      help="Print the version."),
     ] = False,
 ) -> None:  # fmt: skip
-    """Accept the options that stand before the name of a command, such as ``--version``."""
+    """Accept the options before the name of a command, such as ``--version``."""
     del version
 
 
@@ -117,9 +117,9 @@ def report(
 ) -> None:
     """Draw accuracy and loss over rounds, and write a page that compares finished runs.
 
-    Runs that differ only in the seed are averaged. The legend names all other differences. The command writes
-    report.html (one interactive file, to open or to send), accuracy.png and loss.png. If there are more than four data
-    sets and partitions, each of them has figures of its own.
+    Runs that differ only in the seed are averaged. The legend states all other differences between runs. The command
+    writes report.html (one interactive file, to open or to send), accuracy.png and loss.png. If there are more than
+    four data sets and partitions, each of them has figures of its own.
 
     For runs with synthetic records, there are figures of the synthetic records by class and epsilon (samples-*.png). If
     such runs differ only in epsilon or gamma, there are figures of the final accuracy over epsilon or gamma
@@ -155,8 +155,8 @@ def report(
 def doctor(*, data_root: DataRoot = None, json_output: AsJson = False) -> None:
     """Check this installation: versions, trainer, GPU, data sets, caches, privacy ledgers, and a short self-test.
 
-    The self-test takes a few seconds. The exit code is 1 if a check fails. Attach the output of --json to a bug report.
-    The output contains names of your folders.
+    The self-test takes a few seconds. The exit code is 1 if a check fails. Attach the output of --json to a bug report;
+    it contains names of your folders.
 
     For example:
 

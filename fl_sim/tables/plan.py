@@ -51,8 +51,7 @@ _LABEL = "label"
 """Key in an entry of ``grid.algorithm``. The value of this key is the user's own name of the row."""
 
 Point: TypeAlias = Mapping[str, Any]
-"""A point of the grid, {setting: value}: the settings of a cell that replace or extend [base]. Keys may be dotted.
-"""
+"""A point of the grid, {setting: value}: the settings of a cell that replace or extend [base]. Keys may be dotted."""
 
 AXES = ("algorithm", "data", "partition", "seed")
 """Settings that are always axes of the grid. An axis that is not in [grid] has one value."""

@@ -1,6 +1,6 @@
 """The subcommands of ``fl-sim privacy``: plan a privacy budget before a run, and audit the privacy mechanism.
 
-Slow modules are imported only when a subcommand runs, so that ``--help`` answers at once.
+Slow modules are imported only when a subcommand runs, so that ``--help`` is fast.
 """
 
 import json
@@ -135,8 +135,8 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     """Plan the privacy of DP-SGD: give two of --noise-multiplier, --steps and --epsilon; the third is computed.
 
     One data holder has --records records, such as a client with local.privacy=dp-sgd. Its steps are the local steps
-    of a round times its rounds. If all three options are given, delta is computed, too. 'fl-sim plan' computes the
-    costs of all clients of a run.
+    of a round times its rounds. If all three options are given, the delta at this epsilon is computed. 'fl-sim plan'
+    computes the costs of all clients of a run.
 
     For example:
 
@@ -177,8 +177,8 @@ def local_dp(
 ) -> None:
     """Plan the privacy of a client that adds noise to its own updates: give two of noise, rounds and epsilon.
 
-    The setting is local.privacy=local-dp. The guarantee holds if all data of the client are replaced. This changes an
-    update by at most two clipping norms.
+    The setting is local.privacy=local-dp. The guarantee covers a replacement of all data of the client, which changes
+    an update by at most two clipping norms.
 
     For example:
 
@@ -221,8 +221,8 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Plan privacy without a trusted server: give two of --noise-multiplier, --rounds and --epsilon.
 
-    The setting is aggregator=distributed-dp. The guarantee holds if all data of a client are removed. The server sees
-    only sums, by secure aggregation. Runs simulate secure aggregation.
+    The setting is aggregator=distributed-dp. The guarantee covers the removal of all data of a client. The server sees
+    only sums, by secure aggregation, which runs simulate.
 
     For example:
 
@@ -416,7 +416,7 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return facts about the number of synthetic labels of a class: its distribution, moments and privacy cost."""
+    """Return facts about the random number of synthetic labels of a class: distribution, moments and privacy cost."""
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")
     if not 0 < epsilon < math.inf:
@@ -449,7 +449,7 @@ def _label_costs(
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:
-    """Return the facts ``found`` by the function ``_label_costs`` as lines of text.
+    """Return the facts ``found``, a result of ``_label_costs``, as lines of text.
 
     If the distribution has many values, only the values around its mean are shown.
     """

@@ -1,7 +1,7 @@
 """The code of ``fl-sim privacy audit``: tests of the real Global DP aggregator, and of planted faults.
 
 A planted fault is a variant of the aggregator that protects less than it claims. The audit must find all planted
-faults. The auditor has everything that a run publishes: all global models, and the run directory with the seed.
+faults. The auditor sees everything that a run publishes: all global models, and the run directory with the seed.
 """
 
 import math
@@ -69,11 +69,10 @@ class Finding:
 
 
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
-    """Audit the real aggregator with ``noise_multiplier`` and every planted fault.
+    """Audit the real aggregator with ``noise_multiplier``, and its variants with planted faults.
 
-    All of them are tested against the same claimed guarantee. ``num_runs``: the number of runs with the audited client.
-    The number of runs without this client is the same. ``only``: the name of a single mechanism to audit; None: all
-    mechanisms.
+    All are tested against the same claimed guarantee. ``num_runs``: the number of runs with the audited client, and of
+    runs without this client. ``only``: the name of a single mechanism to audit; None: all mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
@@ -93,8 +92,8 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
     """Return the largest epsilon that the audit of one round refutes as a guarantee at ``delta``.
 
     The audit tries several noise multipliers, each with its claimed guarantee. The result is the epsilon of the
-    smallest noise multiplier whose guarantee is refuted. It is 0 if no guarantee is refuted. The refuted epsilon
-    divided by the claimed epsilon is the tightness of the audit.
+    smallest noise multiplier whose guarantee is refuted, or 0 if none is refuted. The refuted epsilon divided by the
+    claimed epsilon is the tightness of the audit.
     """
 
     def claims(noise: float) -> list[float]:
@@ -106,10 +105,7 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds whose cohorts are sampled.
-
-    The claimed guarantee includes the privacy amplification by sampling.
-    """
+    """Audit several rounds with sampled cohorts. The claimed guarantee includes privacy amplification by sampling."""
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -158,10 +154,9 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
     """Return {name: mechanism}: the real sampling from secret random numbers, and faulty sampling from a public seed.
 
-    A mechanism returns the statistic of an auditor who knows the public seed. The auditor samples each cohort from this
-    seed, and keeps only the rounds whose cohort has the audited client. The statistic is the sum of log likelihood
-    ratios over these rounds. In each round, the ratio compares two probabilities of the published noisy sum: with the
-    audited client and without this client.
+    A mechanism returns the test statistic of an auditor who knows the public seed. The auditor samples each cohort from
+    this seed, and uses only the rounds whose cohort contains the audited client. The statistic is the sum over these
+    rounds of the log likelihood ratio of the published noisy sum: with the audited client against without this client.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)
@@ -190,8 +185,7 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 def _world(world: World, run: int) -> Cohort:
     """Return the cohort of one round, with the audited client (``world`` 1) or without this client (``world`` 0).
 
-    The update of the audited client changes all parameters by much. The update of the other client in the cohort
-    changes nothing.
+    The update of the audited client is large in all parameters. The update of the other client is zero.
     """
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)

@@ -1,4 +1,4 @@
-"""The code of ``fl-sim privacy distributed-dp``: noise, cost and messages of sums without a trusted server."""
+"""The code of ``fl-sim privacy distributed-dp``: noise, privacy cost and messages of secure sums."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +11,11 @@ from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, roun
 
 @dataclass(frozen=True)
 class SumsRequest:
-    """The quantities of a privacy plan for sums by secure aggregation, without a trusted server.
+    """The quantities of a privacy plan for secure aggregation, without a trusted server.
 
-    ``grid``: the settings of the grid on which clients round their updates. The noise multiplier in ``grid`` is
-    ignored. ``noise``: the noise multiplier. ``target``: the largest allowed epsilon. At most one of ``noise``,
-    ``rounds`` and ``target`` may be None. ``dropped``: the number of clients that drop out in each round.
+    ``grid``: the settings of the rounding grid for updates; its noise multiplier is ignored. ``noise``: the noise
+    multiplier. ``target``: the largest allowed epsilon. At most one of ``noise``, ``rounds`` and ``target`` may be
+    None. ``dropped``: the number of clients that drop out in each round.
     """
 
     grid: SumGrid
@@ -54,7 +54,7 @@ def answer(request: SumsRequest) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan as lines of text. The plan is the result of the function ``answer``."""
+    """Return the plan, a result of the function ``answer``, as lines of text."""
     lines = [
         f"epsilon           {_show(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one client)",

@@ -27,16 +27,15 @@ _NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "gnmax": ("--sigma",),
     "confident": ("--sigma", "--threshold", "--sigma-threshold"),
 }
-# the Renyi orders that belong to the moments 1 to 8 in the PATE paper of 2017
+# the Renyi orders of the moments 1 to 8 in the PATE paper of 2017
 _MOMENTS_2017: Final = np.arange(2.0, 10.0)
 
 
 @dataclass(frozen=True)
 class LabellingRequest:
-    """A PATE mechanism with the user's parameters. Noise has the unit votes; Laplace noise has the scale 1 / ``gamma``.
+    """A PATE mechanism with the user's parameters. Noise is in votes; Laplace noise has the scale 1 / ``gamma``.
 
-    ``target``: an epsilon, or None. If an epsilon is given, the plan also has the number of queries that cost at most
-    this epsilon.
+    ``target``: an epsilon, or None. If it is given, the plan also states how many queries cost at most this epsilon.
     """
 
     mechanism: Name
@@ -90,7 +89,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
 
 
 def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return the privacy cost of all queries as JSON values. This dictionary is called the bill."""
+    """Return the privacy cost of all queries (the bill) as JSON values."""
     valid_delta(request.delta)
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
@@ -124,9 +123,9 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
 
 
 def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return a noisy upper bound on the data-dependent epsilon. This bound may be published.
+    """Return a noisy upper bound of the data-dependent epsilon, which may be published.
 
-    Every call publishes a new noisy output about the records. Each of these outputs has a separate privacy cost.
+    Every call releases new noisy information about the records, with its own privacy cost.
     """
     cost = request.cost()
     if request.mechanism == "confident":
@@ -141,7 +140,7 @@ def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[st
 
 
 def in_words(bill: dict[str, Any]) -> str:
-    """Return the bill as lines of text. The bill is the dictionary that the function ``answer`` returns."""
+    """Return the bill, a result of the function ``answer``, as lines of text."""
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
     is_expected = bill["answers_are"] == "expected"
@@ -179,7 +178,7 @@ def in_words(bill: dict[str, Any]) -> str:
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
     """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``.
 
-    The teachers' agreement on a query is the votes for the most voted class minus the votes for the second class.
+    The teachers' agreement on a query is the number of votes for the first class minus that for the second class.
     """
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
@@ -201,9 +200,9 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
 def _as_published(
     request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
 ) -> dict[str, Any]:
-    """Return the epsilons by the bounds in the PATE papers and by their conversion from RDP to epsilon.
+    """Return the epsilons by the bounds of the PATE papers, including their conversion from RDP to epsilon.
 
-    The epsilons can be compared with the tables in these papers.
+    These epsilons can be compared with the tables of the papers.
     """
     orders = np.array(ORDERS)
     dependent, independent = found.dependent.curve, found.independent.curve

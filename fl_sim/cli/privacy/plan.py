@@ -25,15 +25,15 @@ IN_RUNS: Final = (
     "rounds of the client) and in the generator dp-cgan of preprocess=da-fl. It protects a record; "
     "aggregator=global-dp protects a client"
 )
-"""A sentence for the user about the privacy unit of a DP-SGD plan, and about its use in ``fl-sim run``."""
+"""A sentence for the user: the privacy unit of a DP-SGD plan, and the use of the plan in ``fl-sim run``."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Poisson sampling of units at ``rate``, or sampling of ``cohort`` out of ``population`` without replacement.
 
-    ``unit``: the privacy unit. ``population``: the number of all units. For Poisson sampling, ``population`` may be
-    None, because it is not used.
+    ``unit``: the privacy unit. ``population``: the number of all units; Poisson sampling does not use it, and it may be
+    None.
     """
 
     unit: str
@@ -42,7 +42,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event of one step: ``event`` with the privacy amplification by this sampling."""
+        """Return the privacy event of one step: ``event`` with privacy amplification by this sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -57,7 +57,7 @@ class Sampling:
         return {self.amplify(dp_event.GaussianDpEvent(noise)): steps}
 
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
-        """Return the least noise multiplier with which ``steps`` steps cost at most epsilon ``target``."""
+        """Return the smallest noise multiplier with which ``steps`` steps cost at most epsilon ``target``."""
         return noise_multiplier(self.amplify, steps, target, delta, accountant=accountant)
 
     def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
@@ -71,7 +71,7 @@ class Sampling:
 
 
 class PlannedReleases(Protocol):
-    """The releases that a plan is for: the steps of DP-SGD, or the rounds of Global DP."""
+    """The planned releases: the steps of DP-SGD, or the rounds of Global DP."""
 
     @property
     def unit(self) -> str:
@@ -88,7 +88,7 @@ class PlannedReleases(Protocol):
         """Return the privacy events of ``steps`` steps as {event: number of its releases}."""
 
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
-        """Return the least noise multiplier with which all releases cost at most epsilon ``target``."""
+        """Return the smallest noise multiplier with which all releases cost at most epsilon ``target``."""
 
     def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
         """Return the largest number of steps that cost at most epsilon ``target``."""
@@ -102,8 +102,8 @@ class BudgetRequest:
     """The quantities of a privacy plan.
 
     ``sampling``: the releases of the plan, with the sampling of privacy units. ``noise``: the noise multiplier.
-    ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None. The plan computes this
-    missing quantity from the other two.
+    ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None: it is computed from the
+    other two.
     """
 
     sampling: PlannedReleases
@@ -156,7 +156,7 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan as lines of text. The plan is the result of the function ``answer``."""
+    """Return the plan, a result of the function ``answer``, as lines of text."""
     source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
     if plan["no_pld"]:
         source = f"by RDP; {plan['no_pld']}"
@@ -182,7 +182,7 @@ def in_words(plan: dict[str, Any]) -> str:
 
 
 def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
-    """Draw epsilon over steps, one line for each of the two accountants (RDP and PLD), into the file ``path``.
+    """Draw epsilon over steps into the file ``path``, one line for each of the two accountants (RDP and PLD).
 
     The suffix of ``path`` determines the format of the file.
     """
@@ -223,13 +223,12 @@ def _check(request: BudgetRequest) -> None:
 
 
 def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
-    """Return the parameter mu of Gaussian DP for all releases together. Return None if a release uses sampled units."""
+    """Return mu of Gaussian DP for all releases together; None if any release is from sampled units."""
     if any(events.sampling_rate(event) != 1 for event in counts):
         return None
     total = 0.0
     for event, number in counts.items():
-        # the largest change of a release by one privacy unit, in clipping norms; it is 2 if all data of the unit may be
-        # replaced
+        # the sensitivity of a release in clipping norms: 1 if a unit is added or removed, 2 if its data are replaced
         moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2
         total += number * (moved / event.noise_multiplier) ** 2
     return math.sqrt(total)
