@@ -1,8 +1,8 @@
 """Builds a ``Dataset`` from arrays, after checks of labels and classes.
 
 All functions that read data sets use this module. The list of classes is public if the user sets ``data.classes``.
-Otherwise the classes are read from the private records. Then ``Dataset.read_off`` mentions the classes, and the privacy
-statement repeats this. ``card_of`` summarises a data set for the command line.
+Otherwise it is read from the private records, and ``Dataset.read_off`` and the privacy statement say so. ``card_of``
+summarises a data set for the command line.
 """
 
 import os
@@ -32,9 +32,9 @@ def known_dataset(
 ) -> Dataset:
     """Return a public data set, such as ``cifar10``, with the records ``train`` and ``test`` that were read from files.
 
-    ``known``: the published facts of the data set. ``where``: the files, for error messages. ``remarks``: sentences
-    about the reading of the files, for ``Dataset.note``. The note also gives the number of missing records, if any.
-    Raises UserError for records whose shape, type or labels differ from the published facts.
+    ``known``: the published facts of the data set. ``where``: the files, for error messages. ``remarks``: sentences for
+    ``Dataset.note`` on how the files were read. The note also states missing records. Raises UserError for records
+    whose shape, type or labels differ from the published facts.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
@@ -158,9 +158,8 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
     """Return True if ``shape`` of an array of images is probably (records, channels, height, width).
 
-    The result is True in three cases. First: axis 1 has length 1 or 3, and the last axis is longer than 4. Second: axis
-    1 has at most length 4, and axes 2 and 3 are longer. Third: axes 2 and 3 are equal (square images), and axis 1 is
-    shorter.
+    This is so in three cases: axis 1 has length 1 or 3, and the last axis is longer than 4; axis 1 has at most length
+    4, and axes 2 and 3 are longer; axes 2 and 3 are equal (square images), and axis 1 is shorter.
     """
     _, first, second, last = shape
     return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last
@@ -209,10 +208,10 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return the entry of ``Dataset.read_off`` for a list of classes that was read from the private records.
+    """Return the entry of ``Dataset.read_off`` for classes that were read from the private records.
 
-    ``Dataset.read_off`` lists facts that were learnt from private records, for the privacy statement. The result is
-    empty if the user ``listed`` the classes with ``data.classes``. A listed class is public.
+    ``Dataset.read_off`` lists facts from private records, for the privacy statement. The result is empty if the user
+    ``listed`` the classes with ``data.classes``, so that they are public.
     """
     return () if listed else (CLASSES_READ_OFF,)
 
@@ -220,8 +219,8 @@ def read_off_classes(listed: object) -> tuple[str, ...]:
 def unlisted(where: str, cure: str = "") -> UserError:
     """Return the error for a record whose class is not in ``data.classes``.
 
-    ``cure``: a further way to remove the error, for the message; empty for none. The message does not name the class:
-    the class would reveal something about a private record.
+    ``cure``: a further way to remove the error, for the message; empty for none. The message does not name the class,
+    because the name would reveal something about a private record.
     """
     return UserError(
         f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"
@@ -231,8 +230,7 @@ def unlisted(where: str, cure: str = "") -> UserError:
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
     """Raise UserError if training inputs (floats) are outside 0 to 1.
 
-    ``preprocess``: the name of the stage before the first round that needs this range, such as da-fl. The error message
-    contains this name.
+    ``preprocess``: the name of the stage that needs this range, such as da-fl, for the error message.
     """
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
@@ -246,8 +244,8 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
     """Return a summary of a data set, ready for JSON: number of records, classes, clients, columns.
 
-    ``with_records``: True to include the first five training records of a table, as models receive them, or the first
-    five texts. The minimum and maximum of each number are then included, too. These values reveal training records.
+    ``with_records``: True to include the first five training records of a table (as models receive them) or texts, and
+    the minimum and maximum of each number. These values reveal training records.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4

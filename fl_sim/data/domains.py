@@ -1,8 +1,8 @@
 """Joins several data sets of images as the domains of one task, such as digits, MNIST and Fashion-MNIST.
 
 The joined data sets are called parts. All parts have the same number of classes, and class c of one part is class c of
-the others. Each part is a source of records. All domains have the same number of records, so that the largest part does
-not dominate the task.
+the others. Each part is a source of records (a domain). All domains have equally many records, so that the largest part
+does not dominate.
 """
 
 import re
@@ -21,7 +21,7 @@ from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
 SEED: Final = 0
-"""The seed of the draw of records. It is fixed, so that a name defines the records."""
+"""The seed for drawing records. It is fixed, so that the name of a data set determines its records."""
 
 _HALF: Final = 0.5
 
@@ -29,12 +29,11 @@ _HALF: Final = 0.5
 def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
     """Return the data set ``name``, whose domains are ``parts``, in order.
 
-    Images are scaled to the setting ``data.size``, or to the size of the part with the largest images if the setting is
-    missing. Grey images get three equal channels if any part has colour. Each domain has ``data.records`` training
-    records. Without this setting it has as many training records as the smallest part. Each domain has as many test
-    records as the smallest part. The records of a domain are drawn with the class distribution of its part. Images are
-    normalised by mean 0.5 and standard deviation 0.5. Raises UserError for parts that are no images, or that differ in
-    their classes, and for more ``data.records`` than a part has.
+    Images are scaled to the setting ``data.size``, or else to the size of the part with the largest images. Grey images
+    get three equal channels if any part has colour. Each domain has ``data.records`` training records (default: as many
+    as the smallest part), and as many test records as the smallest part. The records of a domain are drawn with the
+    class distribution of its part. Images are normalised by mean 0.5 and standard deviation 0.5. Raises UserError for
+    parts that are no images, or that differ in their classes, and for more ``data.records`` than a part has.
     """
     names = dict(zip(parts_of(name), parts, strict=True))
     _check(name, names)
@@ -96,7 +95,7 @@ def _check(name: str, names: Mapping[str, Dataset]) -> None:
 
 
 def _size(own: OwnName, parts: Sequence[Dataset]) -> tuple[int, int]:
-    """Return the (width, height) of all images: ``data.size`` if set, else the size of the largest images of a part."""
+    """Return the (width, height) of all images: ``data.size`` if set, else the size of the largest images."""
     _, height, width = max((part.input_shape for part in parts), key=lambda shape: shape[1] * shape[2])
     return image_settings(own).size or (width, height)
 
@@ -116,9 +115,9 @@ def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
 
 
 def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Examples:
-    """Draw ``count`` records of the data set ``part``, with its class distribution and in its order.
+    """Draw ``count`` records of the data set ``part``, keeping its class distribution and order.
 
-    The numbers of records of the classes are rounded; the largest remainders are rounded up.
+    Numbers of records per class are rounded down, except those with the largest remainders.
     """
     if count == len(part):
         return part
@@ -144,7 +143,7 @@ def _concatenated(parts: Sequence[Examples]) -> Examples:
 
 
 def _note(names: Mapping[str, Dataset], num_train: int, num_test: int, size: tuple[int, int], channels: int) -> str:
-    """Return the facts about the joined data set that a reader must know, for ``Dataset.note``."""
+    """Return the facts about the joined data set, for ``Dataset.note``."""
     of = ", ".join(
         f"{domain} {shortened(called)} (of {len(part.train):,} and {len(part.test):,})"
         for domain, (called, part) in enumerate(names.items())

@@ -25,7 +25,7 @@ Features: TypeAlias = Literal["none", "scattering", "whitened-scattering", "scat
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {"scattering": 1, "whitened-scattering": 1, "scattering-maps": 1}
-"""The version of each transform. Increase the version of a transform whose results change.
+"""The version of each transform. Increase it when the results of the transform change.
 
 Old cache files are then ignored.
 """
@@ -42,7 +42,7 @@ def version_of(features: Features) -> str:
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    ``std`` of the result is 1 / sqrt(numbers). Models receive the features divided by ``std``, with a standard
+    ``std`` of the result is 1 / sqrt(numbers). Models receive the features divided by ``std``: numbers with a standard
     deviation of about 1. ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises
     UserError for records that are no images or have an unsuitable size, RunError if the cache file cannot be written.
     """
@@ -97,7 +97,7 @@ def _is_float32(arrays: Arrays) -> bool:
 
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
-    """Compute the features of ``images`` (n, channels, height, width), shape (n, numbers), without the cache."""
+    """Return the features of ``images`` (n, channels, height, width), shape (n, numbers), without use of the cache."""
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
     from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 

@@ -1,8 +1,8 @@
 """Reads folders of images, with a folder for each class, and possibly a folder for each domain.
 
 A data set is a folder with PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp). If ``data.test`` is
-set, there is no test folder: a random share of every class in PATH/train/CLASS or PATH/CLASS is for testing. If
-``data.domains`` is true, PATH contains such a folder for each domain, such as a style of images (PACS, DomainNet).
+set, there is no test folder, and a random share of every class in PATH/train/CLASS or PATH/CLASS is for testing. If
+``data.domains`` is true, PATH contains one such folder per domain, for example a style of images (PACS, DomainNet).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ from fl_sim.types import Dataset, Examples
 class _Part:
     """The training or test images of one domain.
 
-    ``root``: the folder that contains the class folders. ``folders``: {class: its folder}. ``domain``: the number of
-    the domain, 0 for a folder without domains.
+    ``root``: the folder that contains the class folders. ``folders``: {class: its folder}. ``domain``: the index of the
+    domain; 0 for a folder without domains.
     """
 
     root: Path
@@ -44,8 +44,8 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     If ``data.classes`` is set, it gives the classes and their order. If ``data.domains`` is true, each domain is a
     source of records, numbered in alphabetical order; a domain may lack some classes. Images have one channel if all
     are grey, else three. The images are normalised by mean 0.5 and standard deviation 0.5, never by statistics of the
-    private training images. Raises UserError for a file that cannot be read, and for a class without training images.
-    All images must have the size of the first image, otherwise UserError is raised.
+    private training images. Raises UserError for a file that cannot be read, for a class without training images, and
+    for an image whose size differs from that of the first image.
     """
     settings, listed, test_part = image_settings(own), listed_classes(own), test_part_by_setting(own)
     has_domains = _has_domains(own)
@@ -127,7 +127,7 @@ def _domains(path: Path) -> dict[str, Path]:
 
 
 def _with_domains(dataset: Dataset, domains: tuple[str, ...], path: Path) -> Dataset:
-    """Return ``dataset`` with lines about its ``domains``: their order and sizes, and the classes without images."""
+    """Return ``dataset`` with added notes on its ``domains``: their order, sizes, and classes without images."""
     sizes, held = [], []
     for part in (dataset.train, dataset.test):
         assert part.groups is not None
@@ -185,8 +185,7 @@ def _classes(path: Path, parts: Sequence[_Part], listed: tuple[str, ...]) -> tup
 def _training_folder(path: Path, test_part: TestPart) -> Path:
     """Return the folder that contains the class folders of training images.
 
-    Test images come from a folder test or from the setting ``data.test``. Raises UserError for both or neither of these
-    sources.
+    Test images come either from a folder test or from the setting ``data.test``. Raises UserError for both or neither.
     """
     train, test = path / "train", path / "test"
     if test_part.share:
@@ -203,10 +202,7 @@ def _training_folder(path: Path, test_part: TestPart) -> Path:
 
 
 def _domain_hint(path: Path) -> str:
-    """Return advice for a folder that looks like PATH/DOMAIN/CLASS, with images in classes; empty for another folder.
-
-    PATH/DOMAIN/train/CLASS also looks like this.
-    """
+    """Return advice for a folder that looks like PATH/DOMAIN/CLASS or DOMAIN/train/CLASS; empty for others."""
 
     def below(folder: Path) -> list[Path]:
         return [entry for entry in _entries(folder) if entry.is_dir()]

@@ -1,7 +1,7 @@
 """Reads data sets with Hugging Face's ``datasets`` library: a local folder, or a name on the Hugging Face hub.
 
-If a column contains images, the result is a data set of images. Otherwise all columns form a table
-(fl_sim.data.table). A "part" is a split of the Hugging Face data set, such as train or test.
+If a column contains images, the result is a data set of images, else a table (fl_sim.data.table). A "part" is a split
+of the Hugging Face data set, such as train or test.
 """
 
 import os
@@ -30,8 +30,8 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the data set ``path``, a local folder or a name on the hub. Raises UserError if the data set cannot be read.
 
     The setting ``data.train_part`` names the part with the training records (default: train). ``data.test_part`` names
-    the part with the test records (default: test). With ``data.test``, the test records are this share of the training
-    part. The note of the result lists all unused parts.
+    the part with the test records (default: test). With ``data.test``, a share of the training part is for testing
+    instead. The note of the result lists all unused parts.
     """
     library = _library()
     parts = _parts(library, own, path)
@@ -128,8 +128,8 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
 def _table(where: str, part: Any, first: Any) -> TableReader:
     """Return the part ``part`` as a table whose class codes have the same meaning as in the training part ``first``.
 
-    Two parts may number their classes differently, such as cat 0 and dog 1, or dog 0 and cat 1. So codes are
-    converted by the names of the classes.
+    Codes are converted by class names, because two parts may number their classes differently (cat 0 and dog 1, or dog
+    0 and cat 1).
     """
     arrow = pyarrow()
     schema = part.features.arrow_schema.remove_metadata()
@@ -188,10 +188,9 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the name of the column of type ``kind``.
+    """Return the name of the only column of type ``kind``; "" if there is none.
 
-    If several columns have this type, return ``usual`` if this name is among their names, otherwise "". If no column
-    has the type, return "".
+    If several columns have this type, return ``usual`` if one of them has this name, else "".
     """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""

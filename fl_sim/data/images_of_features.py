@@ -1,4 +1,4 @@
-"""Finds an image for a feature vector, to show synthetic records: inverts ``features=scattering`` approximately.
+"""Approximately inverts ``features=scattering``: finds an image for a feature vector, to show synthetic records.
 
 With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent finds an image with similar
 features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so three public
@@ -33,14 +33,14 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-# Standard deviation of each channel's own values; the values common to all channels have deviation 1.
+# Standard deviation of each channel's own component; that of the component common to all channels is 1.
 _OWN: Final = 0.35
 
 _MADE: Final = 300  # artificial images of each of three kinds
-_SEED: Final = 1  # seed of these images; the whitening has another seed, because the regression needs other images
+_SEED: Final = 1  # their seed; not the seed of the whitening, because the regression needs other images
 _RIDGE: Final = 0.1  # ridge penalty, relative to the mean squared length of the artificial images' features
 _BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the first image
-_DARKEST: Final = 0.02  # the first image is limited to 0.02 .. 0.98, because the logit of 0 and 1 is infinite
+_DARKEST: Final = 0.02  # pixels of the first image are in 0.02 .. 0.98, because logit(0) and logit(1) are infinite
 
 
 def images_of(
@@ -125,8 +125,8 @@ def _descended(
 ) -> torch.Tensor:
     """Return images in [0, 1] with features near ``targets``, found by Adam from the images ``start``.
 
-    Each image of ``start`` has mean 0 and standard deviation 1. Adam does not optimise pixels. Instead, Adam optimises
-    white noise. The inner function ``image`` filters this noise to the spectrum of pink noise.
+    Each image of ``start`` has mean 0 and standard deviation 1. Adam does not optimise pixels, but white noise, which
+    the inner function ``image`` filters to the spectrum of pink noise.
     """
     channels, height, width = start.shape[1:]
     spectrum, mixture = _pink(height, width), _mixture(channels)
@@ -166,10 +166,10 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return a symmetric matrix M, (channels, channels), that mixes independent channels as colours in photographs do.
+    """Return a symmetric matrix M, (channels, channels), that mixes independent channels as colours in photographs.
 
     The covariance of the mixed channels is M squared: a brightness common to all channels, and a small independent
-    part of each channel (``_OWN``).
+    component of each channel (``_OWN``).
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

@@ -1,7 +1,8 @@
 """A cache of arrays that are computed from records, such as features of images and tokens of texts.
 
-The cache is in $FL_SIM_FEATURES, or in the user's cache folder if the variable is not set. A file contains the identity
-of the records and of the computation, and a checksum. A damaged file, and a file of other records, is computed again.
+The cache is in $FL_SIM_FEATURES, or in the user's cache folder if the variable is not set. A file contains a checksum,
+and a digest of the records and of the computation. The arrays of a damaged file, or of other records, are computed
+again.
 """
 
 import hashlib
@@ -42,14 +43,14 @@ def kept_arrays(
 
     ``names``: the names of the arrays, in the order of the checksum. ``identity``: a digest of the records and of the
     computation. ``make``: computes the arrays. ``fits``: returns True if arrays have the expected types and shapes.
-    ``what``: the word for the arrays in messages. ``private``: True if only the user may read the file, because the
+    ``what``: a phrase for the arrays in messages. ``private``: True if only the user may read the file, because the
     arrays are as private as the records. Raises RunError for a file that cannot be written.
     """
     folder = path.parent
     with readable_os_errors():
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         with folder_lock(folder):
-            # Old versions let all users read these files.
+            # Old versions gave all users read permission.
             for place, mode in ((folder, 0o700), (path, 0o600)) if private else ():
                 if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
                     place.chmod(mode)

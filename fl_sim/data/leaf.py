@@ -1,8 +1,8 @@
 """Reads LEAF's JSON files (Caldas et al. 2018), such as FEMNIST and Shakespeare.
 
 The folders train and test contain JSON files with the keys users, num_samples and user_data. Files are read one after
-another, to save memory. The records of one user form a group (``Examples.groups``). The group has the same number in
-training and test records.
+another, to save memory. The records of one user form a group (``Examples.groups``), with the same number in training
+and test records.
 """
 
 import json
@@ -36,7 +36,7 @@ FEMNIST_SIDE: Final = 28
 
 _BY_USER: Final = "each user is a client; users with equal names in train and test are the same client"
 _IMAGES_READ_OFF: Final = ("that all numbers of a record lie from 0 to 1, so that records are images",)
-_SWELL: Final = 12  # memory of the Python objects of a JSON file, divided by the size of the file
+_SWELL: Final = 12  # memory that the Python objects of a JSON file need, divided by the file's size
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def _of_texts(
     counted: tuple[str, ...],
     users: tuple[str, ...],
 ) -> Dataset:
-    """Return a data set of texts. Every character of ``alphabet`` is a class, whether or not it occurs.
+    """Return a data set of texts. Every character of ``alphabet`` is a class, even if it does not occur.
 
-    All other characters together are one more class and token. This class exists only if there are such characters, so
-    that a text of LEAF's alphabet has LEAF's classes.
+    All other characters together are one more class and token. This class exists only if such characters occur. Texts
+    in LEAF's alphabet thus have LEAF's classes.
     """
     train, test = parts
     foreign = sum(int((part.inputs > len(alphabet)).sum() + (part.labels == len(alphabet)).sum()) for part in parts)

@@ -3,8 +3,8 @@
 For each public set, this module holds the published facts: files in torchvision's layout, sizes, mean and standard
 deviation. The name of the user's own data contains the settings for reading the files, for example
 ``csv:patients.csv:label=outcome:client=hospital``. A settings file may write this name as a table, ``{kind = "csv",
-place = "patients.csv", label = "outcome", client = "hospital"}``; ``from_table`` converts the table to the name. So one
-string, the name, defines the data set of a run completely.
+place = "patients.csv", label = "outcome", client = "hospital"}``; ``from_table`` converts the table to the name. A
+single string, the name, thus defines the data set of a run completely.
 """
 
 import hashlib
@@ -42,20 +42,20 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "hf": (*(key for key in _TABLE if key != "test_file"), *_HF),
     "domains": ("size", "records"),
 }
-"""{kind of the user's own data, such as csv: the names of the settings that it has, such as label}"""
+"""{kind of the user's own data, such as csv: the names of its settings, such as label}"""
 
 DOMAINS: Final = "domains"
-"""The kind of a data set that joins several others, its parts, such as ``domains:mnist+digits``."""
+"""The kind of a data set that joins several data sets (its parts), such as ``domains:mnist+digits``."""
 
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set", "domains": "data set"}
-"""{kind of data: the word for its location in error messages}; Data of a kind that is not listed here are in a file."""
+"""{kind of data: the word for its location in error messages}; "file" for all other kinds."""
 
 OWN: Final = ", ".join(f"{kind}:{'A+B' if kind == DOMAINS else 'PATH'}" for kind in OPTIONS)
-"""The accepted forms of names with a kind, ``csv:PATH`` and so on, for error messages."""
+"""The valid forms of names of the user's own data, such as ``csv:PATH``, for error messages."""
 
 _LISTS: Final = frozenset({"classes", "drop", "text"})
 _TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+", "fill": ""}
-"""{setting that is given for each column: the separator between its values; empty if the setting has one value}"""
+"""{setting with a value per column: the separator if it has several values per column, else empty}"""
 
 _NEXT: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
@@ -112,9 +112,8 @@ class KnownSet:
     ``torchvision_class``: the name of its class in torchvision.datasets; empty if torchvision cannot download the set.
     ``layout``: the file format. ``files``: {path below the data folder: MD5 of the unpacked file, or None if
     torchvision has the MD5}. ``mean`` and ``std``: the published constants of the training images, one float per
-    channel; pixel values are between 0 and 1. ``merged``: only for a set that merges the classes of another set, as
-    cifar100-coarse merges the classes of cifar100. Entry c is the new class of the records that have class c in the
-    other set.
+    channel; pixel values are between 0 and 1. ``merged``: only for a set that merges classes of another set, as
+    cifar100-coarse does with cifar100. Entry c is the new class of records with class c in the other set.
     """
 
     name: str
@@ -245,11 +244,11 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 
 
 def tuned_on(data: str) -> str:
-    """Return a sentence about fl-sim's default values that were chosen with training records of the data set ``data``.
+    """Return a sentence about fl-sim's defaults that were chosen with training records of the data set ``data``.
 
-    The sentence, with a space before it, belongs into privacy statements: a value that was chosen on records reveals
-    information about them, and no epsilon covers this. The result is empty if no default was chosen on these records.
-    A data set of several parts has a sentence for each part.
+    The sentence, with a space before it, is added to privacy statements: a value that was chosen on records reveals
+    information about them, and no epsilon covers this. The result is empty if no default was chosen on these records. A
+    joined data set has a sentence for each of its parts.
     """
     parts = parts_of(data)
     return "".join(
@@ -265,8 +264,8 @@ class OwnName:
     """A parsed name of the user's own data, such as ``csv:patients.csv:label=outcome:range.age=0..100``.
 
     ``kind``: "csv" in this example. ``place``: the path of a file or folder, or a name on Hugging Face's hub; here
-    "patients.csv". ``options``: {setting: its values}, here {"label": ("outcome",)}. ``columns``: {setting that is
-    given for each column: {column: its values}}, here {"range": {"age": ("0", "100")}}.
+    "patients.csv". ``options``: {setting: its values}, here {"label": ("outcome",)}. ``columns``: {setting with values
+    per column: {column: its values}}, here {"range": {"age": ("0", "100")}}.
     """
 
     kind: OwnKind
@@ -279,7 +278,7 @@ class OwnName:
         return self.options[key][0] if key in self.options else ""
 
     def of_columns(self, key: str) -> Mapping[str, tuple[str, ...]]:
-        """Return {column: values} of the setting ``key`` that is given for each column, such as ``range``."""
+        """Return {column: values} of the setting ``key``, which has values per column, such as ``range``."""
         return self.columns.get(key, {})
 
 
@@ -308,7 +307,7 @@ def own_name(name: str) -> OwnName | None:
 
 
 def same_but_place(first: str, second: str) -> bool:
-    """Return True if two names of the user's own data differ only in the locations of files, or not at all."""
+    """Return True if two names of the user's own data are equal, except for the locations of files."""
     names = [own_name(first), own_name(second)]
     return None not in names and len({_without_places(name) for name in names if name}) == 1
 
@@ -320,7 +319,7 @@ def _without_places(own: OwnName) -> str:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Return the names of the data sets that ``name`` joins as domains; for any other data set, ``name`` alone.
+    """Return the names of the data sets that ``name`` joins as domains; for any other data set, only ``name``.
 
     >>> parts_of("domains:mnist+npz%3Ausps.npz:records=500"), parts_of("mnist")
     (('mnist', 'npz:usps.npz'), ('mnist',))
@@ -330,7 +329,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Return True if some records of the data set ``name`` are the user's own, and not from a public data set."""
+    """Return True if the data set ``name`` contains records of the user's own, not only of public data sets."""
     return any(part not in NAMES for part in parts_of(name))
 
 
@@ -352,7 +351,7 @@ def refused_if_private(name: str) -> str:
 
 
 def as_table(name: str) -> dict[str, Any]:
-    """Return kind, place and settings in the data set's ``name`` as a dict, as a settings file (TOML) contains them.
+    """Return kind, place and settings in the data set's ``name`` as a dict, in the form of a settings file (TOML).
 
     For example ``csv:a.csv:label=ill`` becomes {"kind": "csv", "place": "a.csv", "label": "ill"}. Raises UserError
     for a public data set, which has no settings.

@@ -57,7 +57,7 @@ _LARGE: Final = 2**26
 
 In a larger file, the lengths and compression of all arrays are checked before any array is read.
 """
-_MOST_PACKED: Final = 500  # the largest compression factor of an array; a higher factor suggests a zip bomb
+_MOST_PACKED: Final = 500  # largest plausible compression factor of an array; a higher one suggests a zip bomb
 
 MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
 _USES: Final = ("leave", "train", "validate")
@@ -76,14 +76,14 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the user's own npz file: uint8 images (NHW or NHWC), float features (records, features), or tokens.
 
     Required arrays: ``x_train``, ``y_train``, ``x_test``, ``y_test``. Optional arrays: ``mean`` and ``std``, which
-    normalise the inputs (one number, or one per channel; pixel values are between 0 and 1). Without these two arrays,
-    images are normalised by mean 0.5 and standard deviation 0.5, and features are not normalised. These constants are
-    never computed from the training records, because they would be statistics of private records. ``client_train`` (or
-    ``groups``): the writer, hospital or device of each training record, for partition=natural. ``client_test``: the
-    writer, hospital or device of each test record, for client accuracies. ``x_val`` and ``y_val``: validation records
-    for ``evaluate.validation=given``. ``vocabulary``: a number V; inputs are then sequences of tokens 1 to V - 1,
-    padded at the end with zeros. Any other array raises UserError, because its name may be misspelt. Settings:
-    ``data.classes`` lists public classes; ``data.values`` gives the two values of float images that become 0 and 255.
+    normalise the inputs (one number, or one per channel, for pixel values between 0 and 1). Default: 0.5 and 0.5 for
+    images, and no normalisation for features. They are never computed from the training records, because they would
+    then be statistics of private records. ``client_train`` (or ``groups``): the writer, hospital or device of each
+    training record, for partition=natural. ``client_test``: the writer, hospital or device of each test record, for
+    client accuracies. ``x_val`` and ``y_val``: validation records for ``evaluate.validation=given``. ``vocabulary``: a
+    number V; inputs are then sequences of tokens 1 to V - 1, padded at the end with zeros. Raises UserError for any
+    other array, whose name may be misspelt. Settings: ``data.classes`` lists public classes; ``data.values`` gives the
+    two values of float images that become 0 and 255.
     """
     arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
     if values:
@@ -117,7 +117,7 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
     """Return {name: array} of an npz file. Raises UserError if the file is damaged or lacks a ``required`` array.
 
-    ``others``: True to ignore arrays that are neither required nor ``optional``; otherwise they raise UserError.
+    ``others``: True to ignore arrays that are neither required nor ``optional``, False to raise UserError for them.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -189,9 +189,9 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Store the client of each record in the field ``groups``. Return the training and the test records.
+    """Return the training and the test records, with the client of each record in the field ``groups``.
 
-    If the file has no arrays with clients, the records are returned unchanged.
+    Without arrays of clients in the file, the records are returned unchanged.
     """
     given = [name for name in CLIENTS if name in arrays]
 
@@ -326,8 +326,7 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
 def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
     """Return the shape in the header of one array of the file, without reading the array.
 
-    Raises UserError if header and size of the array do not match. Also raises UserError if the array is too large for
-    the memory.
+    Raises UserError if the array does not have the size in its header, or is too large for the memory.
     """
     where = f"{path}: {info.filename}"
     try:
@@ -364,7 +363,7 @@ def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-    """Raise UserError if arrays that must be equally long are not, such as inputs and labels. Reads only headers."""
+    """Raise UserError if headers state different lengths of arrays that need the same, such as inputs and labels."""
     lengths = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
@@ -395,7 +394,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
-    """Return a memory map of an uncompressed uint8 array inside the npz file; None if it cannot be mapped.
+    """Return a memory map of an uncompressed uint8 array in the npz file; None if it cannot be memory-mapped.
 
     Arrays of other types are not mapped: a zip file does not align its members, and torch needs aligned memory.
     """

@@ -23,7 +23,7 @@ _ORIENTATION: Final = 0x0112  # EXIF's tag of the camera's orientation
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 Pixels: TypeAlias = tuple[NDArray[np.uint8], bool]
-"""(pixels, (height, width) or (height, width, 3); True if the image was rotated or mirrored as its EXIF data say)"""
+"""(pixels of shape (height, width) or (height, width, 3), True if EXIF data rotated or mirrored the image)"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ImageSettings:
 
     @property
     def read_off(self) -> tuple[str, ...]:
-        """The facts about the private images that decide the model's input shape, for ``Dataset.read_off``.
+        """The facts about private images that determine the model's input shape, for ``Dataset.read_off``.
 
         Every privacy statement lists these facts: the presence of colour in any image and, without ``size``, the size
         of the images.
@@ -106,7 +106,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
 def scaled(images: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """Scale ``images`` (n, channels, height, width) to ``size`` (width, height), bilinearly with antialiasing.
 
-    Each channel is scaled by itself. The setting ``data.size`` gives the same result for image files.
+    Each channel is scaled separately, with the same result as by the setting ``data.size`` for image files.
     """
     from PIL import Image  # noqa: PLC0415 (only images need it)
 

@@ -46,8 +46,8 @@ class DataSource:
     """The location of a data set that was found.
 
     ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read, None for
-    the digits, which need no data folder. For "own" and "domains", ``path`` is the data root or None: the argument of
-    the user's function, or the first folder to search for the parts.
+    the digits, which need no data folder. For "own" and "domains", ``path`` is the data root or None. It is the
+    argument of the user's function, or the first folder to search for the parts, respectively.
     """
 
     layout: Layout | OwnKind
@@ -99,7 +99,7 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
 
 def _found_own(own: OwnName) -> DataSource | None:
     path = _absolute(own.place)
-    # Path.is_dir would raise an error for a long name.
+    # not Path.is_dir, which raises an error for a long name
     is_there = os.path.isdir if own.kind in PLACES else os.path.isfile
     # Kind hf: a name on Hugging Face's hub.
     found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None
@@ -111,8 +111,8 @@ def _found_parts(name: str, data_root: Path | None) -> DataSource:
 
     Each part may be in another search directory.
 
-    Raises UserError for fewer than two parts, for a part that occurs twice, for a part that joins data sets itself, and
-    for an invalid or missing part with the user's own data.
+    Raises UserError for fewer than two parts, for a repeated part, for a part that itself joins data sets, and for an
+    invalid part or missing files of the user's own.
     """
     parts = parts_of(name)
     if len(parts) < 2 or "" in parts:
@@ -159,7 +159,7 @@ def describe_missing(name: str, data_root: Path | None = None) -> str:
 
 
 def wanted_files(name: str) -> str:
-    """Return as text the files of the public data set ``name``, relative to a search directory, for messages."""
+    """Return the files of the public data set ``name``, relative to a search directory, as text for messages."""
     known = KNOWN[name]
     folder, slash, _ = next(iter(known.files)).rpartition("/")
     files = ", ".join(file.removeprefix(folder + slash) for file in known.files)

@@ -1,17 +1,17 @@
 """Reads the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and the tables Adult and Diabetes of UCI.
 
 The data set "digits" has 1,797 images of handwritten digits, 8x8 pixels each (UCI, Alpaydin and Kaynak 1998). Its file
-is a part of scikit-learn. The split into training and test records equals the split by
-``sklearn.model_selection.train_test_split`` (stratified, random_state 0). A test compares both splits. scikit-learn
-itself is not imported, because its import takes longer than a short run. MNIST's idx files (LeCun, Cortes, Burges) are
-memory-mapped after a check of header and file size. The files of CIFAR and SVHN are in torchvision's layout.
+is a part of scikit-learn. Its training and test records are those of ``sklearn.model_selection.train_test_split``
+(stratified, random_state 0), which a test checks. scikit-learn is not imported, because its import takes longer than a
+short run. MNIST's idx files (LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. The files
+of CIFAR and SVHN are in torchvision's layout.
 
 The question of Adult (Becker and Kohavi 1996) is: does a person earn over 50,000 dollars? The question of Diabetes
 130-US hospitals (Strack et al. 2014) is: does a patient return to hospital within 30 days? Numbers are divided by
 published maxima. For Adult these maxima are the top codes of the census form. For Diabetes they are the largest values
 in the publication. The categories are published, too. A value that is not a published category ("?") becomes zeros.
-``Dataset.columns`` lists round numbers up to the maxima. Generators of synthetic records may round to these numbers.
-Maxima, categories and round numbers are not computed from the records. So their use has no privacy cost.
+``Dataset.columns`` lists round numbers up to the maxima. Generators of synthetic records may round to them. Maxima,
+categories and round numbers are not computed from the records, so their use has no privacy cost.
 """
 
 import csv
@@ -79,7 +79,7 @@ _DIABETES_NUMBERS = {
     "time_in_hospital": 14, "num_lab_procedures": 132, "num_procedures": 6, "num_medications": 81,
     "number_outpatient": 42, "number_emergency": 76, "number_inpatient": 21, "number_diagnoses": 16,
 }  # fmt: skip
-_FEW: Final = 20  # the maximum number of steps of a Diabetes column; smaller maxima have steps of 1
+_FEW: Final = 20  # the maximum number of steps of a Diabetes column; columns with a smaller maximum have steps of 1
 _ICD9 = (
     ("circulatory", ((390, 460), (785, 786))), ("respiratory", ((460, 520), (786, 787))),
     ("digestive", ((520, 580), (787, 788))), ("diabetes", ((250, 251),)), ("injury", ((800, 1000),)),
@@ -123,8 +123,8 @@ def read_idx(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
     """Read CIFAR's pickled batches in the folder ``root``; return (training, test) records.
 
-    Reading a pickle can run code. Therefore torchvision compares the MD5 of each file with the published MD5 before it
-    opens any file. Raises UserError if a file differs.
+    Reading a pickle can run code. Therefore torchvision checks the published MD5 of each file before it opens any file.
+    Raises UserError if one differs.
     """
     cifar = known.in_torchvision()
     try:
@@ -171,7 +171,7 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` records among classes in proportion to the counts ``held``; round up the largest remainders.
+    """Divide ``total`` records among classes in proportion to the counts ``held``, by the largest remainders.
 
     Among equal remainders the choice is random, as in scikit-learn.
     """
@@ -301,8 +301,8 @@ def _diabetes_record(row: Row) -> list[float]:
 def _diabetes_columns() -> tuple[Column, ...]:
     """Return the public facts of Diabetes' columns (names, categories, steps), in the order of the input vector.
 
-    Generators may round numbers to steps of 1. For a maximum above 20 a step is 2 or more, so that there are at most 20
-    steps.
+    Generators may round numbers to steps of 1. For a maximum above 20, steps are larger, so that there are at most 20
+    of them.
     """
     values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
     numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})

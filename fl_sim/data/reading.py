@@ -1,12 +1,12 @@
 """Loads data sets by name, verifies them against published checksums, and computes digests of their content.
 
-A data set is read once per process, and again after its files have changed. A user's own Python function can also
-return a data set: ``data=my_package.sets:hospitals``.
+A data set is read once per process, and again after its files have changed. A data set can also come from a user's own
+Python function: ``data=my_package.sets:hospitals``.
 
-A digest of the content (``content_of``) identifies the records. With the digest, a privacy ledger adds up the privacy
-costs of all outputs that were released about the same records. The digest does not depend on the path of a file or on
-the order of records. The digest is also independent of the settings for reading (label column, ranges, test share,
-merged classes, features). A table with changed columns, or a subset of the records, has another digest.
+A digest of the content (``content_of``) identifies the records, so that a privacy ledger can add up the privacy costs
+of all outputs about the same records. It does not depend on the path of a file, on the order of records, or on the
+settings for reading (label column, ranges, test share, merged classes, features). A table with changed columns, or a
+subset of the records, has another digest.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from fl_sim.types import Dataset, Examples, records_of
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
-"""Files with metadata that Hugging Face's ``datasets`` stores beside the records.
+"""Files with metadata that Hugging Face's ``datasets`` stores with the records.
 
 Such files do not count as content.
 """
@@ -52,8 +52,8 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
     Files are searched in ``data_root``, $FL_SIM_DATA and the user's cache folder, in this order. A missing public data
     set is downloaded unless FL_SIM_OFFLINE is set. A data set is read once per process, and again after its files have
     changed; a user's function is called only once. Images stay uint8, and are memory-mapped if possible. ``features``:
-    the representation of images. Raises UserError for an unknown name, for missing or damaged files, and for data
-    without classes. UserError is also raised if the chosen ``features`` cannot be computed for these records.
+    the representation of images. Raises UserError for an unknown name, for missing or damaged files, for data without
+    classes, and if ``features`` cannot be computed for these records.
     """
     source = look_for(name, data_root) or download(KNOWN[name], data_root)
     stamps = _stamps(name, source)
@@ -126,10 +126,10 @@ def verify(name: str, data_root: Path | None = None) -> Check:
 
 
 def content_of(name: str, data_root: Path | None) -> str:
-    """Return a digest that identifies the training records of ``name``, independent of the settings of reading.
+    """Return a digest that identifies the training records of ``name``, independent of the settings for reading.
 
-    For tables and folders, the result is a digest of the whole file or folder. The digest must not leave this machine.
-    A person who knows all records but one could try values for the last record until the digest agrees. Result files
+    For tables and folders, the result is a digest of the whole file or folder. The digest must not leave this machine:
+    a person who knows all records but one could try values of the last record until the digests are equal. Result files
     contain the keyed hash of ``sealed_content`` instead. Raises UserError as ``load`` does.
     """
     name = records_of(name)
@@ -168,8 +168,8 @@ def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) 
     """Return a keyed hash (HMAC) of ``content_of``, which result files may contain; empty if there is no key.
 
     The key is secret and stays on this machine. The part before the colon identifies the key. Hashes with different
-    keys cannot be compared. ``make_key``: True creates a missing key. A forecast passes False, because it must not
-    write files.
+    keys cannot be compared. ``make_key``: True creates a missing key; False is for a forecast, which must not write
+    files.
     """
     key = machine_key(make=make_key)
     if not key:
@@ -255,8 +255,8 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 def _made(name: str, data_root: Path | None) -> Dataset:
     """Call the user's function with the import path ``name``. Its argument is ``data_root`` (or None).
 
-    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if the function fails
-    or returns something else.
+    It must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if it fails or returns another
+    type.
     """
     factory = load_object(name, "data set")
     if not callable(factory):
@@ -380,7 +380,7 @@ def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Pa
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return numbers from the file's status that change when the file is written again; empty for a missing file."""
+    """Return numbers from the file's status that change whenever the file is written; empty for a missing file."""
     try:
         status = path.stat()
     except OSError:
@@ -409,7 +409,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
     """Return the digest of the training inputs.
 
-    The result is cached. ``signature`` changes with the file, so that the cached digest of an older file is not used.
+    ``signature`` is only a part of the cache key: it changes with the file.
     """
     return _of_inputs(load(name, data_root).train.inputs)
 

@@ -1,17 +1,17 @@
-"""Wavelet scattering (Bruna and Mallat 2013): image features that are computed without learning from any data set.
+"""Wavelet scattering (Bruna and Mallat 2013): image features that are not learnt from any data set.
 
 The transform has two scales (J = 2), eight orientations and orders 0 to 2. Its Morlet wavelets and its Gaussian filter
 are the same as in the library Kymatio (Andreux et al. 2020). The maps of each record are normalised in 27 groups,
 independent of other records, as in Tramer and Boneh (2021, section 2.2). A projection on random orthonormal directions,
 with a public seed, then reduces the number of features to at most 1000.
 
-Whitening also uses no data set. The privacy noise on released features is equal in all directions. So directions with
-little variance are lost first, although they may separate classes well. Whitening gives all directions about the same
-variance. Whitening needs a covariance matrix. The covariance of the records would be private. So the covariance of
-artificial images is used, which is public and similar enough. The artificial images have the common statistics of
-photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead leaves": random
-discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features from such images
-(Baradad et al. 2021). The seed of the artificial images is public. So all processes generate the same images.
+Whitening also uses no data set. Privacy noise on released features has the same variance in all directions. It
+therefore hides directions of low variance first, although they may separate classes well. Whitening gives all
+directions about the same variance. It needs a covariance matrix. That of the records would be private, so the
+covariance of artificial images is used, which is public and similar enough. The artificial images have the common
+statistics of photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead
+leaves": random discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features
+from such images (Baradad et al. 2021). Their seed is public, so all processes generate the same images.
 """
 
 import math
@@ -51,13 +51,13 @@ WITHIN: Final = 0.9  # share of the artificial images whose whitened features ha
 _ROWS: Final = 5000  # records per batch of whitening
 
 _EXPONENTS: Final = (1.0, 1.5)  # exponents of pink noise; photographs have an exponent of about 1
-_OWN: Final = 0.35  # standard deviation of a channel's own noise; the noise common to all channels has 1
+_OWN: Final = 0.35  # standard deviation of a channel's own noise; that of the noise common to all channels is 1
 _CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of standard deviation and mean of an image, in units of 255
 
 _LEAVES: Final = 200  # leaves per image
-# Radius of a leaf: the least in pixels, the largest as a share of the longer side.
+# Radius of a leaf: smallest in pixels, largest as a share of the image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
-_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # in grey levels, in grey levels per pixel, in grey levels
+_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # units: grey levels, grey levels per pixel, grey levels
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
 
@@ -87,9 +87,9 @@ def num_coefficients(shape: tuple[int, ...]) -> int:
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the scattering features of ``images`` (n, channels, height, width): (n, features), of L2 norm at most 1.
 
-    The features of a record depend only on that record. The function ``described`` computes the features from the
-    record's bytes, divided by 255. A vector longer than 1 is then scaled to length 1. Raises UserError for images of an
-    unsuitable shape, as ``dimension_of`` does.
+    The features of a record depend only on that record. They are computed by ``described`` from the record's bytes
+    divided by 255, and scaled to norm 1 if their norm is larger. Raises UserError for images of an unsuitable shape, as
+    ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
@@ -115,7 +115,7 @@ def described(images: torch.Tensor) -> torch.Tensor:
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
-    """Return the scattering maps of ``images`` (see ``scattered``), normalised in 27 groups for each record alone."""
+    """Return the scattering maps of ``images`` (see ``scattered``), normalised in 27 groups per record."""
     groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
     return torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
 
@@ -157,7 +157,7 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``. Vectors longer than 1 get length 1.
+    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``, scaled to norm 1 if it is larger.
 
     ``centre`` (d,) and ``matrix`` (d, d) are float64.
     """
@@ -191,17 +191,16 @@ class Whitening:
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     """Compute the whitening of scattering features for images of ``shape``, (channels, height, width).
 
-    The computation takes seconds to a minute. A process computes the whitening of a shape once and then uses the result
-    again.
+    The computation takes seconds to a minute. Its result is cached for each shape.
     """
     features = features_of(public_images(shape))
-    # In a separate thread, because the function ``_whitening`` sets torch's number of threads.
+    # in a separate thread, because ``_whitening`` changes torch's number of threads
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_whitening, features).result()
 
 
 def public_images(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Return the artificial images from whose features whitening is computed; they are the same in all processes."""
+    """Return the artificial images for the computation of whitening. They are the same in all processes."""
     return made_images(shape, _NUM_MADE, _MADE_SEED)
 
 
@@ -259,7 +258,7 @@ def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.G
 
 
 def in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
-    """Call ``fill(rows)`` in several threads, so that all ``count`` rows are filled. Each call fills ``step`` rows.
+    """Call ``fill(rows)`` in several threads for all ``count`` rows, with ``step`` rows per call.
 
     In these threads torch uses one thread only, so that results are bit-identical for any number of threads.
     """
@@ -284,7 +283,7 @@ def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.c
 def _gabor(
     height: int, width: int, sigma: float, angle: float, frequency: NDArray[np.float64]
 ) -> NDArray[np.complex128]:
-    """Return a plane wave times an elliptic Gaussian (twice as wide across the wave), with periodic boundaries."""
+    """Return a plane wave times a Gaussian that is twice as wide across the wave, with periodic boundaries."""
     slant = 4 / ORIENTATIONS
     total = np.zeros((height, width), dtype=np.complex128)
     for down in range(-2, 3):
@@ -304,7 +303,7 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     the filters, which are real, (8, height, width). In the Fourier domain subsampling is the mean of four aliases.
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
-    # Complex numbers become pairs of real numbers, because complex products are slow.
+    # pairs of real numbers, because products of complex numbers are slow
     parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)
     weights = _aliases(filters).flatten(-2).repeat_interleave(2, -1)
     total = parts[..., 0, :] * weights[:, 0]
@@ -388,8 +387,8 @@ def _positions(side: int) -> int:
 def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     """Project ``vectors`` (n, coefficients) on ``size`` random orthonormal directions.
 
-    The signs of coefficients are changed at random; then ``size`` random coefficients of the cosine transform are kept.
-    If ``size`` is the number of coefficients, ``vectors`` are returned unchanged.
+    Coefficients get random signs; then ``size`` random coefficients of their cosine transform are kept. If ``size`` is
+    the number of coefficients, ``vectors`` are returned unchanged.
     """
     coefficients = vectors.shape[1]
     if coefficients == size:

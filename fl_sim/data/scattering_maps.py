@@ -1,10 +1,10 @@
 """All scattering maps of an image, whitened across the maps: the features ``scattering-maps``, without a projection.
 
-Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. With a projection to fewer
-numbers, these models lose accuracy. But neighbouring maps are alike, so the coefficients have very different variances.
-This module whitens the maps of each position of an image, with one matrix for all positions. The matrix comes from the
-covariance of artificial images (``fl_sim.data.scattering``). The matrix is small, because the covariance of all
-coefficients together is not needed. The matrix and the artificial images depend on no data set, so both are public.
+Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
+would reduce the accuracy of these models. Without it, maps are correlated, so some directions have a far larger
+variance than others. This module whitens the vector of all maps at each position of an image, with the same matrix for
+all positions. The matrix is small: it needs only the covariance of maps, estimated from artificial images
+(``fl_sim.data.scattering``), not of all coefficients. Matrix and images depend on no data set, so both are public.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,7 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
         maps = torch.from_numpy(found[rows]).double().reshape(-1, len(centre), num_positions)
         mixed = torch.einsum("nmp,mk->nkp", maps - centre[:, None], matrix).flatten(1)
         longer = mixed.norm(dim=1, keepdim=True).clamp(min=1)
-        # The factor keeps the norm at most 1 after rounding to float32.
+        # the last factor keeps the norm at most 1 after rounding to float32
         found[rows] = (mixed / longer * (1 - 2.0**-20)).float().numpy()
 
     in_threads(fill, len(found), _IMAGES)
@@ -61,7 +61,7 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
 def mixing_of(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
     found = _coefficients(public_images(shape))
-    # In a separate thread, because the function ``_mixing`` sets torch's number of threads.
+    # in a separate thread, because ``_mixing`` changes torch's number of threads
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
 

@@ -50,9 +50,9 @@ _FEW: Final = 6  # maximum number of names in a list in ``Dataset.note``
 class TestPart:
     """The rule that selects the test records of a table or of a folder of images.
 
-    ``share``: the share of the records that is drawn at random for testing; 0 for none. ``seed``: the seed of the draw.
-    ``other``: the name of a separate table with the test records; empty for none. Without ``share`` and ``other``, a
-    split column of the table must say which records are for testing.
+    ``share``: the share of the records that is drawn at random for testing, or 0. ``seed``: the seed of the draw.
+    ``other``: the name of a separate table with the test records, or "". Without ``share`` and ``other``, a split
+    column of the table must mark the test records.
     """
 
     share: float = 0.0
@@ -75,10 +75,9 @@ class TestPart:
     def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
         """Draw the test records at random; return a mask, shape (records,), that is True for test records.
 
-        ``count``: the number of records. ``clients``: the number of each record's client, or of its class. If
-        ``clients`` is given, the share is drawn from the records of each client (or class). The number of test records
-        is rounded, to at least one and never to all. If a client (or class) has only one record, this record is for
-        training.
+        ``count``: the number of records. ``clients``: the index of each record's client (or class). If it is given, the
+        share is drawn from the records of each client (or class). At least one record is for testing, and at least one
+        for training. A single record of a client (or class) is for training.
         """
 
         def size(records: int) -> int:
@@ -91,7 +90,7 @@ class TestPart:
         order = np.argsort(clients, kind="stable")
         numbers, starts = np.unique(clients[order], return_index=True)
         bounds = np.append(starts, count)
-        # Skips clients with one record, because most of a million clients may have only one.
+        # Clients with one record are skipped to save time: a million clients may have only one.
         for place in np.flatnonzero(np.diff(bounds) > 1).tolist():
             of_client = order[bounds[place] : bounds[place + 1]]
             coins = rng(self.seed, "test part", int(numbers[place]))
@@ -131,10 +130,10 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 class TablePlan:
     """The interpretation of a table: roles and encodings of its columns.
 
-    The interpretation is fixed before the records are converted. ``tables``: the table, or a training and a test table.
-    ``survey``: the facts about the contents of the columns. ``clients``: the names of all clients, sorted. ``drops``:
-    True if records with empty cells are removed. ``listed``: True if ``data.classes`` lists the classes. ``filling``: a
-    description of the values for empty cells. ``left_out``: {column: reason} of the columns that cannot be features.
+    It is fixed before records are converted. ``tables``: the table, or a training and a test table. ``survey``: facts
+    about the contents of the columns. ``clients``: the names of all clients, sorted. ``drops``: True if records with
+    empty cells are removed. ``listed``: True if ``data.classes`` lists the classes. ``filling``: a description of the
+    values for empty cells. ``left_out``: {column: reason} of the columns that cannot be features.
     """
 
     tables: tuple[TableReader, ...]
@@ -156,7 +155,7 @@ class TablePlan:
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """The columns of numbers that only contain row numbers, such as the index that pandas writes."""
+        """The columns of numbers that contain row numbers, such as the index that pandas writes."""
         if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
@@ -164,7 +163,7 @@ class TablePlan:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The columns of categories that have a different text in every row, and so are probably IDs."""
+        """The columns of categories with a different text in every row, which are probably IDs."""
         rows = sum(self.survey.rows)
         categories = [one for one in self.features if one.categories and not one.is_given]
         return tuple(one.name for one in categories if len(one.categories) == rows >= columns.ROWS_TO_COUNT)
@@ -182,9 +181,9 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class Rows:
-    """The records of a table as arrays. ``clients``: the number of each record's client, 0 without a client column.
+    """The records of a table as arrays. ``clients``: the index of each record's client; 0 without a client column.
 
-    ``kept``: a mask, shape (rows,), that is True for the rows of the table that are records.
+    ``kept``: a mask, shape (rows,), True for the rows of the table that are used as records.
     """
 
     inputs: NDArray[np.float32]
@@ -276,11 +275,11 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
 def rows_of(plan: TablePlan) -> Rows:
     """Convert all rows of the tables to arrays, as ``plan`` says.
 
-    Raises UserError if the arrays need more than half of the memory, or if numbers exceed float32. UserError is also
-    raised if there are no training or test records, or if a class has no training records.
+    Raises UserError if the arrays need more than half of the memory, if numbers exceed float32, if there are no
+    training or no test records, or if a class has no training records.
     """
     count, width = sum(plan.survey.rows), sum(feature.width for feature in plan.features)
-    if 2 * 4 * count * width > most_bytes():  # the factor 2: all records, and a second copy when the records are split
+    if 2 * 4 * count * width > most_bytes():  # factor 2: the split makes a second copy of all records
         raise UserError(
             f"{plan.where}: {count:,} records of {width:,} numbers take 2 x {4 * count * width:,} bytes, "
             "more than half of this machine's memory; use fewer records, or leave columns out by data.drop"
@@ -432,15 +431,15 @@ def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell in the list ``values``, such as the class names; 0 for an empty cell.
+    """Return the index of each cell's text in ``values``, such as the class names; 0 for an empty cell.
 
-    The record of an empty cell is removed later.
+    Records with an empty cell are removed later.
     """
     found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # cached for labels and clients: each batch needs all names, and there may be a million clients
+@lru_cache(maxsize=2)  # each batch needs all class names and all client names, and there may be a million clients
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 
@@ -478,7 +477,7 @@ def _oddities(plan: TablePlan) -> list[str]:
 
 
 def lacking(plan: TablePlan) -> str:
-    """Return a phrase for messages that describes the records that ``data.missing=drop`` leaves out."""
+    """Return a phrase for messages about the records that ``data.missing=drop`` leaves out."""
     return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
 
 

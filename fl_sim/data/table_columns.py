@@ -33,13 +33,13 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Column
 
 MOST_CATEGORIES: Final = 200
-"""Maximum number of categories of a feature: a column with more different texts holds IDs, names or free text."""
+"""Maximum number of categories of a feature. More different texts are probably IDs, names or free text."""
 
 MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
 
 _SAMPLES: Final = 200  # maximum number of texts that are kept to infer the notation of numbers
-ROWS_TO_COUNT: Final = 10  # in tables with fewer rows, a column 0, 1, 2 ... is a feature, not row numbers
+ROWS_TO_COUNT: Final = 10  # smaller tables: a column 0, 1, 2 ... counts as a feature, not as row numbers
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
@@ -48,7 +48,7 @@ _MOST_NAMES: Final = 30  # maximum number of column names in a message
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 STEPS: Final = 20
-"""Generators of synthetic records may round a column to this number of values.
+"""Generators of synthetic records may round numbers of a column to this many values.
 
 A column with fewer whole numbers than this is not rounded.
 """
@@ -56,7 +56,7 @@ A column with fewer whole numbers than this is not rounded.
 
 @dataclass(frozen=True)
 class CellPlace:
-    """The position and value of one cell of a table, for error messages. ``row``: counted from 1 below the header."""
+    """The position and value of a table cell, for error messages. ``row``: counted from 1, without the header."""
 
     file: str
     row: int
@@ -72,11 +72,11 @@ class ColumnContent:
     """The facts about one column that a pass over its cells has found so far.
 
     ``declared``: the type that the file declares. ``texts``: the different texts; None if there are more than ``most``.
-    ``as_text``: True if numbers in the column are names, such as postal codes. ``spelling``: the expected notation of
-    numbers. ``missing``, ``number``, ``text``, ``infinite``: the first cell that is empty, a number, a text, an
-    infinite number. ``spelled``: texts that look like numbers in another notation. ``word``: the first text that does
-    not look like a number. ``fraction``: the first number with a fraction in a column of texts. ``counts``: True if all
-    numbers are row numbers. ``are_dates``: True if all texts are dates.
+    ``as_text``: True if numbers in the column are names (postal codes). ``spelling``: the expected notation of numbers.
+    ``missing``, ``number``, ``text``, ``infinite``: the first cell that is empty, a number, a text, or an infinite
+    number, respectively. ``spelled``: texts that look like numbers in another notation. ``word``: the first text that
+    does not look like a number. ``fraction``: the first number with a fraction in a column of texts. ``counts``: True
+    if all numbers are row numbers. ``are_dates``: True if all texts are dates.
     """
 
     name: str
@@ -172,9 +172,9 @@ def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -
 
 
 def is_category(seen: ColumnContent) -> bool:
-    """Return True if a feature column contains categories, and False if the column contains numbers.
+    """Return True if a feature column contains categories, False if it contains numbers.
 
-    Raises UserError, with row and column, if the column contains both kinds of entries, or neither.
+    Raises UserError, with row and column, if the column contains both or neither.
     """
     name = seen.name
     if seen.declared in {"time", "other"}:
@@ -243,7 +243,7 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True, te
 def listed_columns(own: OwnName, key: str, table: TableReader) -> list[str]:
     """Return the columns that the setting ``key`` lists.
 
-    Commas also separate names, unless a column name has a comma.
+    A comma also separates names, unless it is part of a column name.
     """
     given = own.options.get(key, ())
     parts = [[name] if name in table.names else name.split(",") for name in given]
@@ -266,7 +266,7 @@ def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, 
 
 
 def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
-    """Raise UserError if the file declares a type for a column with a role that is no text or number."""
+    """Raise UserError if a column with a role is declared in the file as another type than text or number."""
     for name in filter(None, (roles.label, roles.client, roles.split, roles.text)):
         if seen[name].declared in {"time", "other"}:
             what = "dates or times" if seen[name].declared == "time" else "lists"
@@ -297,7 +297,7 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
 
 
 def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str]:
-    """Return {column: reason} of the feature columns that are not used: dates, and more than 200 different texts.
+    """Return {column: reason} of the unused feature columns: dates, or more than 200 different texts.
 
     A column for which ``data.range``, ``data.category`` or ``data.fill`` is set is always used.
     """
@@ -318,7 +318,7 @@ def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str
 def check_missing(found: Survey, names: Iterable[str], features: Sequence[str]) -> None:
     """Raise UserError if a column in ``names`` has an empty cell. The message lists all such columns.
 
-    ``features``: the columns for which ``data.fill`` is a possible cure.
+    ``features``: the feature columns, for which ``data.fill`` is a possible cure.
     """
     lacking = [(name, missing) for name in names if (missing := found.columns[name].missing)]
     if not lacking:
@@ -352,11 +352,11 @@ def check_split(seen: ColumnContent, where: str) -> None:
 class Feature:
     """The encoding of one feature column, of numbers or of categories.
 
-    ``first``: the index, in a record's vector, of the first number that encodes this column. ``bounds``: the
-    numbers that become 0 and 1; None for no scaling. ``categories``: empty for a column of numbers. ``is_given``:
-    True if ``data.category`` lists the categories. ``spelling``: the notation of numbers. ``fill``: the value for
-    empty cells, if a setting defines one. ``is_filled``: True if empty cells are allowed. In a column of categories
-    without ``fill``, an empty cell becomes zeros.
+    ``first``: the index of the column's first number in a record's vector. ``bounds``: the numbers that become 0 and 1;
+    None for no scaling. ``categories``: empty for a column of numbers. ``is_given``: True if ``data.category`` lists
+    the categories. ``spelling``: the notation of numbers. ``fill``: the value for empty cells, if a setting defines
+    one. ``is_filled``: True if empty cells are allowed. In a column of categories without ``fill``, an empty cell
+    becomes zeros.
     """
 
     name: str
@@ -370,7 +370,7 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """The number of elements in a record's vector that encode this column: 1, or one per category."""
+        """The number of elements in a record's vector for this column: 1, or one per category."""
         return len(self.categories) or 1
 
     @property
@@ -380,7 +380,7 @@ class Feature:
 
     @property
     def names(self) -> list[str]:
-        """The name of each number that encodes this column: the column's name, or COLUMN=CATEGORY (``sex=female``)."""
+        """The names of this column's numbers in a record's vector: COLUMN, or COLUMN=CATEGORY (``sex=female``)."""
         return [f"{self.name}={category}" for category in self.categories] or [self.name]
 
     def described(self) -> str:
@@ -393,7 +393,7 @@ class Feature:
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return the bounds and steps, or the number of categories, for generators of synthetic records.
+        """Return the steps within the bounds, or the number of categories, for generators of synthetic records.
 
         Call this method only if ``is_public``.
         """
@@ -406,9 +406,9 @@ class Feature:
         return Column(self.name, tuple(step / steps for step in range(steps + 1)))
 
     def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
-        """Encode ``cells`` and write the numbers into ``rows``, (cells, numbers of a record).
+        """Encode ``cells`` and write the numbers into ``rows``, shape (cells, numbers per record).
 
-        Before, ``rows`` must be zeros.
+        Before the call, ``rows`` must be zeros.
         """
         if self.categories:
             values = pyarrow().array(self.categories)
@@ -486,7 +486,7 @@ def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | N
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Return True if ``numbers`` are the row numbers after the first ``rows_before`` rows, counted from 0 or from 1."""
+    """Return True if ``numbers`` are row numbers that follow ``rows_before`` earlier rows, counted from 0 or 1."""
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)

@@ -1,6 +1,6 @@
 """Reads a csv or parquet file with pyarrow, in batches, so that the table need not fit into memory.
 
-Also interprets the texts of cells: empty cells, and numbers in various notations.
+Also interprets the texts of cells: empty ones, and numbers in various notations.
 """
 
 import json
@@ -24,7 +24,7 @@ Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
 DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 
 MISSING: Final = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "?")
-"""The texts that count as an empty cell, besides ``nan`` in its spellings. Spaces around a text are ignored."""
+"""The texts that count as an empty cell, in addition to spellings of ``nan``. Spaces around a text are ignored."""
 
 _NAN: Final = r"^(?i:[+-]?nan(\(.*\))?|[+-]?1\.#(qnan|snan|ind))$"
 """The regular expression of all spellings of NaN that programs write."""
@@ -58,7 +58,7 @@ LIKE_A_NUMBER: Final = (
     rf"^(?:(?:[<>≤≥~≈]=?[{_SPACES}]?)?{_SIGN}(?:{_CURRENCY}[{_SPACES}]?)?{_SIGN}(?:{_ANY_NUMBER}){_EXPONENT}"
     rf"(?:[{_SPACES}]?{_CURRENCY}|{_UNIT})?-?|\((?:{_ANY_NUMBER})\))$"
 )
-"""The regular expression of texts that a person reads as numbers: 0,5 and 1 234 and 45% and 45 kg and $45 and <45."""
+"""Regular expression of texts that people read as numbers, such as 0,5 or 1 234 or 45% or 45 kg or $45 or <45."""
 
 _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 
@@ -70,7 +70,7 @@ class TableReader:
     ``where``: its path, for error messages. ``written``: the column names exactly as in the file. ``declared``: the
     types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
     {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a
-    word (comma). ``texts``: the columns whose cells are texts that must stay as they are.
+    word (comma). ``texts``: the columns of texts that must not be changed.
     """
 
     where: str
@@ -94,7 +94,7 @@ class TableReader:
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                # A dictionary, because pyarrow searches names one by one.
+                # a dictionary, because pyarrow's search for names is linear
                 places = {name: place for place, name in enumerate(batch.schema.names)}
                 yield {
                     name: _cleaned(batch.column(places[written[name]]), is_text=name in self.texts) for name in columns
@@ -120,7 +120,7 @@ def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
     def csv_reader(convert: Any = None) -> Any:
         return arrow.csv.open_csv(
             path,
-            # one thread, so that pyarrow's errors contain the row
+            # one thread: only then do pyarrow's errors state the row
             read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
             parse_options=arrow.csv.ParseOptions(delimiter=DELIMITERS[delimiter], newlines_in_values=True),
             convert_options=convert,
@@ -257,8 +257,8 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 def cure_of(texts: Iterable[str]) -> str:
     """Return the cure for an error message about ``texts`` that look like numbers in another notation, such as 0,5.
 
-    The cure is the setting with which all these texts are numbers, such as ``data.decimal=comma``. Without such a
-    setting, the cure is a change of the file.
+    The cure is a setting that makes all these texts numbers, such as ``data.decimal=comma``, or else a change of the
+    file.
     """
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
@@ -284,7 +284,7 @@ def one_spelling(text: str) -> str:
 def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
     """Return a warning about ``texts`` that differ only in case, spaces or leading zeros; empty if there are none.
 
-    ``what``: the noun for the texts, such as classes. ``with_names``: False for private texts, which are only counted.
+    ``what``: the noun for the texts, such as classes. ``with_names``: False for private texts: they are only counted.
     """
     alike: dict[str, list[str]] = {}
     for text in texts:
@@ -325,7 +325,7 @@ def in_order(text: str) -> tuple[float, str]:
 
 
 def texts_of(cells: Any) -> Any:
-    """Convert a pyarrow array to texts. A whole number gets the same text in all types: the text 1.0 becomes 1."""
+    """Convert a pyarrow array to texts. Whole numbers have the same text in all types: the text 1.0 becomes 1."""
     if not are_texts(cells):
         return cells.cast(pyarrow().string())
     return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
@@ -379,7 +379,7 @@ def _declared(part: Any) -> Declared:
 
 
 def _cleaned(cells: Any, *, is_text: bool) -> Any:
-    """Return ``cells`` with None for empty ones. ``is_text``: True for texts, of which only blank ones are empty."""
+    """Return ``cells`` with None for empty ones. ``is_text``: True if only blank texts count as empty."""
     arrow = pyarrow()
     kinds, compute = arrow.types, arrow.compute
     if kinds.is_dictionary(cells.type):
@@ -394,7 +394,7 @@ def _cleaned(cells: Any, *, is_text: bool) -> Any:
             cells = compute.utf8_normalize(cells, form="NFC")
         cells = compute.utf8_trim_whitespace(cells)
         missing = compute.is_in(cells, value_set=arrow.array(MISSING))
-        # This test saves time: compiling the regular expression takes longer than handling a thousand cells.
+        # This check saves time: compiling the regular expression takes longer than processing a thousand cells.
         if b"nan" in letters or b"1.#" in letters:
             is_nan = compute.match_substring_regex(cells, _NAN)
             missing = compute.or_(missing, compute.fill_null(is_nan, fill_value=True))
@@ -405,5 +405,5 @@ def _cleaned(cells: Any, *, is_text: bool) -> Any:
 
 
 def are_texts(cells: Any) -> bool:
-    """Return True if the pyarrow array ``cells`` has texts."""
+    """Return True if the pyarrow array ``cells`` contains texts."""
     return bool(pyarrow().types.is_string(cells.type))

@@ -1,7 +1,7 @@
 """Reads csv and parquet files: a table with a column of texts becomes sequences of tokens, any other table a vector.
 
-``data.text=COLUMN`` names the column of texts. Label, client and split columns have their usual meaning
-(fl_sim.data.table). All other columns are left out.
+``data.text=COLUMN`` names the column of texts. Columns of label, client and split are as in fl_sim.data.table. All
+other columns are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _LENGTH_READ_OFF: Final = "the length of the longest text (public with data.max_
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the csv or parquet file ``path``, and the file ``data.test_file`` if it is set, as a data set.
 
-    Raises UserError for anything but classification data. The message mostly contains row and column.
+    Raises UserError for anything but classification data, mostly with row and column.
     """
     test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
     tables = [open_table(path, own.kind, delimiter)]
@@ -86,10 +86,10 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
     """Return the column of texts that become tokens; empty if the records are vectors.
 
-    ``data.text`` names such a column in two cases. First: ``data.tokenizer``, ``data.max_length`` or ``data.alphabet``
-    is set. Second: ``data.text`` names one column, and the column contains words. A column of numbers that are names,
-    such as postal codes, contains no words. A column with both words and numbers contains names, too, unless it has
-    over 200 different texts. Raises UserError if a setting of texts is set, and ``data.text`` names no column of texts.
+    ``data.text`` names such a column if ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set, or if it
+    names a single column that contains words. Columns of numbers as names (postal codes) are no such columns, and
+    neither are columns of words and numbers with at most 200 different texts. Raises UserError if one of the three
+    settings is set, and ``data.text`` names no column of texts.
     """
     listed, first = listed_columns(own, "text", tables[0]), tables[0]
     settings = [key for key in _OF_TEXTS if own.option(key)]
@@ -126,7 +126,7 @@ def _texts(plan: TablePlan, rows: Rows) -> Iterator[str]:
     column, place = plan.roles.text, 0
     for one in plan.tables:
         for batch in one.batches([column]):
-            for text in batch[column].to_pylist():  # the survey has checked that the texts are UTF-8
+            for text in batch[column].to_pylist():  # the texts are UTF-8, as the survey has checked
                 if rows.kept[place]:
                     yield text
                 place += 1

@@ -22,7 +22,7 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line, package_folders
 
 ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""The 80 characters of LEAF's Shakespeare data: character i is class i, and token i + 1, because token 0 is padding."""
+"""The 80 characters of LEAF's Shakespeare data. Character i is class i and token i + 1: token 0 is padding."""
 
 MOST_CHARACTERS: Final = 10_000
 """Maximum number of characters in ``data.alphabet``; each character is a class."""
@@ -34,7 +34,7 @@ UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 """The character that is shown in place of a character outside the alphabet."""
 
 _CACHED: Final = 2**20
-"""The number of characters in all texts from which tokens of a ``Vocabulary`` are cached: fewer take under a second."""
+"""Tokens of a ``Vocabulary`` are cached if all texts have at least this many characters. Fewer take under a second."""
 
 _FILE: Final = "tokenizer.json"
 
@@ -119,10 +119,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer in the file ``path``. ``written``: the setting that named it. ``digest``: SHA-256 of the file.
+    """The tokenizer in the file ``path``. ``written``: the value of ``data.tokenizer``. ``digest``: the file's SHA-256.
 
-    If the file's token 0 is the padding token, tokens have the file's numbers, as a pretrained model of this tokenizer
-    expects. Otherwise each token is one number higher, because 0 is padding here.
+    If token 0 of the file is padding, tokens have the file's numbers, which a pretrained model of this tokenizer
+    expects. Otherwise each token is one higher, because 0 is padding in fl-sim.
     """
 
     written: str
@@ -131,7 +131,7 @@ class Vocabulary:
 
     @property
     def name(self) -> str:
-        """The description of the tokenizer, for the note of a data set. Its digest is a part of the run's identity."""
+        """The description of the tokenizer, for the note of a data set. The digest in it identifies the run."""
         moved = ", each token one higher" if self._shift else ""
         return f"{shortened(self.written)}, {_FILE} {self.digest[:12]}{moved}"
 
@@ -149,11 +149,11 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """The largest number of a token, plus 1."""
+        """The largest token, plus 1."""
         return int(max(self._library.get_vocab(with_added_tokens=True).values())) + 1 + self._shift
 
     def tokens(self, texts: Sequence[str], most: int) -> Tokens:
-        """Return the tokens of ``texts``, with the tokenizer's own first and last tokens, cut to ``most``."""
+        """Return the tokens of ``texts`` with the tokenizer's special tokens, cut to ``most`` tokens."""
         if sum(map(len, texts)) < _CACHED:
             return self._computed(texts, most)
         identity = hashlib.sha256(f"tokens-1 {self.digest} {most} {self._shift} {_digest(texts)}".encode()).hexdigest()
@@ -187,7 +187,7 @@ class Vocabulary:
             ) from error
         lengths = [len(one.ids) for one in found]
         flat = np.fromiter((token for one in found for token in one.ids), np.int64, sum(lengths))
-        if not self._shift and not flat.all():  # a token of a text must not equal the padding token
+        if not self._shift and not flat.all():  # texts must not contain the padding token
             raise UserError(
                 f"data.tokenizer={shortened(self.written)} gives its padding token inside of texts, such as for "
                 f"{shortened(next(text for text, one in zip(texts, found, strict=True) if 0 in one.ids))!r}; remove "
@@ -196,15 +196,15 @@ class Vocabulary:
         return Tokens(_in_rows(flat + self._shift, lengths), sum(bool(one.overflowing) for one in found))
 
     def text(self, row: NDArray[np.float32]) -> str:
-        """Return the text of the tokens in ``row``, as the library joins them, without special tokens."""
+        """Return the text of the tokens in ``row``, joined by the library, without special tokens."""
         joined: str = self._library.decode([int(token) - self._shift for token in row[row > 0]])
         return joined
 
 
 def tokenizer_by(written: str, alphabet: str) -> Tokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names: characters, bytes, or the place of a tokenizer.json.
+    """Return the tokenizer that ``data.tokenizer`` names: characters, bytes, or the location of a tokenizer.json.
 
-    ``alphabet``: the value of ``data.alphabet``; empty if it is not set. A place is a file, a folder with
+    ``alphabet``: the value of ``data.alphabet``; empty if it is not set. A location is a file, a folder with
     tokenizer.json, or an installed package with such a folder. Raises UserError if the tokenizer does not exist.
     """
     if alphabet and written != "characters":
@@ -247,7 +247,7 @@ def alphabet_set(given: str) -> str:
 def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
     """Convert texts to tokens: float32 of shape (texts, length of the longest text), padded at the end with zeros.
 
-    A character outside ``alphabet`` becomes the token after all tokens of the alphabet. Raises UserError for an empty
+    Characters outside ``alphabet`` all become the next token after those of the alphabet. Raises UserError for an empty
     text, and for a value that is no text.
     """
     if not all(isinstance(text, str) and text for text in texts):
@@ -259,8 +259,8 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
     """Convert ``characters``, the labels of texts, to class numbers.
 
-    The label of a text is the character after the text. A character outside ``alphabet`` becomes the class after all
-    classes of the alphabet. Raises UserError for labels that are not single characters.
+    The label of a text is the character after the text. Characters outside ``alphabet`` all become the next class after
+    those of the alphabet. Raises UserError for labels that are not single characters.
     """
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
@@ -273,8 +273,8 @@ def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArr
 def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
     """Return ``array``, whole numbers of shape (records, length), as float32 tokens. ``where``: for error messages.
 
-    Raises UserError for an array of another type or shape, and for numbers outside 0 to ``vocabulary`` - 1. Padding (0)
-    before a token of the same record is an error, too.
+    Raises UserError for an array of another type or shape, for numbers outside 0 to ``vocabulary`` - 1, and for padding
+    (0) before a token of the same record.
     """
     if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
         raise UserError(f"{where}: {array.dtype} {array.shape}; tokens are whole numbers of shape (records, length)")
@@ -294,9 +294,9 @@ def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArra
 
 
 def places_in(text: str, alphabet: str) -> NDArray[np.int64]:
-    """Return the place of each character of ``text`` in ``alphabet``, counted from 0.
+    """Return the index of each character of ``text`` in ``alphabet``, from 0.
 
-    A character outside the alphabet has the place after the last character of the alphabet.
+    A character outside the alphabet gets the index ``len(alphabet)``.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     known, places = _sorted(alphabet)
