@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_task import Broadcast, Client, ClientTask, Grouped, RuntimeFactory
+from clients.client_task import Broadcast, Client, ClientTask, Grouped, RuntimeFactory, prepared
 from clients.train import Train, TrainingJob
 from fl_sim.engines import remote, wire
 from fl_sim.engines.arrays import reuse_freed_memory
@@ -96,7 +96,7 @@ def train_together(
     def trained(messages: Sequence[Message]) -> list[Message]:
         with in_python:
             jobs = [TrainingJob.of(reader.client(message, partition_of(message))) for message in messages]
-            train = jobs[0].client.runtime.prepare([each for one in jobs for each in one.jobs], stacked=stacked)
+            train = prepared([(one.client.runtime, each) for one in jobs for each in one.jobs], stacked=stacked)
         results = iter(train())
         with in_python:
             replies = [
@@ -230,7 +230,7 @@ class _Reader:
                 raise RunError(remote.NO_TICKET)
             ticket = self._signer.read(config.task, number, message.content)
         with self._one_at_a_time:
-            runtime = self._runtime_of(config.experiment, config.data_root, *own)
+            runtime = self._runtime_of(config.experiment, config.data_root, *own).of_client(number)
             runtime.trainer  # noqa: B018 (this access builds the trainer while the lock is held)
         return Client(number, runtime, config, message.content, policy, ticket, check, self._broadcast)
 

@@ -8,7 +8,7 @@ shapes of the tensors in an update). It also unpacks updates with methods of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -158,6 +158,14 @@ class ClientLayer:
         """
         del template, server_round
         return reply
+
+    def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
+        """Return this layer for a run whose clients have different architectures, so that all client states fit.
+
+        ``others``: this layer for each architecture. The client states of a run all have the same names and shapes.
+        """
+        del others
+        return self
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
         """Return the names and shapes of the tensors in the client state, including tensors that this layer adds.

@@ -274,7 +274,8 @@ class ClientRuntime:
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
     tensors in a file that a task names. ``ledger(client)``: the privacy ledger of a client without a policy.
     ``initial``: the initial model of the run. ``layers``: the client halves of the layers, such as compression,
-    innermost first.
+    innermost first. ``by_architecture``: the client runtimes of all architectures, if clients have different ones:
+    client i has the runtime number i mod their number.
     """
 
     algorithm: LocalAlgorithm
@@ -289,6 +290,7 @@ class ClientRuntime:
     precision: Precision = "float32"
     graphs: bool = True
     layers: tuple[ClientLayer, ...] = ()
+    by_architecture: tuple["ClientRuntime", ...] = ()
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: "ClassCountsOf" = lambda *_: ()
     read_tensors: Callable[[str], Params] = read_by_content
@@ -313,6 +315,10 @@ class ClientRuntime:
     def trainer(self) -> Trainer:
         """Return the trainer of this experiment's model: the compiled C++ trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0], self.precision)
+
+    def of_client(self, number: int) -> "ClientRuntime":
+        """Return the client runtime with the architecture of client ``number``."""
+        return self.by_architecture[number % len(self.by_architecture)] if self.by_architecture else self
 
     def sized(self, task: LocalTask) -> "ClientRuntime":
         """Return the client runtime for the size of the model in ``task``. For the whole model this is ``self``."""
@@ -341,23 +347,9 @@ class ClientRuntime:
         The first of ``own_trainers`` that supports a job executes this job. ``trainer`` executes all other jobs
         together. ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local
         plans have phases (``Phase``), all jobs are trained phase by phase. If the algorithm defines its own local steps
-        (``StepByStep``), all jobs are trained step by step. Models of different sizes are trained one size after
-        another.
+        (``StepByStep``), all jobs are trained step by step.
         """
-        runtimes = [self.sized(job.task) for job in jobs]
-        if all(one is self for one in runtimes):
-            return self.prepare_equal(jobs, stacked=stacked)
-        places = {id(one): [place for place, other in enumerate(runtimes) if other is one] for one in runtimes}
-        prepared = [
-            (mine, runtimes[mine[0]].prepare_equal([jobs[place] for place in mine], stacked=stacked))
-            for mine in places.values()
-        ]
-
-        def train_all() -> list[Trained]:
-            found = {place: one for mine, train in prepared for place, one in zip(mine, train(), strict=True)}
-            return [found[place] for place in range(len(jobs))]
-
-        return train_all
+        return prepared([(self, job) for job in jobs], stacked=stacked)
 
     def prepare_equal(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
         """Return the same function as ``prepare``, for jobs whose models all have the size of this runtime's model."""
@@ -417,6 +409,27 @@ class ClientRuntime:
         from fl_sim.training.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
 
         return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
+
+
+def prepared(jobs: Sequence[tuple[ClientRuntime, LocalJob]], *, stacked: bool = False) -> Callable[[], list[Trained]]:
+    """Return the function of ``ClientRuntime.prepare`` for jobs of several clients, each with its client runtime.
+
+    Models of different sizes or architectures are trained one kind after another.
+    """
+    runtimes = [runtime.sized(job.task) for runtime, job in jobs]
+    places = {id(one): [place for place, other in enumerate(runtimes) if other is one] for one in runtimes}
+    if len(places) == 1:
+        return runtimes[0].prepare_equal([job for _, job in jobs], stacked=stacked)
+    trainings = [
+        (mine, runtimes[mine[0]].prepare_equal([jobs[place][1] for place in mine], stacked=stacked))
+        for mine in places.values()
+    ]
+
+    def train_all() -> list[Trained]:
+        found = {place: one for mine, train in trainings for place, one in zip(mine, train(), strict=True)}
+        return [found[place] for place in range(len(jobs))]
+
+    return train_all
 
 
 RuntimeFactory: TypeAlias = Callable[..., ClientRuntime]

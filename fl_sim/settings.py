@@ -216,8 +216,8 @@ TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")
 
 def model_line(written: Mapping[str, Any]) -> str:
     """Return the settings of a model in one line: its name, then the settings in ``written`` except the digest."""
-    options = [f"{name}={value}" for name, value in written.items() if name not in {"name", "digest"}]
-    return ", ".join([str(written.get("name", "")), *options])
+    options = [f"{name}={value}" for name, value in written.items() if name not in {"name", "others", "digest"}]
+    return ", ".join([" + ".join([str(written.get("name", "")), *written.get("others", ())]), *options])
 
 
 def known_model(name: str) -> str:

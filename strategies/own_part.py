@@ -15,7 +15,7 @@ from clients.evaluate import OwnModel
 from fl_sim.errors import UserError
 from fl_sim.kinds import hides_clients, kind_of
 from fl_sim.local_plan import LocalPlan, Sending, sends_a_part, sent_by
-from fl_sim.params import detached, trainable
+from fl_sim.params import FlatParams, detached, layout_of, num_in, num_parameters, trainable
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.layer import Beginning, Layer
 
@@ -105,10 +105,13 @@ class ClientOwnPart(ClientLayer):
     """Keeps the personal parameters with their client.
 
     ``own``: the initial personal parameters of every client. ``names``: all parameter names of the model, in order.
+    ``room``: with clients of different architectures, the length of the vector in which a client state stores personal
+    parameters, with zeros at its end; else 0, and they are stored by name.
     """
 
     own: Params = field(repr=False)
     names: tuple[str, ...]
+    room: int = 0
 
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task with the client's personal parameters added to the received model."""
@@ -121,7 +124,7 @@ class ClientOwnPart(ClientLayer):
         Gradient offsets and momentum buffers, which the method has for the sent parameters, get zeros for the personal
         parameters. MOON's loss contains the client's last model; this model gets the personal parameters that it had.
         """
-        missing = came.state.get(OWN, self.own)
+        missing = self._kept_in(came.state)
         zeros = {name: torch.zeros_like(value) for name, value in missing.items()}
 
         def filled(params: Params | None, rest: Params) -> Params | None:
@@ -150,20 +153,41 @@ class ClientOwnPart(ClientLayer):
         del came, task
         if not (update.state or trained.num_steps):
             return update
-        own = {name: trained.params[name] for name in self.own}
+        own: Params = {name: trained.params[name] for name in self.own}
+        if self.room:
+            numbers = torch.cat([value.flatten() for value in own.values()])
+            own = {"vector": torch.nn.functional.pad(numbers, (0, self.room - len(numbers)))}
         return replace(update, state={**update.state, OWN: own})
 
     def model(self, params: Params, state: Payloads) -> Params:
         """Return the client's whole model in its usual order: ``params`` and the personal parameters in ``state``."""
         if not self.own:
             return params
-        both = {**params, **state.get(OWN, self.own)}
+        both = {**params, **self._kept_in(state)}
         return {name: both[name] for name in self.names if name in both}
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
         """Return names and shapes of client state, with the personal parameters added."""
         del template, server
-        return {**state, OWN: self.own} if self.own else state
+        return {**state, OWN: {"vector": torch.zeros(self.room)} if self.room else self.own} if self.own else state
+
+    def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
+        """Return this layer with a vector of the length of the largest model in client states.
+
+        The layer is unchanged if all architectures have equal parameters.
+        """
+        halves = [one for one in others if isinstance(one, ClientOwnPart)]
+        if all(layout_of(one.own) == layout_of(self.own) for one in halves):
+            return self
+        return replace(self, room=max(num_parameters(one.own) for one in halves))
+
+    def _kept_in(self, state: Payloads) -> Params:
+        """Return the personal parameters in a client state, or the initial ones before the client's first round."""
+        kept = state.get(OWN, self.own)
+        if not self.room or OWN not in state:
+            return kept
+        layout = layout_of(self.own)
+        return FlatParams(kept["vector"][: num_in(layout)], layout)
 
     def _without(self, params: Params) -> Params:
         return {name: value for name, value in params.items() if name not in self.own}

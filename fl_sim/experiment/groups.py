@@ -42,7 +42,10 @@ class Model(Settings):
     initial weights of the model, or the directory of a run whose last model has the weights. Left out: for hf:FOLDER
     the weights in this folder, and for all other models random weights. "none": random weights. The file is a
     safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A head (last layer) for another
-    number of classes is replaced by a new head. ``digest``: the SHA-256 of this file. A run stores the digest at its
+    number of classes is replaced by a new head. ``others``: the names of further architectures. With k names in
+    ``name`` and ``others`` together, client i has the architecture number i mod k. ``model=mlp,2nn`` sets both.
+    Clients must then send no parameters, as with algorithm local-only. The evaluated model has the first architecture.
+    ``digest``: the SHA-256 of this file. A run stores the digest at its
     start, to detect a later change of the file.
 
     ``trainable``: the parameters that are trained and sent; all other parameters keep their initial values. "head" is
@@ -58,6 +61,7 @@ class Model(Settings):
     """
 
     name: Annotated[str, AfterValidator(known_model)] = ""
+    others: tuple[Annotated[str, AfterValidator(known_model), Field(min_length=1)], ...] = ()
     weights: str = ""
     digest: str = Field("", pattern="^([0-9a-f]{64})?$")
     trainable: Annotated[str, BeforeValidator(_joined), Field(pattern=rf"^{_NAMES}$")] = "all"
@@ -69,6 +73,45 @@ class Model(Settings):
     def __str__(self) -> str:
         """Return the settings of this group in one line, such as ``resnet, weights=cifar100.safetensors``."""
         return model_line({name: getattr(self, name) for name in ("name", *self._options)})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several(cls, table: Any) -> Any:
+        """Return ``table`` with the first of several names as ``name``, and all further names as ``others``."""
+        given = table.get("name") if isinstance(table, dict) else table
+        names = given.split(",") if isinstance(given, str) else given
+        if not isinstance(names, list | tuple) or (len(names) < 2 and names is not table) or not names:
+            return table
+        if isinstance(table, dict) and table.get("others"):
+            raise ValueError(f"model.name={','.join(map(str, names))} beside model.others: give all names in one place")
+        rest = {"others": names[1:]} if len(names) > 1 else {}
+        return {**(table if isinstance(table, dict) else {}), "name": names[0], **rest}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all architectures: client i has the architecture number i mod k of k names."""
+        return (self.name, *self.others)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that need models of one architecture, if there are several."""
+        if not self.others:
+            return
+        what = f"model={','.join(self.names)} gives clients different architectures"
+        if not getattr(experiment.algorithm, "sends_nothing", False):
+            raise ValueError(
+                f"{what}, and algorithm {kind_of(experiment.algorithm)} averages parameters of one: give one model, or "
+                "take an algorithm whose clients send no parameters, such as local-only"
+            )
+        refused = {
+            "model.weights": (self.weights, self.weights not in {"", "none"}),
+            "model.trainable": (self.trainable, self.trainable != "all"),
+            "local.batch_norm": (experiment.local.batch_norm, experiment.local.batch_norm != "none"),
+            "attack": (kind_of(experiment.attack), experiment.attack.clients > 0),
+            "server": (kind_of(experiment.server), kind_of(experiment.server) != "synchronous"),
+        }
+        for name, (value, is_refused) in refused.items():
+            if is_refused:
+                raise ValueError(f"{what}, and {name}={value} is for one: leave {name} out, or give one model")
 
     def sealed(self, name: str = "") -> Self:
         """Return a copy with the digest of the file of weights. Raises UserError if the file cannot be read.

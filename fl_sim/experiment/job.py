@@ -86,6 +86,18 @@ class Job:
         held_out = everybody - self.experiment.num_members
         return own_tests.members(everybody, held_out, self.experiment.seed_of_partition)
 
+    @cached_property
+    def by_architecture(self) -> tuple["Job", ...]:
+        """A job for each architecture of the clients' models. Client i has the architecture number i mod their number.
+
+        If all clients have the same architecture, the only job is this one.
+        """
+        chosen = self.experiment.model
+        alone = [chosen.model_copy(update={"name": name, "others": ()}) for name in chosen.names]
+        if len(alone) == 1:
+            return (self,)
+        return tuple(replace(self, experiment=self.experiment.model_copy(update={"model": one})) for one in alone)
+
     @property
     def num_validated(self) -> int:
         """The number of validation records: those of the data set, else those that clients hold out."""

@@ -5,7 +5,7 @@ This module also decides how many clients a worker executes at the same time.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -125,6 +125,22 @@ def runtime_for(
     )
 
 
+def with_architectures(runtime: ClientRuntime, job: Job, layers: Sequence[tuple[ClientLayer, ...]]) -> ClientRuntime:
+    """Return ``runtime`` with a client runtime for each architecture, if the clients of ``job`` have different ones.
+
+    ``layers``: the client halves of the round layers for each architecture.
+    """
+    jobs = job.by_architecture
+    if len(jobs) == 1:
+        return runtime
+    built = [one.model() for one in jobs]
+    others = [
+        replace(runtime, model=model.to(job.device), initial=detached(trainable(model).items()), layers=halves)
+        for model, halves in zip(built, layers, strict=True)
+    ]
+    return replace(runtime, by_architecture=tuple(others))
+
+
 def _ledger(job: Job, client: int) -> Path:
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415 (the accountants load slowly)
 
@@ -164,8 +180,15 @@ def workload_of(job: Job, num_synthetic: int, strategy: "FederatedStrategy") -> 
         small = algorithm.resized(job.model(), strategy.sized(strategy.server, size).params, size)
         return Load(traffic, products(small, shape) / products(job.model(), shape))
 
+    jobs = job.by_architecture
+    work = [products(one.model(), shape) for one in jobs] if len(jobs) > 1 else [1]
+
+    def load_of_client(client: int) -> Load:
+        load = load_of(strategy.size_of(client))
+        return load._replace(work=load.work * work[client % len(work)] / work[0])
+
     settings = local_settings(job, job.experiment.local.learning_rate)
-    return Workload(sizes_trained_on(job, num_synthetic), settings, lambda client: load_of(strategy.size_of(client)))
+    return Workload(sizes_trained_on(job, num_synthetic), settings, load_of_client)
 
 
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
@@ -460,7 +483,8 @@ def workers_of(engine: Engine, job: Job) -> int:
 
 def threads_of(engine: Engine, job: Job) -> int:
     """Return the number of threads of this process that may run the job's model at the same time."""
-    if job.device.type != "cpu" or not job.trainer.is_parallel(job.input_shape):
+    is_parallel = all(one.trainer.is_parallel(job.input_shape) for one in job.by_architecture)
+    if job.device.type != "cpu" or not is_parallel:
         return 1
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
@@ -484,7 +508,7 @@ def stack_of(engine: Engine, job: Job) -> int:
         share = math.ceil(experiment.sampler.expected_size(experiment.num_members) / max(1, engine.actors))
         by_default = min(STACK_ON_GPU, share) if engine.gpus else 1
     asked = engine.stack or by_default
-    stackable = asked == 1 or job.trainer.is_stackable()
+    stackable = asked == 1 or all(one.trainer.is_stackable() for one in job.by_architecture)
     if not stackable and engine.stack:
         raise UserError(
             f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "

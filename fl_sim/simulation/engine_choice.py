@@ -155,7 +155,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     if stack == 1 and not trains_natively(job):
         return None
     handler = partial(train_together, runtime_of, stacked=stack > 1)
-    parameters = num_parameters(dict(job.model().named_parameters()))
+    parameters = max(num_parameters(dict(one.model().named_parameters())) for one in job.by_architecture)
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
     # a StepByStep algorithm calls the trainer once for each step, for all clients of a batch
@@ -209,8 +209,8 @@ def trains_natively(job: Job) -> bool:
     """Return True if the native trainer (the compiled C++ trainer, for CPUs) supports this job's local training."""
     if job.device.type != "cpu":
         return False
-    plan = procedure_of(job).typical_plan()
-    return job.trainer.is_native(job.input_shape, plan, _typical_settings(job))
+    plan, settings = procedure_of(job).typical_plan(), _typical_settings(job)
+    return all(one.trainer.is_native(job.input_shape, plan, settings) for one in job.by_architecture)
 
 
 def _takes_private_steps(job: Job) -> bool:

@@ -127,17 +127,36 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
     times = -(-rounds // job.experiment.evaluate_every)  # the model after the last round is always measured
     tested = {"rounds": times, "last": 1, "never": 0}[evaluate.test]
-    clients = training_work(procedure, algorithm, trainings)
+    clients, *others = by_architecture(procedure, lambda one: training_work(one, algorithm, trainings))
     server_steps = sum(stage.num_server_steps() for stage in stages)
     cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
     asked = trainings * num_asked(job.experiment.sampler, job.experiment.num_members) * float(job.shards.sizes.mean())
     return (
         clients,
+        *others,
         replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server runs one step at a time
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
         *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
         *(work for stage in stages for work in stage.work()),
+    )
+
+
+def by_architecture(procedure: Procedure, work_of: Callable[[Procedure], Work]) -> tuple[Work, ...]:
+    """Return the amounts of the clients' computation for each architecture of their models.
+
+    ``work_of``: a function that returns the work of all clients, as if all had the architecture of a procedure's job.
+    """
+    from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (it imports this module)
+
+    jobs, clients = procedure.job.by_architecture, procedure.job.experiment.num_clients
+    if len(jobs) == 1:
+        return (work_of(procedure),)
+    shares = [len(range(place, clients, len(jobs))) / clients for place in range(len(jobs))]
+    works = [work_of(procedure_of(job)) for job in jobs]
+    return tuple(
+        replace(work, turns=work.turns * share, pieces=work.pieces * share)
+        for work, share in zip(works, shares, strict=True)
     )
 
 

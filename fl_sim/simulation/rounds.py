@@ -22,13 +22,14 @@ from fl_sim.data import sealed_content
 from fl_sim.engines import wire
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.frozen_body import FrozenBody
 from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import hides_clients, is_none, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object
-from fl_sim.params import detached, trainable
+from fl_sim.params import detached, layout_of, trainable
 from fl_sim.seeding import seed_process
-from fl_sim.simulation.client_runtime import runtime_for, workload_of
+from fl_sim.simulation.client_runtime import runtime_for, with_architectures, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.stage import (
@@ -195,7 +196,17 @@ class Rounds(Procedure):
     @cached_property
     def on_clients(self) -> tuple[ClientLayer, ...]:
         """The client-side objects of the layers, such as compression. The innermost layer comes first."""
-        return client_layers(self.job.experiment, self.algorithm, self.job.model)
+        return self._halves[0]
+
+    @cached_property
+    def _halves(self) -> list[tuple[ClientLayer, ...]]:
+        """The client halves for each architecture of the clients' models."""
+        jobs = self.job.by_architecture
+        halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
+        if len(jobs) == 1:
+            return halves
+        alike = list(zip(*halves, strict=True))  # one layer for all architectures
+        return [tuple(half.beside(others) for half, others in zip(mine, alike, strict=True)) for mine in halves]
 
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the time forecast: training, evaluation, and all stages."""
@@ -245,7 +256,8 @@ class Rounds(Procedure):
 
     def runtime(self) -> ClientRuntime:
         """Return the client runtime of a worker."""
-        return runtime_for(self.job, self.algorithm, tasks_of(self.job), self.on_clients)
+        runtime = runtime_for(self.job, self.algorithm, tasks_of(self.job), self.on_clients)
+        return with_architectures(runtime, self.job, self._halves)
 
     def beginning(self) -> ServerState:
         """Check the algorithm and all layers, then return the server state before the first round."""
@@ -255,6 +267,7 @@ class Rounds(Procedure):
         plan = self.typical_plan()
         self._check_head(model, plan.class_features)
         server = first_state(self.algorithm, detached(trainable(model).items()), experiment.local.personal)
+        self._check_architectures(server)
         sent, kept = payload_template(self.algorithm, server), client_state_template(self.algorithm, server)
         check_names(experiment, {**server.broadcast, **sent, **kept})
         whole = [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]
@@ -278,6 +291,33 @@ class Rounds(Procedure):
                 f"{what} needs a trainable head (last layer), and the head of {type(model).__name__} is frozen: train "
                 "the head, or take another algorithm, such as fedavg"
             )
+
+    def _check_architectures(self, server: ServerState) -> None:
+        """Raise UserError if messages depend on the architecture of a client, and clients have different ones.
+
+        ``server``: the first server state, made for the first architecture.
+        """
+        jobs = self.job.by_architecture
+        for job in jobs if len(jobs) > 1 else ():
+            if isinstance(job.body, FrozenBody):
+                raise UserError(
+                    f"model={job.experiment.model.name} has a frozen body, and clients with different architectures "
+                    "cannot share its stored features: take models whose parameters are all trained"
+                )
+            params = detached(trainable(job.model()).items())
+            mine = first_state(self.algorithm, params, job.experiment.local.personal)
+            first, other = (
+                {name: layout_of(group) for name, group in groups.items()}
+                for groups in (one.broadcast | payload_template(self.algorithm, one) for one in (server, mine))
+            )
+            if wrong := [name for name in first if first[name] != other.get(name)]:
+                shapes = [", ".join(f"{key} {shape}" for key, shape in one[wrong[0]]) for one in (first, other)]
+                raise UserError(
+                    f"algorithm {kind_of(self.algorithm)} exchanges {wrong[0]!r}, whose shapes depend on the model: "
+                    f"{shapes[0]} with {jobs[0].experiment.model.name}, and {shapes[1]} with "
+                    f"{job.experiment.model.name}; take models with the same number of inputs of the last layer, or "
+                    "an algorithm whose messages do not depend on it, such as local-only"
+                )
 
     def _check_own_code(self) -> None:
         """Raise UserError if a run promises privacy and the user's own code would receive answers without noise."""

@@ -207,6 +207,7 @@ class OwnModels(Stage):
         training of every client.
         """
         from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
+            by_architecture,
             evaluation_work,
             num_predicted_at_start,
             training_work,
@@ -222,8 +223,8 @@ class OwnModels(Stage):
         trains = not (isinstance(algorithm, OwnModel) or experiment.is_private)
         at_starts = num_predicted_at_start(self.job, algorithm, self._times * experiment.num_clients)
         return (
-            evaluation_work(procedure, records * models + at_starts),
-            training_work(procedure, algorithm, share * (epochs + trains)),
+            *by_architecture(procedure, lambda one: evaluation_work(one, records * models + at_starts)),
+            *by_architecture(procedure, lambda one: training_work(one, algorithm, share * (epochs + trains))),
         )
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

@@ -61,7 +61,7 @@ class Observed:
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
         """Return ``client`` in the round after ``server``. Raises UserError if the server sees no single client."""
-        experiment, runtime = finished.job.experiment, finished.runtime
+        experiment, runtime = finished.job.experiment, finished.runtime.of_client(client)
         if any(layer.only_sums for layer in runtime.layers):
             raise UserError(
                 f"the run in {finished.out} has aggregator={kind_of(experiment.aggregator)}, by which the server sees "
