@@ -147,13 +147,11 @@ def by_architecture(procedure: Procedure, work_of: Callable[[Procedure], Work]) 
 
     ``work_of``: a function that returns the work of all clients, as if all had the architecture of a procedure's job.
     """
-    from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (it imports this module)
-
-    jobs, clients = procedure.job.by_architecture, procedure.job.experiment.num_clients
-    if len(jobs) == 1:
+    procedures, clients = procedure.by_architecture, procedure.job.experiment.num_clients
+    if len(procedures) == 1:
         return (work_of(procedure),)
-    shares = [len(range(place, clients, len(jobs))) / clients for place in range(len(jobs))]
-    works = [work_of(procedure_of(job)) for job in jobs]
+    shares = [len(range(place, clients, len(procedures))) / clients for place in range(len(procedures))]
+    works = map(work_of, procedures)
     return tuple(
         replace(work, turns=work.turns * share, pieces=work.pieces * share)
         for work, share in zip(works, shares, strict=True)

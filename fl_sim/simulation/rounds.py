@@ -198,6 +198,12 @@ class Rounds(Procedure):
         """The client-side objects of the layers, such as compression. The innermost layer comes first."""
         return self._halves[0]
 
+    @property
+    def by_architecture(self) -> tuple[Procedure, ...]:
+        """A procedure for each architecture of the clients' models; this one if there is only one."""
+        jobs = self.job.by_architecture
+        return (self,) if len(jobs) == 1 else tuple(Rounds(job, self.algorithm) for job in jobs)
+
     @cached_property
     def _halves(self) -> list[tuple[ClientLayer, ...]]:
         """The client halves for each architecture of the clients' models."""

@@ -281,6 +281,11 @@ class Procedure(ABC):
         the first round or after the last round.
         """
 
+    @property
+    def by_architecture(self) -> "tuple[Procedure, ...]":
+        """A procedure for each architecture of the clients' models, for forecasts; this one if there is only one."""
+        return (self,)
+
     def payments(self) -> "tuple[Payment, ...] | None":
         """Return the privacy costs of the procedure's published outputs; None if the costs depend on votes (PATE)."""
         return ()
