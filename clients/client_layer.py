@@ -218,4 +218,10 @@ class OwnClientLayer(ClientLayer):
     adds = _checked("adds", dict)
     packs = _checked("packs", Mapping)
     unpacked = _checked("unpacked", Reply)
+
+    def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
+        """Return the user's layer for a run whose clients have different architectures, wrapped again."""
+        halves = [one.half if isinstance(one, OwnClientLayer) else one for one in others]
+        return OwnClientLayer(_checked("beside", ClientLayer)(self, halves))
+
     kept = _checked("kept", dict)

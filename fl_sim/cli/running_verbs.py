@@ -67,16 +67,16 @@ def run(
     The settings come from a TOML file or a preset (digits, mnist), and KEY=VALUE changes one of them. The name of a
     preset always means the preset; for a file of the same name, write ./NAME.
 
-    Settings: data, features, normalise, partition, clients, model, model.name, model.weights, model.digest,
-    model.trainable, model.rank, model.alpha, model.dropout, model.target_modules, algorithm, sampler, local.epochs,
-    local.steps, local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay,
-    local.clip_norm, local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision,
-    local.personal, local.privacy, rounds, evaluate_every, evaluate.validation, evaluate.test, evaluate.test_is_public,
-    evaluate.patience, evaluate.target_accuracy, evaluate.clients, evaluate.personal_every, evaluate.fine_tune_epochs,
-    evaluate.held_out_clients, evaluate.count_noise, evaluate.metrics, seed, partition_seed, model_seed, sampling_seed,
-    forgotten, keep_every, left_out, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
-    preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
-    preprocess.server_epochs, devices, server, server.deadline, server.late.
+    Settings: data, features, normalise, partition, clients, model, model.name, model.others, model.weights,
+    model.digest, model.trainable, model.rank, model.alpha, model.dropout, model.target_modules, algorithm, sampler,
+    local.epochs, local.steps, local.batch_size, local.optimizer, local.learning_rate, local.momentum,
+    local.weight_decay, local.clip_norm, local.label_smoothing, local.augment, local.batch_norm, local.schedule,
+    local.precision, local.personal, local.privacy, rounds, evaluate_every, evaluate.validation, evaluate.test,
+    evaluate.test_is_public, evaluate.patience, evaluate.target_accuracy, evaluate.clients, evaluate.personal_every,
+    evaluate.fine_tune_epochs, evaluate.held_out_clients, evaluate.count_noise, evaluate.metrics, seed, partition_seed,
+    model_seed, sampling_seed, forgotten, keep_every, left_out, device, engine, round_timeout, aggregator, attack,
+    calibrate, compress, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels,
+    preprocess.train_on, preprocess.server_epochs, devices, server, server.deadline, server.late.
     'fl-sim settings' explains each, and 'fl-sim settings fedprox' the parameters of a kind.
 
     For example:
