@@ -377,7 +377,7 @@ def _share_or_given(value: Any) -> float | Literal["given"]:
         return "given"
     try:
         share = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         share = math.nan
     if not 0 <= share < 1:
         raise ValueError("it must be a share of every client's records, at least 0 and below 1, or the word given")
