@@ -126,7 +126,7 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
         )
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            # the position numbers of a RoBERTa model begin at padding_idx + 1
+            # the positions of a RoBERTa model begin at padding_idx + 1
             most = table.num_embeddings - table.padding_idx - 1
     if isinstance(most, int) and length > most:
         raise UserError(

@@ -292,7 +292,7 @@ def _build_own(
             _check_again(path, model, trial, logits)
             _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():
-            # the buffers get their former values again, because the test has changed the buffers
+            # restore the buffers, which the test has changed
             for name, buffer in running_in(model).items():
                 buffer.copy_(before[name])
     return model

@@ -3,7 +3,7 @@
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
 
-A test takes a few seconds on fl-sim's small digits. No test checks the algorithm's formulas: compare the formulas with
+A test takes a few seconds on the small data set ``digits``. No test checks the algorithm's formulas: compare them with
 the paper.
 """
 

@@ -3,7 +3,7 @@
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
 
-The laws of algorithms are in ``fl_sim.testing``. A test takes some seconds on fl-sim's small digits.
+The laws of algorithms are in ``fl_sim.testing``. A test takes some seconds on the small data set ``digits``.
 """
 
 import json

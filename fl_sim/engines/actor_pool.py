@@ -272,7 +272,7 @@ class ActorPool:
         if not self.is_own:
             direct = DIRECT if self.is_remote else {}
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **direct, "PYTHONPATH": import_path()}}
-        # An actor has a second thread. With this thread it can report its finished replies while a client hangs.
+        # A second thread of the actor can report its finished replies while a client hangs.
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(CheckedActor)
         worker = Worker(actor_class.options(**options).remote(), node)

@@ -54,9 +54,9 @@ class RayResources:
 
     ``actors``: the number of actors; 0 means as many actors as fit. ``cpus`` and ``gpus``: the CPUs and GPUs of one
     actor; with a fraction, several actors share one CPU or GPU. ``address``: host:port of a running cluster to join.
-    Every user of that cluster can run code in this run and read its messages. A token prevents this. The owner starts
-    the cluster with RAY_AUTH_MODE=token, and gives the same token to this process. ``threads``: the number of torch
-    threads in an actor.
+    Without a token, every user of that cluster can run code in this run and read its messages. To require a token, the
+    owner starts the cluster with RAY_AUTH_MODE=token, and gives the same token to this process. ``threads``: the number
+    of torch threads in an actor.
     """
 
     actors: int = 0

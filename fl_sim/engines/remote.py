@@ -185,8 +185,8 @@ class Signer:
     """Signs and verifies the tickets of one run. Only the driver and its workers know the signing key ``secret``.
 
     A signature is valid for one message only: its client task, its client and its whole content, which includes the run
-    and the round. A server, another run or a repeated old message cannot make a valid signature. So a worker sends no
-    private output whose cost is missing in its client's privacy ledger.
+    and the round. Neither a server nor another run can make a valid signature, and the signature of an old message fits
+    no other message. So a worker sends no private output whose cost is missing in its client's privacy ledger.
     """
 
     secret: bytes = field(repr=False)

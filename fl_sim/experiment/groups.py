@@ -579,7 +579,8 @@ class InProcess(Settings):
 class Ray(Settings):
     """Ray actors execute the clients, on this machine or on a Ray cluster.
 
-    ``cpus`` and ``gpus``: the processors and GPUs of each actor; with a fraction, several actors share one.
+    ``cpus`` and ``gpus``: the processors and GPUs of each actor; with a fraction, several actors share a processor or a
+    GPU.
 
     ``actors``: the number of actors; 0 means as many actors as fit into the cluster. ``address`` joins a running
     cluster; its machines need fl-sim installed, but no data, and no shared disk. ``threads``: torch threads in each

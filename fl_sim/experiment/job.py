@@ -696,8 +696,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
             "models: leave them out"
         )
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-    # A node does not partition its records. The partition iid stands for this case, and also switches off a feature
-    # skew.
+    # A node does not partition its records. The partition is set to iid, which has no feature skew.
     experiment = changed(experiment, data=name, partition="iid")
     none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))
     held = none if client in experiment.forgotten else everything

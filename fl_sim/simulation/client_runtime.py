@@ -272,7 +272,7 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
 def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None], Records]:
     """Return a function (client, tamper) -> records. The function slices one array with the records of all clients.
 
-    The records that ``tampers``, {client: function}, have changed follow at the end of the array.
+    ``tampers``: {client: function that changes the client's records}. The array ends with the changed records.
     """
     honest, bounds = _as_held(job.records.train.take(job.shards.records), job.shards, job), job.shards.bounds
     changed = list[Examples]()
@@ -341,7 +341,7 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return the validation records on the job's device. Each record has the form that its client sees.
+    """Return the validation records on the job's device, with the labels and the feature skew of their clients.
 
     A data set may contain validation records. Such records belong to no client and are treated like test records.
     """

@@ -219,7 +219,10 @@ class Rounds(Procedure):
         return work_of_rounds(self, self.algorithm, self.job.experiment.rounds)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return the bytes of arrays to and from all clients, by purpose: all rounds, and each stage."""
+        """Return the bytes of arrays to and from all clients, {purpose: bytes}.
+
+        The purposes are "rounds", for all rounds, and those of each stage.
+        """
         experiment = self.job.experiment
         updates = experiment.rounds * experiment.sampler.expected_size(experiment.num_members)
         return self._traffic_of(updates, experiment.rounds * num_asked(experiment.sampler, experiment.num_members))

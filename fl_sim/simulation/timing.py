@@ -74,7 +74,7 @@ _FLAT: Final = 1.5
 After a fast piece, the number of records may grow by the factor _GROWTH**2.
 """
 _CHEAP: Final = 0.25
-"""A whole piece is timed at once if its expected seconds are less than this share of the remaining time."""
+"""The next timing is of a whole piece if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
 """A computation that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5

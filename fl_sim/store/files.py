@@ -79,8 +79,8 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
     """Append a whole line or nothing, and wait until it is on the disk. Raises OSError that names ``path``.
 
-    ``is_first``: True for the first line, which may create the file. If the file is missing later, earlier lines were
-    lost, and FileNotFoundError is raised.
+    ``is_first``: True for the first line, which may create the file. If the file is missing for a later line, earlier
+    lines were lost, and FileNotFoundError is raised.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if is_first else 0)
     with path_in_errors(path):

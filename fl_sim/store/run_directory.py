@@ -390,7 +390,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         progress = _PROGRESS.validate_python(facts)
         now = digest_of(said["progress"], dict(sorted(found.items())))
         if not said["sha256"] == now == (digest or now):
-            raise ValueError("its checksum does not match")  # noqa: TRY301 (one error message for all damages)
+            raise ValueError("its checksum does not match")  # noqa: TRY301 (one error message for any damage)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = "its progress is not readable" if isinstance(error, ValidationError) else error
         raise UserError(
