@@ -37,7 +37,7 @@ class Clipping:
     def shares(self, names: Iterable[str]) -> list[float]:
         """Return the largest norm of each part of the gradient, divided by the clipping norm C of the whole gradient.
 
-        The parts are those of the method ``parts``. The squares of the results add up to 1.
+        The method ``parts`` defines the parts. The squares of the results add up to 1.
         """
         parts = self.parts(names)
         if not self.layer_norms:

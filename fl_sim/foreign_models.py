@@ -112,7 +112,7 @@ def take_logits(path: str, model: nn.Module, output: Any, num_classes: int) -> A
 
 
 def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> None:
-    """Raise UserError if records are too long for a model of transformers, or have tokens that the model does not know.
+    """Raise UserError if records are too long for a model of transformers, or have tokens outside of its vocabulary.
 
     ``path``, ``length``, ``vocabulary``: as for ``take_tokens``.
     """

@@ -390,9 +390,10 @@ class Traffic:
 
 
 class Load(NamedTuple):
-    """The load of one client in a round: its bytes, and its work for a training record, divided by the usual work.
+    """The load of one client in a round.
 
-    The usual work is the work of the whole model. Only clients with smaller models have less work.
+    ``traffic``: the client's bytes. ``work``: its computation per training record, divided by the computation of the
+    whole model. It is below 1 only for clients with smaller models.
     """
 
     traffic: Traffic

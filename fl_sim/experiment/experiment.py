@@ -381,8 +381,8 @@ def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return a copy of ``table`` with the settings ``overrides``, each of the form ``key=value``.
 
-    Dots separate groups: ``local.epochs=5``. If a group has a short form (``algorithm=fedprox``) and a key inside the
-    group is set, too, in any order, the group becomes a table.
+    Dots separate groups: ``local.epochs=5``. If a group is set in short form (``algorithm=fedprox``), and a key inside
+    the group is set as well, in any order, the group becomes a table.
     """
     pairs = []
     for override in overrides:

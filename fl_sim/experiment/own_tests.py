@@ -24,8 +24,8 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     """Return each client's test records: from the same sources (writers, hospitals) as its training records.
 
     The test records of a source that several clients share are divided equally among them, class by class. The result
-    has indices into ``dataset.test``. Raises UserError if the sources are unknown, or if no test record is from a
-    source of a client. Raises UserError, too, if two clients share a source and one of them has a further source.
+    has indices into ``dataset.test``. Raises UserError if the sources are unknown, if no test record is from a source
+    of a client, or if two clients share a source and one of them has a further source.
     """
     if dataset.train.groups is None or dataset.test.groups is None:
         raise UserError(

@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """The settings of one class: of the experiment itself, of a table in it, or of one kind of a setting.
+    """The settings of one class: the experiment itself, a table in the experiment, or one kind of a setting.
 
     ``name``: the setting that holds this group, empty for the experiment. ``kind``: the kind, such as ``fedprox``,
     empty for a table. ``within``: the choice under which ``name`` exists, such as ``algorithm=pate``, empty if it

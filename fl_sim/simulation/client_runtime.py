@@ -158,7 +158,7 @@ def local_settings(job: Job, learning_rate: float) -> LocalSettings:
 def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
     """Return the number of local steps of every client in a round, shape (clients,).
 
-    ``num_synthetic``: the number of synthetic records that all clients train on.
+    ``num_synthetic``: the number of synthetic records in the pool that all clients share.
     """
     settings = local_settings(job, job.experiment.local.learning_rate)
     sizes, which = np.unique(sizes_trained_on(job, num_synthetic), return_inverse=True)
@@ -168,7 +168,7 @@ def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
 def workload_of(job: Job, num_synthetic: int, strategy: "FederatedStrategy") -> Workload:
     """Return the workload of each client in a round (records, local steps, bytes), to simulate the time of its device.
 
-    ``num_synthetic``: the number of synthetic records that all clients train on.
+    ``num_synthetic``: the number of synthetic records in the pool that all clients share.
     """
     algorithm, shape = strategy.algorithm, job.dataset.input_shape
 

@@ -169,7 +169,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
 def choose(job: Job) -> tuple[Engine, str]:
     """Return the engine of the run, and the reason for it in words.
 
-    Raises UserError for engine ``ray`` with code that is defined in the running script.
+    Raises UserError if the engine is ``ray`` and the settings use code from the running script.
     """
     experiment, engine = job.experiment, job.experiment.engine
     if isinstance(engine, Ray) and (script := defined_in_script(experiment)):

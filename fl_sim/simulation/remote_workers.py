@@ -119,9 +119,9 @@ def _digest(dataset: Dataset, weights: Params, *splits: Parts) -> str:
 class ClientStore:
     """The driver's files of all remote clients of a run: client states, noise keys and privacy ledgers.
 
-    A run whose workers use the driver's disk has the same files with the same content. Before a worker makes a private
-    output, this class writes the privacy cost into the client's ledger. ``signer``: an object that signs a ticket, the
-    proof that the cost was written. Workers check the signature.
+    If workers share the driver's disk, a run writes the same files with the same content. Before a worker makes a
+    private output, this class writes the privacy cost into the client's ledger. ``signer``: an object that signs a
+    ticket, the proof that the cost was written. Workers check the signature.
     """
 
     job: Job

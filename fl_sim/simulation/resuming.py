@@ -197,8 +197,8 @@ def _records_key(job: Job) -> str:
     """Return a digest of the user's own records; empty for public data sets, whose files are known.
 
     If a run promises privacy, the digest covers only public facts about the records, such as their number and shape. A
-    digest of the records themselves would reveal a record: a person who knows all other records could find it by
-    trying.
+    digest of the records themselves would reveal a record: a person who knows all other records could find it by trying
+    all possible values.
     """
     name, dataset = job.experiment.data, job.dataset
     if not is_own(name):
