@@ -147,7 +147,7 @@ class Owner:
     state: Path
 
     def config(self, config: wire.TaskConfig) -> wire.TaskConfig:
-        """Return the configuration of a task, with this node's state folder in place of the server's paths.
+        """Return the configuration of a task, with this node's state folder instead of the server's paths.
 
         Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
         letters, digits, _ and -. Such a name could be a path that leads out of the folder.
@@ -198,7 +198,7 @@ class _Reader:
         self._one_at_a_time = Lock()  # an engine may call this reader from several threads
 
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
-        """Return the parts for pickling. Flower's simulation pickles the app to send it to its actors.
+        """Return the values to pickle. Flower's simulation pickles the app to send it to its actors.
 
         The lock, the last broadcast and the signer (it verifies tickets) are left out. Flower starts these actors, not
         the driver of fl-sim. So the actors accept no tickets.

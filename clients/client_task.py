@@ -86,7 +86,7 @@ class Resizing(Protocol):
         ...
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
-        """Return ``model`` in the given ``size``, below 1: with the tensor shapes of ``params``, and any values."""
+        """Return ``model`` resized to ``size`` < 1. Its tensors have the shapes in ``params`` and arbitrary values."""
         ...
 
 
@@ -196,7 +196,7 @@ class ClientTask(Protocol):
 
 @runtime_checkable
 class Grouped(Protocol):
-    """A task that computes the answers of several clients together, as for DA-FL's generators. This takes less time."""
+    """A task that computes several clients' answers in one computation to save time, such as DA-FL's generators."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
         """Return each client's answer or error. An exception from a client's ``check`` aborts all clients."""

@@ -249,7 +249,7 @@ class OwnRecords(Protocol):
 
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
-    """Return counts of shape (3, classes): for each class its records, its predictions, and its correct predictions."""
+    """Return for each class the numbers of records, predictions and correct predictions, shape (3, classes)."""
     if scores.counts is not None:  # a record has several predictions, which are counted under its class
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)

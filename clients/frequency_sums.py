@@ -1,4 +1,4 @@
-"""Sums for a private start: in each of three steps a client sends sums over the lowest frequencies of its images.
+"""Sums for a private start: in each of three steps a client sends sums of the lowest frequencies of its images.
 
 Every answer of a client is one vector. The server clips the norm of each vector before it adds the clients' vectors and
 the noise. So the privacy unit is a client with all its records. The question of a step depends on the noisy sum of the
@@ -69,7 +69,7 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return the public frame of step 1 for images of ``shape`` and their frequencies at the positions ``order``.
+    """Return step 1's public frame for the frequencies at the positions ``order`` of images of ``shape``.
 
     The origin of the frame is the black image. The unit of the frame is the distance between the black image and a dark
     image, whose pixels are all a quarter of the way from black to white.
@@ -79,7 +79,7 @@ def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
 
 
 def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors that a client sends in ``step``, one of three requests for sums."""
+    """Return the names and shapes of the tensors that a client sends in ``step``."""
     num_products = math.comb(num_frequencies + 1, 2)
     match step:
         case 1:

@@ -94,7 +94,7 @@ class Policy:
             )
 
     def check_code(self, kind: str, setting: str) -> None:
-        """Raise RunError for a mechanism from outside fl-sim, because the client cannot verify its privacy cost.
+        """Raise RunError for a mechanism that is not part of fl-sim: the client cannot verify its privacy cost.
 
         ``kind``: the name or import path of the mechanism. ``setting``: the setting with this value, for the message.
         """

@@ -67,7 +67,7 @@ RECORDS: Final = cast("Records", Withheld("a client's records"))
 
 @dataclass(frozen=True)
 class ClientPrivateSteps(ClientLayer):
-    """Makes the local steps of every job private, after their cost is in the client's privacy ledger.
+    """Writes the cost of a round's local steps into the client's privacy ledger, and then makes the steps private.
 
     ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run. ``clipping``: the rule that
     bounds the gradients of records.

@@ -52,7 +52,7 @@ def noise_std(protection: ClientProtection, cost: RoundCost) -> float:
 
 @dataclass(frozen=True)
 class ClientPrivateUpdates(ClientLayer):
-    """Clips the update of a client and adds noise, after the cost is in the client's privacy ledger.
+    """Writes the cost of a client's update into its privacy ledger, and then clips the update and adds noise.
 
     ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run. ``template``: the payload
     template of the algorithm.

@@ -175,7 +175,7 @@ class TrainingJob:
             guard.check(*methods)
 
     def check_bits(self) -> None:
-        """Raise RunError if the bits of a guarded tensor changed, also by writes that PyTorch does not count."""
+        """Raise RunError if a guarded tensor's bits changed. This also finds writes that PyTorch does not count."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)
 

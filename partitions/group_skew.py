@@ -118,12 +118,12 @@ class OverSplit:
     def held_by(
         self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
     ) -> tuple[Stored, Indices]:
-        """Return the inputs of ``client`` with the change of its group, and the labels (``RecordSkew.held_by``)."""
+        """Return the inputs of ``client``, changed as for its group, and ``labels`` (``RecordSkew.held_by``)."""
         del num_classes, rng
         return self.seen_in(self.group_of(client), inputs), labels
 
     def seen_in(self, number: int, inputs: Stored) -> Stored:
-        """Return ``inputs`` with the change of group ``number``: bytes of shape (records, channels, height, width)."""
+        """Return ``inputs``, bytes of shape (records, channels, height, width), changed as for group ``number``."""
         raise NotImplementedError
 
     def _check_groups(self, num_partitions: int) -> None:

@@ -1,4 +1,4 @@
-"""Label skew: each client has records of few classes, or unequal shares of all (NIID-Bench, Li et al. 2022, 4.1)."""
+"""Label skew: clients have few classes, or unequal shares of all classes (NIID-Bench, Li et al. 2022, 4.1)."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -102,7 +102,7 @@ class Generator(Protocol):
 
 @runtime_checkable
 class StackedGenerator(Protocol):
-    """A generator that makes the synthetic records of many clients together, which takes less time."""
+    """A generator that makes the synthetic records of many clients in one computation to save time."""
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
         """Return each client's synthetic records, with the same bits as from ``generate``.

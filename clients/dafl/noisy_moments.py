@@ -132,7 +132,7 @@ class MeanEmbedding(Settings):
     warp: float = Field(0.0, ge=0, le=3)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Raise UserError for records that are not images: a table's columns have no neighbours as pixels have."""
+        """Raise UserError for records that are not images: columns of a table, unlike pixels, have no neighbours."""
         if len(shape) != 3:
             raise UserError(
                 f"preprocess.generator mean-embedding makes images, and these records have shape {shape}: take "

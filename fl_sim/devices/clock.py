@@ -25,7 +25,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Computes the simulated seconds of clients' turns, independent of trained values and of real time.
+    """Computes the simulated seconds of clients' turns. They do not depend on trained values or on real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
     ``settings``: the settings of local training, such as epochs. ``load_of``: a function from a client's number to the
@@ -73,7 +73,7 @@ class Clock:
         return taken * self._jitter(client, server_round)
 
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
-        """Return the number of local steps of ``client`` that fit into ``seconds`` together with download and upload.
+        """Return the number of local steps of ``client`` that fit into ``seconds``, including download and upload.
 
         Return None if the time is too short for one step. A client without records needs time for download and upload
         only.

@@ -210,7 +210,7 @@ def check_public(experiment: Choices) -> None:
     """
     if experiment.hides_time:
         raise ValueError(
-            f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: the time of a client "
+            f"devices={kind_of(experiment.devices)} does not work with a privacy guarantee: the time of a client "
             "reveals its number of records, the time of a round reveals the cohort, and clients that miss a deadline "
             "make the model depend on both. No epsilon here covers this; leave devices out"
         )

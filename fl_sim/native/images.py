@@ -80,7 +80,7 @@ class ImageDiscriminator(_Images):
         self.width = self.channels * _SIDE * _SIDE
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError if the network cannot read ``rows``, because the rows have another width or lack classes."""
+        """Raise ValueError if ``rows`` have the wrong width, or lack the classes that the network needs."""
         self._check(rows, self.width)
 
     def clipped_sum(self, real: Shown, fake: Shown, bound: float) -> NDArray[np.float64]:
@@ -109,7 +109,7 @@ class ImageGenerator(_Images):
         self.num_outputs = self.channels * _SIDE * _SIDE
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError if the network cannot read ``rows``, because the rows have another width or lack classes."""
+        """Raise ValueError if ``rows`` have the wrong width, or lack the classes that the network needs."""
         self._check(rows, self.latent_dim)
 
     def arguments(self, discriminator: ImageDiscriminator) -> list[Any]:

@@ -127,7 +127,7 @@ class Perceptron:
         return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
     def check(self, rows: Shown) -> None:
-        """Raise ValueError if the network cannot read ``rows``, because the rows have another width or lack classes."""
+        """Raise ValueError if ``rows`` have the wrong width, or lack the classes that the network needs."""
         if rows.values.shape[1] != self.width or (self.num_classes > 0 and rows.classes is None):
             kind = f"{self.width} numbers and a class" if self.num_classes else f"{self.width} numbers"
             raise ValueError(f"the network takes rows of {kind}, not of the shape {rows.values.shape}")

@@ -95,7 +95,7 @@ class KernelJob(NamedTuple):
 
 
 def unknown_settings(settings: LocalSettings) -> list[str]:
-    """Return the names of the used fields of ``settings`` that the compiled trainer does not support."""
+    """Return the names of fields in ``settings`` that are in use, but that the compiled trainer does not support."""
     return sorted(fields_in_use(settings) - TAKES)
 
 

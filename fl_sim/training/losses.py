@@ -108,7 +108,7 @@ def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
 def outputs_for(
     terms: Sequence[LossTerm], model: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits of a forward pass of ``model``, and its features if a loss term needs them, else None."""
+    """Return (logits, features) of a forward pass of ``model``. Features are None if no loss term needs them."""
     return with_features(model, forward) if any(term.features for term in terms) else (forward(), None)
 
 

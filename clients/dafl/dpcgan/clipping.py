@@ -138,7 +138,7 @@ class _LinearGradients:
         self.has_bias, self.a, self.e = has_bias, [part.double() for part in entered], errors.double()
 
     def squared_norms(self) -> torch.Tensor:
-        """Return the squared norm of each pair's gradient in this layer, (pairs,), never less than the true value."""
+        """Return an upper bound of the squared norm of each pair's gradient in this layer, (pairs,)."""
         products = [_scalar_products(part) for part in self.a]
         inputs, inputs_across = (torch.cat(parts) for parts in zip(*products, strict=True))
         errors, errors_across = _scalar_products(self.e)

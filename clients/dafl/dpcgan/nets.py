@@ -157,7 +157,7 @@ def with_planes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 
 
 def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widths: tuple[int, int]) -> Networks:
-    """Return perceptrons for images that are averaged down to at most ``resolution`` pixels a side.
+    """Return perceptrons for images that are averaged down to at most ``resolution`` pixels per side.
 
     ``widths``: two numbers, the width of D's two hidden layers and the width of G's two hidden layers. D is the
     discriminator, and G the generator. The norm of the noise on D's gradient grows with the square root of the number

@@ -130,7 +130,7 @@ class GanClient:
         return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
 
     def noise_of(self, step: int) -> NDArray[np.float64]:
-        """Return the noise for the sum of a step's clipped gradients, in units of the noise grid.
+        """Return the noise for the sum of a step's clipped gradients, in steps of the rounding grid.
 
         ``std`` of this client's noise must not be 0.
         """

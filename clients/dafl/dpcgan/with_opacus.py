@@ -66,7 +66,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # Opacus comes without
         super().clip_and_accumulate()
 
     def add_noise(self) -> None:
-        """Round the sum of gradients to the noise grid, and add noise. Store the result as the parameters' ``grad``."""
+        """Round the sum of gradients, add noise, and store the result as the parameters' ``grad``."""
         total = torch.cat([parameter.summed_grad.flatten() for parameter in self.params]).numpy()
         if std := self.terms.std:
             source, number = self.terms.noise, self.number
