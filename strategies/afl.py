@@ -38,7 +38,7 @@ class AFL(Ridge):
         return 1
 
     def reports(self) -> str:
-        """Return a phrase for the evaluated model."""
+        """Return a phrase that describes the evaluated model."""
         return "the initial model with a head in closed form"
 
     def note(self) -> str:

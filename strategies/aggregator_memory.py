@@ -1,4 +1,4 @@
-"""The memory of an aggregator: tensors that a robust rule keeps from round to round, in the checkpoint."""
+"""The memory of a robust aggregator: tensors that it keeps from round to round. Checkpoints contain them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY: Final = "aggregator"
 
 
 class AggregatorMemory(Layer):
-    """The round layer that gives the aggregator its memory of the last round, and stores its new memory."""
+    """The layer that gives the aggregator its memory of the last round, and stores the new memory."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -29,13 +29,13 @@ class AggregatorMemory(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> AggregatorMemory:
-        """Return the round layer of a run."""
+        """Return the layer for a run."""
         del experiment, out, progress
         return cls()
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return the initial server state with the aggregator's memory before the first round."""
+        """Return ``server``, the initial server state, with the aggregator's initial memory added."""
         del model
         algorithm = experiment.algorithm
         memory: dict[str, torch.Tensor] = {}
@@ -46,11 +46,11 @@ class AggregatorMemory(Layer):
         return replace(server, memory={**server.memory, MEMORY: memory})
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of the round. The aggregator reads the memory of the last round from its cohort."""
+        """Return the aggregate of the round. The aggregator reads the last round's memory from ``Cohort.memory``."""
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of a cohort that is only tried out, with the memory of the last round."""
+        """Return the aggregate that ``cohort`` would have with the last round's memory. Nothing is stored."""
         return self.inner.foreseen(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:

@@ -32,7 +32,7 @@ class Aggregator(Protocol):
 
 
 class WeightedMean(Settings):
-    """The plain mean, weighted by number of records or uniform as the algorithm asks. It gives no privacy guarantee."""
+    """The mean with the weights that the algorithm asks for: numbers of records, or equal. No privacy guarantee."""
 
     kind: Literal["mean"] = "mean"
 
@@ -84,7 +84,7 @@ class Robust(Settings):
     lower: ClassVar[str] = "aggregator.hostile"
     """The setting that a user may lower if rounds have too few clients."""
     needs_names: ClassVar[bool] = False
-    """True if the rule compares the updates of a client in different rounds."""
+    """True if the rule needs client IDs, because it compares a client's updates of several rounds."""
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the algorithm needs the mean of the payloads, or if rounds have too few clients."""
@@ -110,7 +110,7 @@ class Robust(Settings):
         return False
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return the memory before the first round. ``payloads``: names and shapes of an update."""
+        """Return the memory before the first round. ``payloads``: tensors with the names and shapes of an update."""
         del payloads, num_clients
         return {}
 
@@ -124,7 +124,7 @@ class Robust(Settings):
         return Aggregate(payloads, cohort.participation(len(rows)), self.no_effect(rows, taken), memory)
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). ``cohort``: has a reply per row."""
+        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). Row i is reply i of ``cohort``."""
         raise NotImplementedError
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
@@ -138,7 +138,7 @@ class Robust(Settings):
         return cohort.memory
 
     def taken(self, cohort: Cohort) -> Cohort | None:
-        """Return the cohort of the clients with records, or None if no client has records.
+        """Return ``cohort`` with only the replies of clients that have records, or None if there are no such clients.
 
         Raises RunError, which names client and round, if an update or a loss is not finite. Raises RunError, too, if
         there are too few updates for the rule.
@@ -188,7 +188,7 @@ def ordered(rows: torch.Tensor) -> torch.Tensor:
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:
     """Return the squared distances between all pairs of ``rows``, float64 (n, n)."""
-    centred = (rows - rows.mean(dim=0)).double()  # centring keeps all distances, and products round less
+    centred = (rows - rows.mean(dim=0)).double()  # centring keeps all distances, and reduces rounding errors
     products = centred @ centred.T
     squares = products.diagonal()
     distances: torch.Tensor = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)
@@ -201,7 +201,7 @@ def as_named(payloads: Payloads) -> Params:
 
 
 def row_like(named: Params, like: Payloads, prefix: str = "") -> torch.Tensor:
-    """Return the tensors in ``named`` as one row, with the names and shapes of ``like``; missing tensors are zeros.
+    """Return the tensors in ``named`` as one row, in the order of the tensors of ``like``; missing tensors are zeros.
 
     ``prefix``: the beginning of each tensor's name in ``named``.
     """

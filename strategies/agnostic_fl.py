@@ -39,7 +39,7 @@ class AgnosticFL(SendingLoss):
     average: bool = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if not all clients take part in each round, or if a part of the model stays with them."""
+        """Raise ValueError for rounds with only some of the clients, and for personal layers of the model."""
         what = f"algorithm {kind_of(self)} cannot run with"
         if (sampler := kind_of(experiment.sampler)) != "full":
             raise ValueError(
@@ -71,16 +71,16 @@ class AgnosticFL(SendingLoss):
         return server.memory["mean"] if self.average else server.params
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params``, and the mean of 0 rounds."""
+        """Return the server state before the first round: the model ``params``, and a running mean of models."""
         return ServerState(params, memory={"mean": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return lambda_i for each reply. If all of them are 0, all have the same weight."""
+        """Return lambda_i for each reply, or equal weights if every lambda_i is 0."""
         weights = [float(reply.payloads.get(MIXTURE, {"weight": 0.0})["weight"]) for reply in replies]
         return weights if sum(weights) > 0 else [1.0] * len(weights)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the model plus the mixture of updates, and the mean of the models so far."""
+        """Return the next server state: the model plus the weighted mean update, and the mean of all models so far."""
         params = add(server.params, aggregate.payloads["delta"])
         done, mean = server.memory["rounds"]["done"] + 1, server.memory["mean"]
         mean = add(mean, subtract(params, mean), 1 / float(done))

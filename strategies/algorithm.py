@@ -200,15 +200,15 @@ class PartialTraining(Protocol):
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
         """Return the names of the parameters that are trained or sent; all others are frozen.
 
-        ``trained``, ``frozen``: the names of all parameters, as the model and the settings have them. Raises ValueError
-        for a model that does not fit.
+        ``trained`` and ``frozen``: the names of the parameters that model and settings train and freeze, respectively.
+        Raises ValueError for a model that does not fit.
         """
         ...
 
 
 @runtime_checkable
 class Unfolding(Protocol):
-    """An algorithm whose server averages a function of each client's update, such as the product of its factors."""
+    """An algorithm whose server averages a function of each update, such as the product of low-rank factors."""
 
     def unfolded(self, payloads: Payloads) -> Payloads:
         """Return the payloads that are averaged, from the payloads that one client sent."""
@@ -219,8 +219,8 @@ class Unfolding(Protocol):
 class Sizing(Protocol):
     """The server side of an algorithm whose clients have models of different sizes, each a part of the server's model.
 
-    Sizes are public numbers in (0, 1]; 1 is the whole model. Clients build their models by ``Resizing``. A round layer
-    of the algorithm aggregates the updates, which have different shapes.
+    Sizes are public numbers in (0, 1]; 1 is the whole model. Clients build their models by ``Resizing``. A layer of the
+    algorithm aggregates their updates, which have different shapes.
     """
 
     def size_of(self, client: int, server: ServerState) -> float:
@@ -228,20 +228,20 @@ class Sizing(Protocol):
         ...
 
     def sized(self, server: ServerState, size: float) -> ServerState:
-        """Return the server state whose model and broadcast tensors clients of ``size`` receive."""
+        """Return the server state for clients of ``size``, who receive its model and its broadcast tensors."""
         ...
 
 
 @runtime_checkable
 class Alternating(Protocol):
-    """An algorithm whose updates change names and shapes from round to round. Both repeat after ``turns`` rounds."""
+    """An algorithm whose payload template changes from round to round, and repeats after ``turns`` rounds."""
 
     turns: ClassVar[int]
 
 
 @runtime_checkable
 class Steered(Protocol):
-    """An algorithm with settings that decide if training diverges."""
+    """An algorithm with settings, such as step sizes, that can make training diverge."""
 
     knobs: ClassVar[str]
     """Advice after divergence: the names of these settings, as users type them, and the direction of the change."""
@@ -308,7 +308,7 @@ def first_state(algorithm: Algorithm, params: Params, personal: str = "none") ->
 def payload_template(algorithm: Algorithm, server: ServerState, server_round: int = 1) -> Payloads:
     """Return the payload template: names and shapes of the tensors in an update.
 
-    The names and shapes are those of a client without records in round ``server_round``.
+    They are those of the update of a client without records in round ``server_round``.
     """
     return _blank_update(algorithm, server, num_examples=0, server_round=server_round).payloads
 
@@ -328,12 +328,12 @@ def turns_of(algorithm: object) -> int:
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the names and shapes of the tensors in client state, such as a client has after one local step."""
+    """Return a client state as after one local step. Only the names and shapes of its tensors matter."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
 def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
-    """Return the tensors that a client without records shares before the first round, for their names and shapes.
+    """Return the tensors that a client without records shares before round 1. Only their names and shapes matter.
 
     ``input_shape``: the shape of one input.
     """

@@ -34,7 +34,7 @@ class Population:
     nodes: Sequence[int]
 
     def client_of(self, node: int) -> int | None:
-        """Return the number of the client on Flower node ``node``, or None if no client is there."""
+        """Return the ID of the client on Flower node ``node``, or None if the node has no client."""
         if isinstance(self.nodes, range):
             return self.nodes.index(node) if node in self.nodes else None
         return self._clients.get(node)
@@ -46,7 +46,7 @@ class Population:
 
 @dataclass(frozen=True)
 class Asking:
-    """One client task that is sent to every client, or to the clients of ``contents``.
+    """One client task that is sent to every client, or only to the clients in ``contents``.
 
     ``order``: the kind of task, such as evaluate, and its settings. ``quoted``: True if an error message may quote a
     client's error message; False if the client's message is private. ``timeout``: seconds for the whole exchange.
@@ -63,7 +63,7 @@ class Asking:
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
-    """Return the answer of every client that is asked, decoded by ``read``, in the order of the clients.
+    """Send a task to clients, and return their answers in ascending order of client IDs. ``read`` decodes an answer.
 
     Raises RunError, which names the first client whose answer is not valid.
     """
@@ -78,7 +78,7 @@ def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Call
 def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
-    """Return for each asked client, in order, its answer decoded by ``read``, or the error if it is not valid."""
+    """Like ``ask_everybody``, but return an error in place of each invalid answer, instead of raising it."""
     order, params = asking.order, asking.params
     if not (contents := asking.contents):
         content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
@@ -147,10 +147,10 @@ def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
 
 
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
-    """Wait until all Flower nodes are connected, ask each for its client number, and return the node of each client.
+    """Wait until all Flower nodes are connected, ask each for its client ID, and return the node of each client.
 
     Flower assigns random node ids. ``timeout``: in seconds. Raises RunError if there are too few or too many nodes, or
-    if two nodes have the same client number.
+    if two nodes have the same client ID.
     """
     if isinstance(grid, LocalGrid):
         return Population(grid.get_node_ids())

@@ -63,8 +63,8 @@ class Tampering(Protocol):
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
         """Return the records on which a hostile client trains.
 
-        ``examples``: its own records, which must not be written to. ``number``: the number of the hostile client among
-        all hostile clients, from 0. ``coins``: the client's random numbers, the same in every call.
+        ``examples``: its own records, which must not be written to. ``number``: the index of the hostile client among
+        all hostile clients, from 0. ``coins``: the client's random generator, seeded anew in every call.
         """
         ...
 
@@ -97,13 +97,13 @@ class ActingOnClients(Protocol):
     """An attack with its own code on clients."""
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
-        """Return the attack's half on clients. ``hostile``: the numbers of the hostile clients."""
+        """Return the attack's client half. ``hostile``: the IDs of the hostile clients."""
         ...
 
 
 @dataclass(frozen=True)
 class HostilePlans(ClientLayer):
-    """The attack's half on clients: the ``hostile`` clients train by the plan of the attack."""
+    """The attack's client half: the ``hostile`` clients train by the plan of the attack."""
 
     attack: Planning
     hostile: frozenset[int]
@@ -126,9 +126,10 @@ class Seen:
     """The facts about a round that the strongest attacker knows.
 
     ``honest``: the updates of the honest clients with records; empty if ``sees_honest`` of the attack is False.
-    ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: random
-    numbers from the run's seed. ``aggregated``: a function (forged updates of all hostile clients) -> the run's
-    aggregate of the round, as one row of shape (d,); None if ``sees_honest`` is False. It changes nothing.
+    ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: a
+    random generator that depends on the run's seed. ``aggregated``: a function without side effects. It maps the forged
+    updates of all hostile clients to the aggregate that the round would have, shape (d,). It is None if ``sees_honest``
+    is False.
     """
 
     honest: Sequence[Reply]
@@ -162,13 +163,12 @@ class HostileClients(_Harmless):
 
     Hostile clients may attack in some rounds only. In all other rounds they train on their own records and send their
     own updates. ``first_round``: the first round with an attack. ``last_round``: the last possible round with an
-    attack; None: the last round of the run. With the first round as the last one, there is one hostile round, as in
-    single-shot model replacement (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the
-    next.
+    attack; None: the last round of the run. If both are equal, there is one attack, as in single-shot model replacement
+    (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the next.
 
-    Under Global DP and beside private local training, the epsilon of an honest client holds whatever hostile clients
-    send, and privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an
-    exception: under Global DP they need ``aggregator.noise=seeded``, with which an epsilon is about the method alone.
+    With Global DP or private local training, the epsilon of an honest client holds whatever hostile clients send, and
+    privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an exception:
+    under Global DP they need ``aggregator.noise=seeded``, with which an epsilon describes the method, not the run.
     """
 
     clients: int = Field(2, ge=1)
@@ -176,7 +176,7 @@ class HostileClients(_Harmless):
     last_round: int | None = Field(None, ge=1)
     every: int = Field(1, ge=1)
     newer: ClassVar[tuple[str, ...]] = ("first_round", "last_round", "every")
-    """The names of settings that versions after the attack added."""
+    """The names of settings that were added in later versions of the attack."""
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class HostileClients(_Harmless):
         return is_between and (server_round - self.first_round) % self.every == 0
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for an algorithm, aggregator or stage beside which an attack has no meaning."""
+        """Raise ValueError for an algorithm, aggregator or stage with which the attack makes no sense."""
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
@@ -254,7 +254,7 @@ class Forging(HostileClients):
     """Base class of attacks whose forged updates are not multiples of the client's honest update."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, too, if clients compress updates, because forged updates have no compressed form."""
+        """Raise ValueError also if clients compress updates: forged updates have no compressed form."""
         super().check(experiment)
         if not is_none(experiment.compress):
             raise ValueError(
@@ -273,7 +273,7 @@ class Knowing(Forging):
 
     knows: Literal["own", "all"] = "all"
     needs_two: ClassVar[bool] = True
-    """True if a single known update has no effect, because the attack uses the deviation of updates."""
+    """True if the attack has no effect with one known update, because it uses the deviation of several updates."""
 
     @property
     def sees_honest(self) -> bool:
@@ -345,7 +345,7 @@ def sees_honest(attack: object) -> bool:
 
 
 def check_promises(attack: object, experiment: Choices) -> None:
-    """Raise ValueError if a private part of ``experiment`` would promise something false beside ``attack``."""
+    """Raise ValueError if a privacy guarantee of ``experiment`` would be false under ``attack``."""
     for part in _promising(experiment):
         if not isinstance(part, Withstanding):
             raise ValueError(
@@ -364,7 +364,7 @@ def _promising(experiment: Choices) -> list[object]:
 
 
 def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[int]:
-    """Return the numbers of the hostile clients. They are the same in every round and on every engine."""
+    """Return the IDs of the hostile clients. They are the same in every round and on every engine."""
     if not attack.clients:
         return frozenset()
     return frozenset(rng(seed, "hostile clients").choice(num_clients, attack.clients, replace=False).tolist())
@@ -422,7 +422,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
-        """Return the round layer that replaces updates; the hostile clients are drawn from the experiment's seed."""
+        """Return the layer that replaces updates. The hostile clients are drawn with the experiment's seed."""
         del out, progress
         attack, seed = experiment.attack, experiment.seed
         return cls(attack, hostile_clients(attack, experiment.num_clients, seed), seed, cohort_size(experiment))
@@ -434,7 +434,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the half on clients of an attack that changes the training of hostile clients, else None."""
+        """Return the attack's client half if the attack changes the training of hostile clients, else None."""
         del algorithm, model
         attack = experiment.attack
         hostile = hostile_clients(attack, experiment.num_clients, experiment.seed)
@@ -444,7 +444,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a promise of privacy would be false beside the attack, also if a user wrote the attack."""
+        """Raise UserError if a privacy guarantee would be false under the attack, which may be a user's own class."""
         del beginning
         try:
             check_promises(experiment.attack, experiment)
@@ -453,7 +453,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for the privacy statements: the protection of honest clients beside hostile ones."""
+        """Return sentences for the privacy statements: what a guarantee means in a run with hostile clients."""
         count, kind = experiment.attack.clients, kind_of(experiment.attack)
         what = f"In this run there are {count} hostile clients (attack {kind})."
         return [
@@ -477,12 +477,12 @@ class HostileUpdates(Layer):
 
     @classmethod
     def tampers_in(cls, experiment: Any, server_round: int) -> bool:
-        """Return True if hostile clients are hostile in round ``server_round``."""
+        """Return True if hostile clients attack in round ``server_round``."""
         return hostile_in(experiment.attack, server_round)
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings on hostile clients without records, and on more of them than the aggregator is set for."""
+        """Return warnings about hostile clients without records, and if there are more than ``aggregator.hostile``."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         found, most = list[str](), getattr(experiment.aggregator, "hostile", None)
@@ -501,12 +501,12 @@ class HostileUpdates(Layer):
         return found
 
     def begin(self, server_round: int) -> None:
-        """Note whether hostile clients attack in the round."""
+        """Store whether hostile clients attack in this round."""
         self._is_due = hostile_in(self._attack, server_round)
         self.inner.begin(server_round)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the round's updates, and note whether a hostile client trained."""
+        """Return the round's updates, and store whether a hostile client with records took part."""
         replies = self.inner.received(replies)
         is_there = any(reply.client in self._hostile for reply in replies if reply.num_examples > 0)
         self._idle = self._is_due and not is_there and bool(self._hostile)

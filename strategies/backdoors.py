@@ -24,18 +24,18 @@ from strategies.neurotoxin import HostileMemory
 class Planted(HostileClients):
     """Base class of backdoors: hostile clients label some of their records as one class, and train on them.
 
-    ``target``: the target class, with which these records are labelled. ``boost``: the factor of hostile updates. A
-    factor of n / (number of hostile clients), for n clients of equal weight, replaces the model by the hostile one
-    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise a times their loss plus
-    (1 - a) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
-    equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that hostile steps leave
-    unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the parameters that
-    moved furthest in the global model since the hostile client's last round. Gradients are masked in every step, as in
-    the paper. In its first round a hostile client has seen no movement, and nothing is masked.
+    ``target``: the target class, with which these records are labelled. ``boost``: the factor by which hostile updates
+    are multiplied. A factor of n / (number of hostile clients), for n clients of equal weight, replaces the global
+    model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise
+    a times their loss plus (1 - a) times the squared distance to the received model, so that their updates stay short
+    (constrain-and-scale, equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that
+    hostile steps leave unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the
+    parameters of the global model that changed most since the hostile client's last round. Gradients are masked in
+    every step, as in the paper. In a hostile client's first round nothing is masked.
 
-    Each tested round and ``result.json`` have the attack success rate beside the accuracy. It is the share of
-    predictions of the target class among those test records that the attack is about. These test records have no
-    feature skew.
+    Each tested round and ``result.json`` have the accuracy and the attack success rate. This rate is measured on the
+    test records at which the attack aims, without feature skew. It is the share of them that are predicted as the
+    target class.
     """
 
     clients: int = Field(1, ge=1)
@@ -47,19 +47,19 @@ class Planted(HostileClients):
     sees_honest: ClassVar[bool] = False
     stage: ClassVar[str] = "fl_sim.stages.backdoor:BackdoorSuccess"
     of_tests: ClassVar[str]
-    """The test records of the attack success rate, in words."""
+    """A phrase for the test records on which the attack success rate is measured."""
 
     @abstractmethod
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
         """Return the records on which a hostile client trains; see ``attacks.Tampering``."""
 
     def is_held(self, examples: Examples) -> bool:
-        """Return True if a hostile client with the records ``examples`` trains on a changed record."""
+        """Return True if the attack changes at least one of a hostile client's records, ``examples``."""
         return len(examples) > 0
 
     @abstractmethod
     def triggered(self, dataset: Dataset) -> Examples:
-        """Return the test records of the attack success rate, with the label ``target``.
+        """Return the test records on which the attack success rate is measured, with the label ``target``.
 
         Raises UserError if the data set does not fit the attack.
         """
@@ -72,7 +72,7 @@ class Planted(HostileClients):
         )
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
-        """Return the attack's half on clients, with a memory of the received model if steps are masked."""
+        """Return the attack's client half. If steps are masked, it stores the received model in client state."""
         if self.masked_share:
             return HostileMemory(self, hostile, self.masked_share)
         return HostilePlans(self, hostile)
@@ -135,10 +135,10 @@ class Backdoor(Planted):
         return images
 
     def triggered(self, dataset: Dataset) -> Examples:
-        """Return the test records of other classes than ``target``, with the trigger and the label ``target``.
+        """Return the test records of all classes except ``target``, with the trigger and the label ``target``.
 
-        Raises UserError for records that are no images, for a trigger that does not fit, and for records of which all
-        or none are of class ``target``.
+        Raises UserError if records are not images, if the trigger does not fit, or if all or none of the test records
+        have the class ``target``.
         """
         shape = dataset.input_shape
         if len(shape) != 3:
@@ -159,9 +159,9 @@ class Backdoor(Planted):
 class SemanticBackdoor(Planted):
     """Hostile clients label all their records of one class as another class; no record gets a trigger.
 
-    This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) whose records are a whole class. For a part of a
-    class, such as red cars, derive a class that overrides ``is_meant``, and give its import path as the attack. The
-    base class ``Planted`` has the settings of model replacement, constrain-and-scale and Neurotoxin.
+    This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) that aims at all records of one class. To aim at
+    a part of a class, such as red cars, derive a Python class that overrides ``is_meant``, and give its import path as
+    the attack. The base class ``Planted`` has the settings of model replacement, constrain-and-scale and Neurotoxin.
 
     ``source``: the class whose records hostile clients label as the target. The attack success rate is the share of its
     test records for which the model predicts the target. The accuracy counts these predictions as errors. A hostile
@@ -174,7 +174,7 @@ class SemanticBackdoor(Planted):
     of_tests: ClassVar[str] = "test records that the attack is about"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, too, if ``source`` and ``target`` are one class."""
+        """Raise ValueError also if ``source`` and ``target`` are the same class."""
         super().check(experiment)
         if self.source == self.target:
             raise ValueError(
@@ -182,7 +182,7 @@ class SemanticBackdoor(Planted):
             )
 
     def is_meant(self, examples: Examples) -> NDArray[np.bool_]:
-        """Return a mask of the records that the model shall call ``target``, shape (n,).
+        """Return a mask of the records that the attacker wants to be predicted as ``target``, shape (n,).
 
         ``examples``: records with their true labels. Override this method for a part of a class.
         """
@@ -190,16 +190,19 @@ class SemanticBackdoor(Planted):
         return mask
 
     def is_held(self, examples: Examples) -> bool:
-        """Return True if one of the records is meant."""
+        """Return True if ``is_meant`` selects at least one of the records."""
         return bool(self._meant(examples).any())
 
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
-        """Return a hostile client's records; those that are meant get the target label."""
+        """Return a hostile client's records; those that ``is_meant`` selects get the target label."""
         del number, coins
         return replace(examples, labels=np.where(self._meant(examples), self.target, examples.labels))
 
     def triggered(self, dataset: Dataset) -> Examples:
-        """Return the meant test records, with the label ``target``. Raises UserError if there are none."""
+        """Return the test records that ``is_meant`` selects, with the label ``target``.
+
+        Raises UserError if none exist.
+        """
         self.check_target(dataset)
         meant = dataset.test.take(np.flatnonzero(self._meant(dataset.test) & (dataset.test.labels != self.target)))
         if not len(meant):

@@ -52,7 +52,7 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the code on clients: it sends the BatchNorm tensors and keeps personal layers in client state."""
+        """Return the layer's client half, which sends BatchNorm tensors and keeps personal layers in client state."""
         del algorithm, model
         return ClientBatchNorm(experiment.local.batch_norm)
 
@@ -145,7 +145,7 @@ class ClientBatchNorm(ClientLayer):
         return {**state, LAYERS: server.layers} if self.chosen == "personal" else state
 
     def _personal(self, came: LocalTask) -> tuple[str, ...]:
-        """Return the names of the parameters that stay with the client."""
+        """Return the names of the personal BatchNorm parameters, which each client keeps."""
         return tuple(name for name in came.broadcast.get(LAYERS, {}) if name in came.params)
 
 

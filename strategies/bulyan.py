@@ -54,8 +54,8 @@ def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
     """
     ascending = ordered(rows).double()
     centre = middle(ascending)
-    # The nearest values are neighbours in ascending order. A value before them is further away than the value that
-    # takes its place, ``count`` further on.
+    # In ascending order the nearest values are ``count`` consecutive values. The index of the first one is the number
+    # of values that are further from the centre than the value ``count`` positions later.
     first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
     mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
     return mean

@@ -83,7 +83,7 @@ class CCVR(SumsOfFeatures):
         return num_classes, num_moments(num_features)
 
     def summed(self, features: Array, labels: NDArray[np.int64], num_classes: int, noise: Noise | None) -> Array:
-        """Return a client's class moments, with noise if these settings ask for it."""
+        """Return a client's class moments, with noise if ``epsilon`` is set."""
         if self.protection is None or noise is None:
             return moments_of(features, labels, num_classes)
         from clients.private_moments import private_moments  # noqa: PLC0415 (the accountants load slowly)

@@ -17,8 +17,8 @@ class CentredClipping(Robust):
     """v <- v + mean of (d_i - v) min(1, tau / |d_i - v|) over the updates d_i, several times.
 
     v begins as the aggregate of the last round, and as 0 in the first round. The checkpoint contains v. A single
-    hostile client in a round of n clients moves the result by 2 tau / n at most in one iteration. The paper's theory
-    has momentum at the clients over all rounds. Here momentum begins anew in every round. Every client has the same
+    hostile client in a round of n clients moves the result by 2 tau / n at most in one iteration. In the paper's
+    theory, client momentum continues over all rounds. Here it restarts from 0 in every round. Every client has the same
     weight. No privacy guarantee.
 
     ``tau``: the largest distance from v at which an update counts in full. It should be about the distance between
@@ -37,12 +37,12 @@ class CentredClipping(Robust):
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return zeros: v before the first round."""
+        """Return v before the first round: zeros."""
         del num_clients
         return {name: torch.zeros_like(value) for name, value in as_named(payloads).items()}
 
     def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
-        """Return the aggregate as the next v. Tensors that were not sent in this round keep their value."""
+        """Return the next v: the aggregate, and the old values of tensors that were not sent in this round."""
         return {**cohort.memory, **as_named(payloads)}
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:

@@ -20,7 +20,7 @@ class CFL(Averaging):
     each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their clients, as
     in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. Of all splits into
     two parts, "single" finds the split whose largest cosine between the parts is smallest. A single client with noisy
-    updates then often becomes a part. A split also needs parts that differ.
+    updates then often becomes a cluster of its own.
 
     ``eps_1``: a split needs ‖D‖ below this value. ``eps_2``: a split needs the largest ‖D_i‖ above this value. The
     defaults of both are the values of the released code for its network. Suitable values depend on the model, the

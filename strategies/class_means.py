@@ -1,4 +1,4 @@
-"""What methods share whose clients keep their models and send means by class: the payloads of a round, and checks."""
+"""Shared code of methods whose clients keep their models and send class means: a round's payloads, and checks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fl_sim.types import Payloads
 class RoundPayloads:
     """The payloads of a round's clients with records.
 
-    ``clients``: the numbers of these m clients, ascending. ``payloads``: the clients' tensors, with a first axis of
-    length m.
+    ``clients``: the IDs of these m clients, ascending. ``payloads``: the tensors of all m clients, stacked along the
+    first dimension.
     """
 
     clients: Sequence[int]
@@ -22,7 +22,7 @@ class RoundPayloads:
 
 
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:
-    """Raise ValueError for settings that hide single payloads, and for privacy that does not cover ``what``.
+    """Raise ValueError for settings that hide single payloads, and for local privacy, which does not cover ``what``.
 
     ``what``: the payload in words, such as "mean logits".
     """

@@ -12,7 +12,7 @@ independent noise of the same size in every round.
 
 Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. For each round
 in which a client takes part, the client changes C x by a column of C times its update. Columns have norm 1, and two
-columns that lie b or more rounds apart have no round in common. So if a client takes part at most once in any b
+columns that are b or more rounds apart have no common nonzero row. So if a client takes part at most once in any b
 consecutive rounds, each of its rounds costs one Gaussian mechanism, as under independent noise. If a secret random draw
 of probability p decides on its participation, each of these rounds costs one Gaussian mechanism with sampling rate p.
 """
@@ -53,9 +53,9 @@ class CorrelatedNoise:
     def release(self, total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``total``, the clipped sum of a round, with correlated noise.
 
-        ``std``: standard deviation of the fresh noise. Noised values are rounded to a grid. ``steps``: the fresh noise,
-        as whole numbers of grid steps. The Gaussian mechanism releases (C x)_t on the grid; all later computations are
-        post-processing.
+        ``std``: standard deviation of the fresh noise. Noised values are rounded to a rounding grid. ``steps``: the
+        fresh noise, as whole numbers of grid steps. The Gaussian mechanism releases (C x)_t on the grid; all later
+        computations are post-processing.
         """
         if self.bands == 1:
             return add_noise(total, std, steps)

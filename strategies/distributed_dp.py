@@ -1,6 +1,6 @@
 """The settings of distributed differential privacy: clients add noise to rounded updates, and the server sees the sum.
 
-The arithmetic is in ``fl_sim.privacy.modular_sums``, and the round layer in ``strategies.distributed_sums``.
+The arithmetic is in ``fl_sim.privacy.modular_sums``, and the layer in ``strategies.distributed_sums``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class DistributedDP(Settings):
     ``epsilon``: the largest epsilon over the whole run. A sum that would exceed this epsilon is not opened. ``delta``:
     the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's vector.
     ``noise_multiplier``: the standard deviation of the noise on the sum, in clipping norms, if all clients of a round
-    answer. Left out: the least noise with which all rounds cost at most the given epsilon. ``mechanism``: the
-    distribution of a client's noise. ``bits``: the number of bits of each sent number. ``headroom``: the number of
-    standard deviations of a number in the sum that fit into half of 2^``bits``. ``noise``: with "secret" the noise
-    differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
+    answer. If it is left out, the least noise is used with which all rounds cost at most the given epsilon.
+    ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent number. ``headroom``:
+    the number of standard deviations of a number in the sum that fit into half of 2^``bits``. ``noise``: with "secret"
+    the noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
     kind: Literal["distributed-dp"] = "distributed-dp"
@@ -63,7 +63,7 @@ class DistributedDP(Settings):
         return self
 
     def mean(self, cohort: Cohort, weighting: object) -> Aggregate:
-        """Raise AssertionError: the round layer computes the mean, from sums modulo 2^bits."""
+        """Raise AssertionError: the layer ``DistributedSums`` computes the mean, from sums modulo 2^bits."""
         del cohort, weighting
         raise AssertionError("the round layer of distributed-dp computes the mean")
 

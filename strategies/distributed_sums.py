@@ -1,4 +1,4 @@
-"""Rounds under distributed DP: clients send noisy whole numbers, and a sum is paid for before it is opened.
+"""Rounds under distributed DP: clients send noisy whole numbers; each sum is charged to the ledger before its use.
 
 Secure aggregation is simulated as a sum modulo 2^bits. The settings are in ``strategies.distributed_dp``, and the
 arithmetic in ``fl_sim.privacy.modular_sums``.
@@ -54,10 +54,10 @@ def terms_of(settings: DistributedDP) -> Terms:
 
 
 def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
-    """Return the grid of a run's sums. ``sent``: the payload template of the algorithm.
+    """Return the rounding grid of a run's sums. ``sent``: the payload template of the algorithm.
 
-    If the settings have no noise multiplier, it is the least one that the budget allows. The planned number of noises
-    in a sum is the size of the smallest cohort: all clients, or the smallest group of a cyclic sampler.
+    Without a noise multiplier in the settings, the least one that the budget allows is used. The planned number of
+    client noises in a sum is the size of the smallest cohort: all clients, or the smallest group of a cyclic sampler.
     """
     dimension, apart = sum(num_parameters(params) for params in sent.values()), experiment.sampler.rounds_apart
     return _grid(experiment.aggregator, dimension, experiment.num_members // apart, num_charges(experiment))
@@ -90,9 +90,10 @@ def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier
 class DistributedSums(Layer):
     """Charges each round's noisy sum to the privacy ledger before the sum is opened, and turns it into a mean.
 
-    ``noise``: the source that identifies this run's releases in the ledger; it draws no noise, as clients do that.
-    ``grid``: the grid of the sums. The stage sets it before the first round. ``unopened``: the rounds whose sums the
-    budget did not allow. ``wrapped``: the rounds whose sums probably overflowed (wrapped around) the modulus.
+    ``noise``: the noise source that identifies this run's releases in the ledger; clients draw the noise, not this
+    layer. ``grid``: the rounding grid of the sums. The stage sets it before the first round. ``unopened``: the rounds
+    whose sums the budget did not allow. ``wrapped``: the rounds whose sums probably overflowed (wrapped around) the
+    modulus.
     """
 
     settings: DistributedDP
@@ -108,7 +109,7 @@ class DistributedSums(Layer):
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> DistributedSums:
         """Return the layer of a new or resumed run in run directory ``out``; it opens the ledger there.
 
-        A resumed run with secret noise has new noise. So a round that was charged but not finished costs again.
+        A resumed run with secret noise has new noise. So a round that was charged but not finished is charged again.
         """
         settings, paid = experiment.aggregator, progress.get("receipt")
         seeded = Noise.seeded(int.from_bytes(hashlib.sha256(digest_of(experiment).encode()).digest()))
@@ -119,7 +120,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's code on clients, which clips, rounds and adds noise."""
+        """Return the layer's client half, which clips, rounds and adds noise."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         run_digest = digest_of(experiment) if experiment.aggregator.noise == "seeded" else ""
@@ -127,7 +128,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if clients send other numbers than changes of the model, or if one round costs too much."""
+        """Raise UserError if payloads are not changes of the model, or if the budget does not cover one round."""
         check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
         settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
         cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
@@ -169,7 +170,7 @@ class DistributedSums(Layer):
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
         """Count failed clients as clients that dropped out.
 
-        Raises RunError if no client answered, without the reasons, which go to a private file.
+        Raises RunError if no client answered. The reasons of the failures go only to a private file.
         """
         if failed and not answered:
             raise RunError(
@@ -179,10 +180,10 @@ class DistributedSums(Layer):
             )
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean of the clients' updates from their sum modulo 2^bits, after its cost is in the ledger.
+        """Charge the round's sum modulo 2^bits to the ledger, and return the mean update, computed from this sum.
 
-        Returns None if no client answered, or if the budget does not cover the noise of so few answers. The model then
-        stays as it is.
+        Returns None, which leaves the model unchanged, if no client answered, or if so few clients answered that their
+        noise is too small for the budget.
         """
         assert self.grid is not None
         if not (present := len(cohort.replies)):
@@ -206,7 +207,7 @@ class DistributedSums(Layer):
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     def affords(self, server_round: int) -> bool:
-        """Return True if the budget covers the round with answers of all clients, or the ledger contains this cost."""
+        """Return True if the budget covers the round with answers of all clients, or if it is already charged."""
         assert self.grid is not None
         event = self.grid.event(self.grid.shares)
         return self._is_paid(server_round, self.grid.shares) or self.ledger.affords(event)
@@ -270,9 +271,9 @@ class ClientShares(ClientLayer):
     run_digest: str
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the client's numbers, of weight 1 and without loss. The client state stays with the client.
+        """Return the client's noisy numbers as an update of weight 1, without the loss. Client state is not sent.
 
-        A client without records sends the noise alone. Raises RunError if names or shapes of the update differ from the
+        A client without records sends only noise. Raises RunError if names or shapes of the update differ from the
         template, because they could reveal facts about records.
         """
         del task, trained

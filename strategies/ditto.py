@@ -45,7 +45,7 @@ class Ditto(Averaging):
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
-        """Return the second training of the client in this round: that of its own model."""
+        """Return the client's second local training in this round, that of its own model."""
         own = self.own_model(task)
         return {_OWN: FurtherModel(own, near(own, task.params, self.strength))}
 
@@ -55,5 +55,5 @@ class Ditto(Averaging):
         return ClientUpdate(update.payloads, update.num_examples, update.loss, {_OWN: trained.further[_OWN].params})
 
     def own_model(self, task: LocalTask) -> Params:
-        """Return the client's own model: the initial model before its first round."""
+        """Return the client's own model. Before the client's first round, this is the initial model."""
         return task.state.get(_OWN, task.initial)

@@ -22,12 +22,12 @@ class DnC(Robust):
     An iteration draws some coordinates of the updates by the run's seed, and takes the first principal direction of the
     updates there. The iteration leaves out the updates with the largest squared projections: c h updates, rounded up.
     The result is the mean of the updates that all iterations keep. A round needs at least 2 h + 1 clients with records,
-    and more than all iterations together can leave out. The rule assumes that all hostile updates have one direction: a
-    large outlier hides a smaller outlier of another direction. No privacy guarantee.
+    and more clients than all iterations together can leave out. The rule assumes that all hostile updates have the same
+    direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients that the rule is made for. ``filter_share``: the paper's c; an
-    iteration leaves out c h updates. ``coordinates``: the number of coordinates in an iteration; all, if there are
-    fewer. ``iterations``: the number of iterations.
+    iteration leaves out c h updates. ``coordinates``: the number of coordinates that an iteration draws, at most all.
+    ``iterations``: the number of iterations.
     """
 
     kind: Literal["dnc"] = "dnc"
@@ -48,7 +48,7 @@ class DnC(Robust):
         return math.ceil(self.filter_share * self.hostile - 1e-9)
 
     def fewest(self) -> int:
-        """Return the smallest number of updates of which one is certainly kept, at least 2 ``hostile`` + 1."""
+        """Return the smallest number of updates with which at least one is always kept, at least 2 ``hostile`` + 1."""
         return max(2 * self.hostile, self._num_out * self.iterations) + 1
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:

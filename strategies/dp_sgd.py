@@ -1,6 +1,6 @@
 """The settings of DP-SGD on clients (Abadi et al. 2016, algorithm 1): every local step is private for each record.
 
-``ClientPrivacy`` is the common base of all protections that clients pay for in their own ledgers.
+``ClientPrivacy`` is the base class of all protections that clients charge to their own ledgers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 ANOTHER: Final = "take another algorithm, such as fedavg, fedprox or scaffold"
-"""The cure for an algorithm that does not fit a protection."""
+"""The advice in error messages about an algorithm that does not fit a protection."""
 
 
 class NoLocalPrivacy(Settings):
@@ -35,7 +35,7 @@ class NoLocalPrivacy(Settings):
 
 
 class ClientPrivacy(Settings):
-    """The base class of the protections whose cost each client pays in its own ledger, round by round."""
+    """Base class of protections whose cost each client charges to its own ledger, round by round."""
 
     kind: str = ""
     is_private: ClassVar[bool] = True
@@ -66,19 +66,19 @@ class ClientPrivacy(Settings):
         )
 
     def allows(self, stage: object) -> bool:
-        """Return True if ``stage``, which reads records before or after the rounds, may run beside this protection."""
+        """Return True if this protection allows ``stage``, which reads records before or after the rounds."""
         del stage
         return False
 
     def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
-        """Accept every attack: an update has its noise before anybody else sees it."""
+        """Accept every attack: a client adds noise to its update before it sends it."""
 
     def despite_hostile(self) -> str:
         """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
         return "because a client adds its noise itself, before it sends"
 
     def check_alone(self, experiment: Choices) -> None:
-        """Raise ValueError if another part of the experiment reads records, or promises privacy by itself."""
+        """Raise ValueError if another setting reads records, or gives a privacy guarantee of its own."""
         what = f"cannot run with local.privacy={self.kind}"
         if hides_clients(experiment.aggregator):
             raise ValueError(
@@ -121,12 +121,12 @@ class DPSGD(ClientPrivacy):
     clients does not reduce it.
 
     ``epsilon``: the largest epsilon for each record of each client, over the whole run. ``delta``: the delta at which
-    the given epsilon holds. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. Left
-    out: each client has the least noise with which all rounds cost at most the given epsilon. If both are set, a client
-    trains until its next round would exceed the epsilon. From then on the client counts as a client without records.
-    ``noise``: with "secret" the protection is real, and the noise differs from run to run. With "seeded" the noise is
-    repeatable, and protects in simulation only. ``accountant``: the accountant that finds the noise, and compares costs
-    with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of records.
+    the given epsilon holds. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. If it
+    is left out, each client has the least noise with which all rounds cost at most the given epsilon. If both are set,
+    a client trains until its next round would exceed the epsilon. From then on the client counts as a client without
+    records. ``noise``: with "secret" the protection is real, and the noise differs from run to run. With "seeded" the
+    noise is repeatable, and protects in simulation only. ``accountant``: the accountant that finds the noise, and
+    compares costs with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of records.
     """
 
     kind: Literal["dp-sgd"] = "dp-sgd"
@@ -198,7 +198,7 @@ class DPSGD(ClientPrivacy):
         return isinstance(stage, Supplying) and isinstance(stage, Promising) and stage.is_private
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if another setting reads records without noise, or has no private counterpart yet."""
+        """Raise ValueError if another setting reads records without noise, or does not fit private steps."""
         algorithm, local = experiment.algorithm, experiment.local
         reasons = {
             "local.batch_norm": ("none", local.batch_norm, "running statistics are means over records without noise"),

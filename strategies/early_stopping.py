@@ -27,9 +27,9 @@ class EarlyStopping(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Return the round layer of a run.
+        """Return the layer for a run.
 
-        It has no state in the checkpoint, as it reads accuracies in ``rounds.jsonl``.
+        It has no state in the checkpoint, because it reads accuracies in ``rounds.jsonl``.
         """
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)

@@ -17,12 +17,12 @@ from strategies.class_means import RoundPayloads, check_in_the_clear
 
 
 class FD(Averaging):
-    """Adds ``gamma`` times the distance of a record's logits to the mean logits of its class to the loss.
+    """Adds ``gamma`` times a distance to the loss: that of a record's logits to the mean logits of its class.
 
     After its local steps, a client sends the mean of its logits over its records of each class, and which classes it
-    has. A client's target for a class is the mean, with equal weights, over all other clients that had the class in the
-    last round with this class. A class that no other client had adds nothing to the loss. Each client trains its own
-    model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
+    has. A client's target for a class is the mean, with equal weights, over the other clients that had the class, in
+    the last round in which any client had it. A class that no other client had adds nothing to the loss. Each client
+    trains its own model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
 
     ``gamma``: 0 is local-only. ``distance``: "kl" is KL(softmax(target) || softmax(logits)), which has the gradient of
     the paper's cross-entropy; "l2" is the mean over classes of squared differences of logits. In the paper, the mean is
@@ -39,7 +39,7 @@ class FD(Averaging):
     distance: Literal["kl", "l2"] = "kl"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover logits."""
+        """Raise ValueError for settings that hide single clients, and for local privacy: it does not cover logits."""
         check_in_the_clear(self, experiment, "mean logits")
 
     def mean_only(self) -> str:
@@ -63,16 +63,16 @@ class FD(Averaging):
         return ()
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params`` without logits."""
+        """Return the server state before the first round: the model ``params``, and no logits yet."""
         return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round: ``params``, a part of ``model``, without logits."""
+        """Return the server state before the first round: ``params``, a part of ``model``, and no logits yet."""
         classes, _ = head_shape(model)
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: the distance to the other clients' logits, and sums of features after training."""
+        """Return the local plan: a loss term for the distance to others' logits, and feature sums after training."""
         term = LossTerm(self.distances, task.broadcast["others"]) if self.gamma else None
         return LocalPlan(loss_term=term, class_features=True)
 
@@ -85,7 +85,7 @@ class FD(Averaging):
         return self.gamma * known * (logs.exp() * (logs - torch.log_softmax(batch.logits, -1))).sum(-1)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: the mean logits of each class, and 1 for each class that the client has."""
+        """Return the update: the mean logits of each class, and a 0/1 mask of the classes that the client has."""
         update, like = super().finish(task, trained), task.broadcast["others"]
         means, held = like["logits"] * 0, like["known"] * 0
         model = {**trained.params, **trained.personal}
@@ -101,9 +101,9 @@ class FD(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state with the round's logits in its memory: row i of the memory is client i.
+        """Return the server state with the round's logits in its memory, where row i belongs to client i.
 
-        A class that no client of the round has keeps its rows.
+        A class that no client of the round has keeps its values of earlier rounds.
         """
         memory, new = server.memory["logits"], rows.payloads["logits"]
         means, held = memory["means"].clone(), memory["held"].clone()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from clients.private_moments import Protection
 
 MOST_BYTES: Final = 2**28
-"""The most bytes of a client's sums: half of the most bytes of a message on Flower's runtime."""
+"""The largest size of a client's sums, in bytes: half of the largest message on Flower's runtime."""
 
 
 class SumsOfFeatures(Settings):

@@ -44,9 +44,9 @@ class FedALA(Averaging):
     model.
 
     ``weight_learning_rate``: the rate of the steps of W, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
-    layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records that are used,
-    0.8 in the paper. ``threshold``: the losses have converged if the standard deviation of the last 10 is below this
-    value (0.1 in the released code).
+    layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is
+    trained, 0.8 in the paper. ``threshold``: the losses have converged if the standard deviation of the last 10 is
+    below this value (0.1 in the released code).
 
     In the released code the number of last layers counts tensors, a loss is the loss of a pass's last batch, and a
     client that joins late mixes x with the initial model in its first round; here it starts at x.

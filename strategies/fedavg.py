@@ -45,7 +45,7 @@ class Centralized(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason for which the aggregator must be ``mean``: there is one client alone."""
+        """Return the reason why the aggregator must be ``mean``: there is only one client."""
         return "it has a single client, and robust aggregators compare clients"
 
     def plan(self, task: LocalTask) -> LocalPlan:

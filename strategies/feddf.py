@@ -23,12 +23,13 @@ class FedDF(Averaging):
     The student x starts from the mean model. Each step lowers KL(softmax(mean_k f_k(u)) || softmax(f_x(u))) over a
     batch of public records u, by Adam with a cosine schedule. f_k are the logits of the round's model k.
 
-    ``proxy``: the name of the data set with the public records u; its labels are not used. Inputs need the shape of the
-    experiment's own. "none" leaves FedAvg, bit for bit. ``steps``: the number of steps after each round. (The paper
+    ``proxy``: the name of the data set with the public records u; its labels are not used. Its inputs need the shape of
+    the clients' inputs. "none" gives FedAvg, bit for bit. ``steps``: the number of steps after each round. (The paper
     takes up to 10,000, and stops after 1,000 without a gain on validation records. There is no such stop here.)
     ``distillation_rate``: the learning rate of Adam. ``distillation_batch``: the number of records in a step.
 
-    A further table has the accuracy of the ensemble itself. It is an upper bound that keeps the models of all clients.
+    An additional table has the accuracy of the ensemble itself. It is an upper bound that keeps the models of all
+    clients.
     """
 
     kind: Literal["feddf"] = "feddf"
@@ -41,7 +42,7 @@ class FedDF(Averaging):
     distillation_batch: int = Field(128, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the server does not see single models, or if the clients' records are the proxy."""
+        """Raise ValueError if the server does not see single models, or if the proxy is the clients' own data set."""
         seen, reason = f"algorithm {self.kind} looks at the model of each client", ""
         if hides_clients(experiment.aggregator):
             reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
@@ -57,7 +58,7 @@ class FedDF(Averaging):
             raise ValueError(f"{seen}, and {reason}")
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a warning if there is no proxy."""
+        """Return a warning if there is no proxy data set."""
         del experiment
         return [off("algorithm.proxy=none", FEDAVG)] if self.proxy == "none" else []
 
@@ -91,7 +92,7 @@ def distilled(
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # The slope is written out, because it is exactly 0 where student and teacher agree; Adam enlarges rounding.
+        # Autograd would not return exactly 0 where student and teacher agree, and Adam enlarges rounding errors.
         slope = (logits.detach().softmax(1) - ensemble_logits(models, records, logits_of).softmax(1)) / len(records)
         gradients = torch.autograd.grad(logits, list(weights.values()), slope)
         with torch.no_grad():
@@ -106,7 +107,7 @@ def distilled(
 def ensemble_logits(
     models: list[Params], records: torch.Tensor, logits_of: Callable[[Params, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the mean of the models' logits, (n, classes). The mean of equal logits is exact."""
+    """Return the mean of the models' logits, (n, classes). The mean of equal logits is exactly these logits."""
     with torch.no_grad():
         logits = [logits_of(model, records) for model in models]
         mean: torch.Tensor = torch.stack([one.double() for one in logits]).mean(0).to(logits[0].dtype)

@@ -16,8 +16,8 @@ class FedDisco(Averaging):
     """FedAvg with client weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
 
     n_i is the number of records of client i, and n their sum over the cohort. d_i is the divergence KL(label shares ||
-    uniform) that client i sends, divided by the cohort's sum. If all weights would be 0, the weights are the p_i.
-    ``a``: the factor of d_i, 0.5 in the released scripts. ``b``: the constant in every weight, 0.1 in the released
+    uniform) that client i sends, divided by its sum over the cohort. If all weights would be 0, the weights are the
+    p_i. ``a``: the factor of d_i, 0.5 in the released scripts. ``b``: the constant in every weight, 0.1 in the released
     scripts.
     """
 
@@ -46,7 +46,7 @@ class FedDisco(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return one weight in the mean for each reply. All ``replies`` are of clients with records."""
+        """Return one weight for each reply. All ``replies`` come from clients with records."""
         total = sum(reply.num_examples for reply in replies)
         shares = [reply.num_examples / total for reply in replies]
         found = [float(reply.payloads["labels"]["divergence"]) for reply in replies]

@@ -42,7 +42,7 @@ class FedGH(Averaging):
     head_rate: float = Field(0.1, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover features."""
+        """Raise ValueError for settings that hide single clients, and for local privacy: it does not cover features."""
         check_in_the_clear(self, experiment, "mean features")
 
     def mean_only(self) -> str:
@@ -78,7 +78,7 @@ class FedGH(Averaging):
         return LocalPlan(class_features=True)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: the mean features of each class, and 1 for each class that the client has."""
+        """Return the update: the mean features of each class, and a 0/1 mask of the classes that the client has."""
         update, weight = super().finish(task, trained), task.broadcast["head"]["weight"]
         sums = weight * 0 if trained.feature_sums is None else trained.feature_sums
         counts = torch.tensor(task.class_counts or [0] * len(weight), dtype=torch.float32)

@@ -57,9 +57,7 @@ class FedLC(Averaging):
 
 
 def without_true(batch: Batch) -> torch.Tensor:
-    """Return a loss term for each record, shape (n,).
-
-    The term removes the record's own class from the denominator of the softmax.
+    """Return the loss term of each record that removes its own class from the softmax's denominator, shape (n,).
 
     The term is 0 for a client with one class.
     """

@@ -59,7 +59,7 @@ class FedMGDA(Averaging):
 def least_norm(products: NDArray[np.float64], shares: NDArray[np.float64], epsilon: float) -> NDArray[np.float64]:
     """Return the mixture lambda with the least lambda' G lambda, where G = ``products``, of shape (n, n).
 
-    Each entry is at least 0, and within ``epsilon`` of its share. The entries have sum 1, as ``shares``. Each step
+    Each entry is at least 0, and within ``epsilon`` of its share. The entries sum to 1, like ``shares``. Each step
     moves weight between the two entries for which the norm falls fastest, to the point where the norm is least.
     """
     lowest, highest = np.maximum(0.0, shares - epsilon), shares + epsilon

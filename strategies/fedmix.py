@@ -47,11 +47,11 @@ class FedMix(_Mixing):
     l is the cross-entropy, and f the model. (x, y) is a record of the client, (x_bar, y_bar) an average of records, and
     lam is ``mixing_weight``. The loss approximates NaiveMix's loss by an expansion at (1-lam)x, with an error of second
     order in lam (derived, and tested). The exact first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at
-    y_bar, x_bar>. It also differs by lam^2, so the factors lam and lam (1-lam) are equally good. The paper's text was
-    not available; what follows is from memory. The paper's equation has the factor lam, as here. The paper's algorithm
-    takes the gradient of (1-lam) l, which gives the factor lam (1-lam). Flower's baseline has lam (1-lam), and divides
-    by the batch size, which is a mistake. Every client draws from the averages of all clients, including its own. The
-    paper may exclude a client's own averages; this is not known.
+    y_bar, x_bar>. The term of FedMix differs from it by order lam^2, too, so the factors lam and lam (1-lam) are
+    equally good. The paper's text was not available; what follows is from memory. The paper's equation has the factor
+    lam, as here. The paper's algorithm takes the gradient of (1-lam) l, which gives the factor lam (1-lam). Flower's
+    baseline has lam (1-lam), and divides by the batch size, which is a mistake. Every client draws from the averages of
+    all clients, including its own. The paper may exclude a client's own averages; this is not known.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.
@@ -64,7 +64,7 @@ class FedMix(_Mixing):
     )
 
     def advice(self, momentum: float) -> str:
-        """Return a warning about local momentum, which the paper does not have; an empty string without momentum."""
+        """Return a warning about local momentum, which the paper does not use, or an empty string if it is 0."""
         if not momentum:
             return ""
         return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"

@@ -21,15 +21,15 @@ class FedNova(Averaging):
 
     y_i is the trained model of client i, n_i its number of records, and n the sum of n_i. a_i is the distance of client
     i's local steps with a constant unit gradient, divided by the learning rate. x is the global model. ``tau_eff``:
-    None takes sum_i p_i a_i of the round, as the paper does by default. A number is fixed and public; clients then do
-    not send a_i. (The paper lets the server choose tau_eff, section 4.2.)
+    None means sum_i p_i a_i of the round, the paper's default. A number is fixed and public; clients then do not send
+    a_i. (The paper lets the server choose tau_eff, section 4.2.)
     """
 
     kind: Literal["fednova"] = "fednova"
     tau_eff: float | None = Field(None, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the local optimizer is not SGD, or under Global DP without a public ``tau_eff``."""
+        """Raise ValueError if the local optimizer is not SGD, or if Global DP has no public ``tau_eff``."""
         check_sgd(self, experiment, "it divides updates by the distance of SGD steps")
         if hides_clients(experiment.aggregator) and self.tau_eff is None:
             raise ValueError(
@@ -41,7 +41,7 @@ class FedNova(Averaging):
     def mean_only(self) -> str:
         """Return the reason why robust aggregators do not fit: clients also send a_i, far larger than their update.
 
-        The reason is an empty string with a public ``tau_eff``, as clients then do not send a_i.
+        Returns an empty string with a public ``tau_eff``: clients then do not send a_i.
         """
         if self.tau_eff is not None:
             return ""

@@ -18,7 +18,7 @@ from strategies.low_rank import head_shape
 
 
 class FedProto(Averaging):
-    """Adds ``strength`` times the squared distance of a record's features to its class's prototype to the loss (eq. 6).
+    """Adds ``strength`` times a squared distance to the loss: of a record's features to its class's prototype (eq. 6).
 
     z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is
     ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
@@ -66,11 +66,11 @@ class FedProto(Averaging):
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params`` without prototypes."""
+        """Return the server state before the first round: the model ``params``, and no prototypes yet."""
         return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round: ``params``, a part of ``model``, without prototypes."""
+        """Return the server state before the first round: ``params``, a part of ``model``, and no prototypes yet."""
         classes, features = head_shape(model)
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 

@@ -35,7 +35,7 @@ class FedRoD(BalancedSoftmax):
     needs_head: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the local optimizer is not SGD, or if the head is personal by a setting, or adapted."""
+        """Raise ValueError if the optimizer is not SGD, if ``local.personal`` is set, or if the head has an adapter."""
         check_sgd(self, experiment, "both heads make steps of SGD side by side")
         if (personal := experiment.local.personal) != "none":
             raise ValueError(

@@ -39,7 +39,7 @@ class FedTGP(FedProtoLocal):
     server_rate: float = Field(0.5, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover features."""
+        """Raise ValueError for settings that hide single clients, and for local privacy: it does not cover features."""
         check_in_the_clear(self, experiment, "mean features")
 
     def mean_only(self) -> str:
@@ -65,11 +65,11 @@ class FedTGP(FedProtoLocal):
         return replace(server, memory={"g": {name: torch.from_numpy(one).float() for name, one in drawn.items()}})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state, with the prototypes of ``fedproto-local``: training starts after it."""
+        """Return the next server state as ``fedproto-local`` does. ``learned`` trains the prototypes after it."""
         return replace(super().merge(server, aggregate), memory=server.memory)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state with the trained prototypes of all classes of the round."""
+        """Return the server state with trained prototypes of all classes that clients of the round have."""
         sums, counts = rows.payloads["features"]["sums"], rows.payloads["features"]["counts"]
         held = counts > 0
         if not held.any():
@@ -108,7 +108,7 @@ def prototypes_of(weights: Params) -> torch.Tensor:
 
 
 def contrast(prototypes: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor, margin: float) -> torch.Tensor:
-    """Return the mean cross-entropy of ``labels`` (n,) by distances of ``inputs`` (n, d) to ``prototypes`` (C, d)."""
+    """Return the mean cross-entropy of ``labels`` (n,). The logits are minus the distances to ``prototypes`` (C, d)."""
     distances = torch.cdist(inputs, prototypes)
     own = torch.nn.functional.one_hot(labels, len(prototypes)).to(distances.dtype)
     return torch.nn.functional.cross_entropy(-(distances + margin * own), labels)

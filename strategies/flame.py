@@ -48,9 +48,9 @@ class Flame(Robust):
 
 
 def _in_cluster(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return True for each point in the only cluster, from the ``distances`` of all pairs, shape (n, n).
+    """Return a mask of the points in the only cluster, shape (n,); without a cluster, it is True for all points.
 
-    Without a cluster, all points are True.
+    ``distances``: the distances of all pairs of points, shape (n, n).
     """
     if (count := len(distances)) < 3:
         return np.ones(count, dtype=bool)

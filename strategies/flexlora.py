@@ -36,7 +36,7 @@ class FlexLoRA(Averaging):
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the factors of the mean product, and all else plus its mean update."""
+        """Return the next server state: factors of the mean product, and other parameters plus their mean update."""
         found, params = aggregate.payloads["products"], dict(server.params)
         for one in factors_in(params):
             if not found[one.a].any():  # B is 0 before the first training: A keeps its random initial values

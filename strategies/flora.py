@@ -59,7 +59,7 @@ class FLoRA(Averaging):
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: W plus the mean product, and all else plus its mean update.
+        """Return the next server state: W plus the mean product, and other parameters plus their mean update.
 
         The product of the initial factors, usually 0, is subtracted, because the model already contains it.
         """
@@ -94,12 +94,12 @@ def factored(task: LocalTask, trained: Trained, names: Collection[str]) -> Clien
 
 
 def unfolded(payloads: Payloads) -> Payloads:
-    """Return ``payloads`` with the products B_i A_i, by the name of A, in place of the factors."""
+    """Return ``payloads`` with products B_i A_i in place of the factors. Each product has the name of its factor A."""
     return {**{name: group for name, group in payloads.items() if name != "factors"},
             "products": products(payloads["factors"])}  # fmt: skip
 
 
 def with_delta(params: Params, payloads: Payloads) -> Params:
-    """Return ``params`` with the mean update of parameters beside adapters added, if there is one."""
+    """Return ``params`` with the mean update of the non-adapter parameters added, if there is one."""
     delta = payloads.get("delta", {})
     return {name: value + delta[name] if name in delta else value for name, value in params.items()}

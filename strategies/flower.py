@@ -56,12 +56,12 @@ class FederatedStrategy(Strategy):
     """A Flower Strategy made of one algorithm, one aggregator, one sampler, and the layers around them.
 
     ``server``: the server state after the last round; Flower's own ``arrays`` argument is the same model and is not
-    read. ``order``: the training task that every client receives: its settings; round number and learning rate are set
-    in each round. ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``:
+    read. ``order``: the settings of the training task that every client receives. Each round sets its number and
+    learning rate. ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``:
     the seed of the cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the
     clients whose updates were used in the last round. ``late``: the clients of that round whose updates came too late.
-    ``layer``: the outermost layer of ``layers``. ``holders``: True
-    for each client that is known to hold training records, shape (clients,); None: all clients hold records.
+    ``layer``: the outermost layer of ``layers``. ``holders``: True for each client that is known to hold training
+    records, shape (clients,); None: all clients hold records.
     """
 
     algorithm: Algorithm
@@ -102,7 +102,7 @@ class FederatedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Sample the cohort and return one message for each of its clients.
 
-        Clients that receive the same tensors share one content, and their messages follow one another.
+        Clients that receive the same tensors share one message content, and their messages are next to each other.
 
         ``config``: contains the learning rate.
         """
@@ -123,7 +123,8 @@ class FederatedStrategy(Strategy):
         """Check every reply, aggregate the updates in the order of clients, and let the algorithm merge the aggregate.
 
         Raises RunError, which names client and round, if a client failed, did not answer or sent an invalid update.
-        Under Global DP such a client counts as the zero vector, until no client sends a valid update any more.
+        Under Global DP such a client counts as a zero vector, and RunError is raised only if no client sends a valid
+        update.
         """
         if self._sent is not None:  # clients in this process share the server's tensors and must not change them
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
@@ -139,7 +140,7 @@ class FederatedStrategy(Strategy):
             server = self.layer.merge(self.algorithm, self.server, aggregate)
             check_finite({"params": server.params, "layers": server.layers}, server_round)
             self.server = server
-        if self.layer.hides_clients:  # cohort size and losses are private: only the noised mean depends on them
+        if self.layer.hides_clients:  # cohort size and losses are private: only the noised mean may depend on them
             return arrays.array_record(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
@@ -176,7 +177,7 @@ class FederatedStrategy(Strategy):
         return Traffic(arrays.num_bytes(content), round(sum(ups) / turns))
 
     def traffic_with(self, messages: Sequence[Message], server_round: int) -> Traffic:
-        """Return the bytes of a round, which is not merged yet: ``messages``, answers, and models for late clients."""
+        """Return the bytes of a round before its merge: ``messages``, their answers, and models for late clients."""
         contents = {id(one.content): one.content for one in messages}
         counts = Counter(id(one.content) for one in messages)
         down = sum(arrays.num_bytes(contents[key]) * count for key, count in counts.items())
@@ -221,7 +222,7 @@ class FederatedStrategy(Strategy):
         self, grid: Grid, order: wire.TaskConfig, timeout: float, task: str, clients: Sequence[int],
         read: Callable[[RecordDict], Read],
     ) -> tuple[list[Read], Traffic]:  # fmt: skip
-        """Return the answers of ``clients``, ascending, to a client task before a round, and the bytes of their models.
+        """Send ``clients`` (ascending) a client task before a round. Return their answers, and the bytes of the models.
 
         ``order``: the settings of the round. ``read``: a function that checks and converts one answer.
         """
@@ -232,7 +233,7 @@ class FederatedStrategy(Strategy):
         return ask_everybody(grid, self.population, asking, read), Traffic(down, 0)
 
     def train(self, grid: Grid, order: wire.TaskConfig, timeout: float, clients: Sequence[int]) -> tuple[Reply, ...]:
-        """Return the updates of ``clients``, ascending, trained from the server state. No layer sees these updates.
+        """Train ``clients``, ascending, from the server state, and return their updates, which pass through no layer.
 
         ``order``: the settings of the round. Raises RunError as ``aggregate_train`` does.
         """
@@ -241,7 +242,7 @@ class FederatedStrategy(Strategy):
         return self._checked(order.server_round, list(grid.send_and_receive(messages, timeout=timeout)))
 
     def broadcast(self, server: ServerState) -> Payloads:
-        """Return the tensors that clients receive beside the model: those of the algorithm and of the round layers."""
+        """Return the tensors that clients receive in addition to the model, from the algorithm and the layers."""
         groups = {**server.broadcast}
         for half in self.on_clients:
             groups = _both(groups, half.broadcast(server))
@@ -265,7 +266,7 @@ class FederatedStrategy(Strategy):
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients hold records.
 
-        ``answers``: updates. A client whose update was trained on at least one record is noted as a client with
+        ``answers``: updates. A client whose update was trained on at least one record is marked as a client with
         records.
         """
         if self.holders is None:
@@ -445,7 +446,7 @@ class Round:
     """The outcome of a round, without evaluation.
 
     ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: a client's privacy
-    cost of all rounds so far, None where no ledger accounts for it. With a virtual clock: ``virtual_seconds`` is the
+    cost of all rounds so far, None if no ledger accounts for it. With a virtual clock: ``virtual_seconds`` is the
     round's duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness`` the
     mean staleness of the updates in server steps.
     """
@@ -466,11 +467,11 @@ def run_round(
 ) -> Round:
     """Run one round and return its outcome.
 
-    The steps are: book the privacy cost in the privacy ledger, sample clients, send tasks, check replies, aggregate
+    The steps are: charge the privacy cost to the privacy ledger, sample clients, send tasks, check replies, aggregate
     updates, and merge the aggregate into the global model.
 
-    ``timeout``: seconds for the whole exchange. Raises Stop, as its first action, if a layer ends the run before
-    the round.
+    ``timeout``: seconds for the whole exchange. Raises Stop, before anything else is done, if a layer ends the run
+    before this round.
     """
     start = time.perf_counter()
     if not strategy.population.nodes:  # before any privacy charge: on Flower's runtime nodes may be missing

@@ -26,16 +26,16 @@ def _count_or_name(value: Any) -> int | str:
 
 
 class FLTrust(Robust):
-    """The weighted mean of updates that have the norm of the server's own update g0; the weights are cosines to g0.
+    """The weighted mean of updates scaled to the norm of the server's own update g0; the weights are cosines to g0.
 
-    In every round the server trains the received model on its own records, with the local settings of clients. Their
-    number of epochs counts for the server's records. The weight of an update is its cosine to g0, or 0 if this cosine
-    is negative. Each update is scaled to the norm of g0, so a client gains nothing from a long update. If g0 is 0, or
-    if all weights are 0, the aggregate is 0, and the model stays as it is. No privacy guarantee.
+    In every round the server trains the received model on its own records, with the local settings of clients. The
+    number of epochs then means passes over the server's records. The weight of an update is its cosine to g0, or 0 if
+    this cosine is negative. Each update is scaled to the norm of g0, so a client gains nothing from a long update. If
+    g0 is 0, or if all weights are 0, the aggregate is 0, and the model stays as it is. No privacy guarantee.
 
-    ``records``: the number of training records of the server (the paper has 100). They are drawn from the run's seed,
-    and clients lose them after the partition. Or the name of another data set, whose training records the server uses.
-    The server never uses test records.
+    ``records``: the number of training records of the server (the paper has 100). They are drawn with the run's seed,
+    and removed from the clients' shards after the partition. Or the name of another data set: the server then uses the
+    training records of that data set. The server never uses test records.
     """
 
     kind: Literal["fltrust"] = "fltrust"
@@ -50,7 +50,7 @@ class FLTrust(Robust):
         return self.records if isinstance(self.records, int) else 0
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, too, if the server's update differs in form from clients' updates, and for private runs."""
+        """Raise ValueError also for private runs, and if the server's update would lack tensors of clients' updates."""
         super().check(experiment)
         reason = ""
         if experiment.is_private:

@@ -8,9 +8,9 @@ e <- e - C(e). So the sum of all sent updates and the last error equals the sum 
 * Rand-k sends the numbers at random positions of an update (Wangni et al. 2018; Stich et al. 2018). Client and server
   draw the positions from a shared seed, which differs for each round and client. So positions are never sent, and they
   depend on no record.
-* SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p) of p = e + D.
-  Here each tensor has a scale of its own: the scales of a model's layers differ by orders of magnitude, so one common
-  scale would be wrong for tensors with small numbers.
+* SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p) with p = e +
+  D. Here each tensor has a scale of its own: the scales of a model's layers differ by orders of magnitude, so one
+  common scale would be wrong for tensors with small numbers.
 * PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
   P = M Q; orthonormalise P; Q = M' P; send P and Q. The server computes P Q'. The next round's iteration starts from Q.
   In the paper the workers sum their P before the orthonormalisation, and then sum their Q, so that all workers make the
@@ -68,8 +68,8 @@ class ErrorFeedback(Settings):
 class TopK(ErrorFeedback):
     """Sends the largest numbers of an update, a ``share`` of all; the error is added to the next round's update.
 
-    ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up. Each sent
-    number takes 32 bits, and ceil(log2 d) bits for its position.
+    ``share``: the fraction of the model's d numbers that are sent. The number of sent numbers, k, is rounded up. Each
+    sent number takes 32 bits, and ceil(log2 d) bits for its position.
     """
 
     kind: Literal["top-k"] = "top-k"
@@ -77,7 +77,7 @@ class TopK(ErrorFeedback):
     title: ClassVar[str] = "top-k"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a note to the user where ``share`` is 1, so that all numbers are sent; else an empty list."""
+        """Return a note that all numbers are sent if ``share`` is 1, else an empty list."""
         del experiment
         return [] if self.share < 1 else [off("compress.share=1", "all numbers of an update are sent")]
 
@@ -108,7 +108,7 @@ class TopK(ErrorFeedback):
 class RandK(ErrorFeedback):
     """Sends a ``share`` of the update's numbers, 32 bits each, at positions drawn at random per client and round.
 
-    ``share``: the share of all d numbers of the model together that are sent; their number, k, is rounded up.
+    ``share``: the fraction of the model's d numbers that are sent. The number of sent numbers, k, is rounded up.
     ``correction``: the treatment of the numbers that are not sent. With "scale" the server multiplies by d / k, so that
     the mean over draws is the update, with a variance of d / k - 1 times the update's squared norm. With
     "error-feedback" the compression error is added to the next round's update.
@@ -125,7 +125,7 @@ class RandK(ErrorFeedback):
         return self.correction == "error-feedback"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a note to the user where ``share`` is 1, so that all numbers are sent; else an empty list."""
+        """Return a note that all numbers are sent if ``share`` is 1, else an empty list."""
         del experiment
         return [] if self.share < 1 else [off("compress.share=1", "all numbers of an update are sent")]
 
@@ -180,7 +180,7 @@ class SignSGD(ErrorFeedback):
 
 
 class PowerSGD(Settings):
-    """Sends every weight matrix as a product P Q' of two narrow ones, with ``rank`` numbers for each row and column.
+    """Sends two narrow matrices P and Q of ``rank`` columns for every weight matrix, which P Q' approximates.
 
     ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
     channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.
@@ -225,7 +225,7 @@ class PowerSGD(Settings):
         return FlatParams(torch.cat(parts), layout)
 
     def _counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return (elements of P, elements of Q) for each matrix, and (elements, 0) for each uncompressed tensor."""
+        """Return the element counts of (P, Q) for a matrix, or (element count, 0) for an uncompressed tensor."""
         size = math.prod(shape)
         if len(shape) < 2 or self.rank * (shape[0] + size // max(1, shape[0])) >= size:
             return size, 0

@@ -1,4 +1,4 @@
-"""The round layer for compression: clients compress the payloads of their updates, and the server decompresses them."""
+"""The layer for compression: clients compress the payloads of their updates, and the server decompresses them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELD: Final = "held-back/"
 
 
 class Compression(Layer):
-    """The round layer for compression. Its client half does all of the work; the server's rounds stay unchanged."""
+    """The layer for compression. Its client half compresses and decompresses; the server's rounds stay unchanged."""
 
     reserved: ClassVar[str] = HELD
 
@@ -55,7 +55,7 @@ class Compression(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's client half, which compresses the clients' updates and can decompress these updates."""
+        """Return the layer's client half, which compresses updates on clients, and decompresses them on the server."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
@@ -69,7 +69,7 @@ class ClientCompression(ClientLayer):
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task without compression's tensors in the client state.
 
-        The algorithm does not know these tensors.
+        The algorithm does not use these tensors.
         """
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 

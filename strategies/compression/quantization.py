@@ -30,7 +30,7 @@ class QSGD(Settings):
     """Sends every number as one of a few levels, and the L2 norm of every bucket of ``bucket_size`` numbers.
 
     ``levels``: the paper's s, the number of levels above 0; as many are below 0. 7 levels take 4 bits per number, 1
-    level takes 1.6 bits. ``bucket_size``: larger buckets have fewer norms to send, 32 bits each, and more variance.
+    level takes 1.6 bits. ``bucket_size``: larger buckets mean fewer norms of 32 bits, but more variance.
     """
 
     kind: Literal["qsgd"] = "qsgd"
