@@ -66,7 +66,7 @@ class CFL(Averaging):
 
     def note(self) -> str:
         """Return the note for tables: the evaluated model."""
-        return "CFL: the model of the first cluster is evaluated, and evaluate.clients measures that of each client's."
+        return "CFL: the first cluster's model is evaluated, and evaluate.clients measures each client's cluster model."
 
     @property
     def num_models(self) -> int:

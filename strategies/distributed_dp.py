@@ -91,7 +91,7 @@ class DistributedDP(Settings):
         for name in ("preprocess", "calibrate"):
             if not is_none(value := getattr(experiment, name)):
                 raise ValueError(
-                    f"{name} {kind_of(value)} {what}: it reads the clients' records beside the sums, and no statement "
+                    f"{name} {kind_of(value)} {what}: it also reads the clients' records, and no statement "
                     "covers both; leave one of the two out"
                 )
         if not is_none(experiment.compress):

@@ -223,7 +223,7 @@ class DistributedSums(Layer):
         if self.wrapped:
             warnings.append(
                 f"in {len(self.wrapped)} rounds (first: round {self.wrapped[0]}) the sum filled the range of "
-                f"2^{self.settings.bits}, so some of its numbers probably went around it: set more aggregator.bits or "
+                f"2^{self.settings.bits}, so some of its numbers probably wrapped around: set more aggregator.bits or "
                 "a larger aggregator.headroom"
             )
         return warnings

@@ -89,8 +89,8 @@ class ClientPrivacy(Settings):
             value = getattr(experiment, name)
             if not (is_none(value) or self.allows(value)):
                 raise ValueError(
-                    f"{name} {kind_of(value)} reads the clients' records beside local.privacy={self.kind}, and no "
-                    "statement covers both: leave one of the two out"
+                    f"{name} {kind_of(value)} reads the clients' records in addition to local.privacy={self.kind}, and "
+                    "no statement covers both: leave one of the two out"
                 )
         algorithm, reason = experiment.algorithm, ""
         if path_in(type(algorithm), "procedure"):
@@ -211,7 +211,7 @@ class DPSGD(ClientPrivacy):
         if isinstance(supplied, Supplying) and supplied.supplies_rounds:
             raise ValueError(
                 f"preprocess {kind_of(supplied)} gives records to clients that train with local.privacy=dp-sgd, whose "
-                "costs are stated for a client's own records: let the server alone train on them, as by "
+                "costs are stated for a client's own records: let only the server train on them, with "
                 "preprocess.train_on=own preprocess.server_epochs=5, or leave one of the two out"
             )
         self.check_alone(experiment)

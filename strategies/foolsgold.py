@@ -22,8 +22,8 @@ class FoolsGold(Robust):
     part of the checkpoint. Each takes as much memory as a model.
 
     The rule assumes that honest clients have different data, and that several hostile clients send similar updates. The
-    rule bounds no single update: one hostile client alone may change the result without limit. On IID data the rule
-    removes honest clients. No privacy guarantee.
+    rule does not bound single updates: a single hostile client may change the result without limit. On IID data the
+    rule removes honest clients. No privacy guarantee.
 
     ``confidence``: the factor kappa of the weights.
     """

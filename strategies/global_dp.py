@@ -54,9 +54,9 @@ FROM_EPSILON: Final = "from-epsilon"
 """The value of ``noise_multiplier`` for the smallest noise multiplier that the budget ``epsilon`` allows."""
 
 MOST_COUNT_NOISE: Final = 2.0**20
-"""Upper bound of ``count_noise``: larger noise would be rounded to a grid of whole numbers.
+"""Upper bound of ``count_noise``: with larger noise, counts would be rounded to whole numbers.
 
-One client changes the centred count of updates by one half, which such a grid would round to one.
+One client changes the centred count of updates by 1/2, which would then be rounded to 1.
 """
 
 
@@ -222,9 +222,9 @@ class GlobalDP(Settings):
             )
 
     def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
-        """Raise ValueError for an attack that puts honest clients' updates into forged updates, if noise is secret.
+        """Raise ValueError for an attack that computes forged updates from honest updates, if noise is secret.
 
-        Such an update is in the sum once by its client, and once by each hostile client. So its client would move the
+        An honest client's data would then change its own update and the forged updates. So one client could change the
         sum by more than the clipping norm.
         """
         if sees_honest and self.noise == "secret" and self.noise_multiplier:
@@ -267,7 +267,7 @@ class GlobalDP(Settings):
         return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 
     def event(self) -> dp_event.DpEvent:
-        """Return the privacy event of one round before any sampling, with z relative to ONE client's clipping norm.
+        """Return the privacy event of a round without amplification by sampling; z is relative to ONE clipping norm.
 
         With correlated noise, the event is the cost of each round in which a client takes part. Adaptive clipping is
         included: the noised updates and the noised count together have the cost of z. If a client is replaced, the sum
@@ -296,7 +296,7 @@ class GlobalDP(Settings):
     ) -> tuple[Aggregate, float]:
         """Return the noised mean of a round and the next round's clipping norm.
 
-        Book the cost in the privacy ledger BEFORE this call.
+        Charge the cost to the privacy ledger BEFORE this call.
 
         ``template``: the payload template; its values are not read. All clients have the same weight, whatever their
         num_examples is. The update of a client counts as zeros if the client is missing or answered twice. It also
@@ -339,7 +339,7 @@ class GlobalDP(Settings):
         if a client is replaced by another, by at most twice as much.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
-        # A client's update is in the sums of as many rounds as there are bands, and each of them is rounded.
+        # With b bands, a client's update is in the noisy sums of b rounds, and each of these sums is rounded.
         std, summands = self._std(cohort, clipping_norm), cohort.num_clients * bands
         limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=summands)
         return _clipped_sum(_valid(cohort.replies, template), template, size, clipping_norm, limit)

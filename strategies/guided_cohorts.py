@@ -1,4 +1,4 @@
-"""The round layer of samplers with feedback: it stores facts about each update, and asks candidates before a round."""
+"""The layer of samplers with feedback: it stores facts about updates, and asks candidates for losses before a round."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from strategies.layer import Ask, Beginning, Drawn, Layer, Workload
 from strategies.samplers import Coins
 
 TELL_LOSS: Final = "tell-loss"
-"""Name of the client task that tells a client's loss."""
+"""Name of the client task that reports a client's loss."""
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts by facts on clients (``Feedback``). Updates are divided by the sampler's probabilities, if any.
+    """Samples cohorts with the help of ``Feedback``, and divides updates by the sampler's probabilities, if any.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update.
     """
@@ -48,7 +48,7 @@ class GuidedCohorts(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if some clients never take part."""
+        """Raise UserError if some clients are held out of training."""
         del beginning
         if experiment.num_members < experiment.num_clients:
             raise UserError(
@@ -58,7 +58,7 @@ class GuidedCohorts(Layer):
             )
 
     def ready(self, work: Workload) -> None:
-        """Keep the clients' numbers of records, and the function that returns the durations of their turns."""
+        """Store the clients' numbers of records, and the function that returns the durations of their work."""
         self._sizes, self._seconds = work.sizes, work.seconds
         self.inner.ready(work)
 
@@ -73,7 +73,7 @@ class GuidedCohorts(Layer):
         return traffic
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the sampler's cohort, and the clients that were asked before."""
+        """Return the sampler's cohort, and the candidates that were asked for their loss."""
         feedback, coins = self._feedback(), coins or self._coins(server_round)
         self._rates = self._sampler.rates(feedback)
         return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))

@@ -19,8 +19,9 @@ from strategies.samplers import Coins
 class Met:
     """The server's facts about a client that has sent an update.
 
-    ``server_round``: the last round with an update of the client. ``loss``: its mean loss of the local steps of that
-    round. ``norm``: the L2 norm of its update. ``seconds``: the virtual duration of its turn, 0 without ``devices``.
+    ``server_round``: the last round with an update of the client. ``loss``: the mean loss of its local steps in that
+    round. ``norm``: the L2 norm of its update. ``seconds``: the virtual duration of its work in that round, 0 without
+    ``devices``.
     """
 
     server_round: int
@@ -79,11 +80,11 @@ class GuidedSampler(Settings):
         return self.select(coins, server_round, Feedback(np.ones(num_clients, np.int64)))
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the cohort of a round, ascending: client numbers as in ``Sampler.sample``."""
+        """Return the cohort of a round, ascending: client indices as in ``Sampler.sample``."""
         raise NotImplementedError
 
     def candidates(self, coins: Coins, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the clients that are asked for their loss before the round, ascending; by default nobody."""
+        """Return the clients that are asked for their loss before the round, ascending; by default none."""
         del coins, feedback
         return np.arange(0)
 
@@ -93,7 +94,7 @@ class GuidedSampler(Settings):
         return 0
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's probability of taking part, shape (clients,). None: updates are not divided by it."""
+        """Return each client's probability of taking part, shape (clients,), or None to leave updates undivided."""
         del feedback
         return None
 

@@ -30,16 +30,16 @@ def _several(value: object) -> object:
 class HeteroFL(Averaging):
     """A client of width s has the first ceil(s K) of the K channels of every layer, and trains this small model.
 
-    All inputs and all logits remain. The update of an entry of the model is the mean update of the round's clients that
-    have this entry, weighted by their numbers of records. An entry that none of them has stays unchanged. Clients
-    receive, train and send only small models, so bytes, memory and time are those of small models. The whole model is
-    evaluated.
+    All inputs and all logits are kept. The update of an entry of a parameter is the mean update of the round's clients
+    that have this entry, weighted by their numbers of records. An entry that no client of the round has stays
+    unchanged. Clients receive, train and send only small models, so bytes, memory and time are those of small models.
+    The whole model is evaluated.
 
     ``rates``: the widths. Of n rates each occurs once among clients 0 to n - 1, once among the next n clients, and so
-    on, in random orders. So a client's width does not depend on its classes in splits that assign classes by client
-    number. List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes.
-    With "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on the numbers of client
-    and round, so they are the same in every run. Widths are public.
+    on, in random orders. So a client's width does not depend on its classes in splits that assign classes by client ID.
+    List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes. With
+    "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on client ID and round number,
+    so they are the same in every run. Widths are public.
 
     ``scaler``: if true, the outputs of all layers except the last are divided by s in training, as in the paper. In the
     paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
@@ -92,7 +92,7 @@ class HeteroFL(Averaging):
         return ServerState(params, {WIDTH: {"rate": torch.ones(1)}}, {ROUND: {"number": torch.zeros(1)}})
 
     def size_of(self, client: int, server: ServerState) -> float:
-        """Return the width of a client in the coming round."""
+        """Return the width of a client's model in the coming round."""
         if self.mode == "fix":
             block, place = divmod(client, len(self.rates))
             return self.rates[int(rng(0, "order of widths", block).permutation(len(self.rates))[place])]
@@ -106,13 +106,13 @@ class HeteroFL(Averaging):
         return ServerState(params, {**server.broadcast, WIDTH: {"rate": torch.tensor([size])}}, server.memory)
 
     def places(self, server: ServerState, size: float) -> Places:
-        """Return the places of the parameters of a model of width ``size`` in the whole model, in the coming round."""
+        """Return the positions that a model of width ``size`` has in the whole model, in the coming round."""
         from fl_sim.narrow_models import places_of  # noqa: PLC0415 (as above)
 
         return places_of(layout_of(server.params), size, self.first_channel(_round(server)))
 
     def first_channel(self, rounds: int) -> int:
-        """Return the first channel of small models, after a number of ``rounds``."""
+        """Return the first channel of small models after ``rounds`` rounds."""
         del rounds
         return 0
 
@@ -127,13 +127,13 @@ class HeteroFL(Averaging):
         return narrowed(model, params, 1 / size if self.scaler else 1.0)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: without ``masked`` that of FedAvg, else with classes left out of the softmax."""
+        """Return the local plan: that of FedAvg and, with ``masked``, without absent classes in the softmax."""
         if not self.masked:
             return LocalPlan()
         return LocalPlan(logit_shift=torch.where(torch.tensor(task.class_counts) > 0, 0.0, -math.inf))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of the small model and, with ``masked``, a 1 for each class of the client, else a 0."""
+        """Return the update of the small model and, with ``masked``, a 0/1 mask of the client's classes."""
         update = super().finish(task, trained)
         if self.masked:
             counts = task.class_counts or (0,) * head_shape(task.params)[0]
@@ -141,7 +141,7 @@ class HeteroFL(Averaging):
         return update
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the model plus each entry's mean update, and one round more."""
+        """Return the next server state: the model plus each entry's mean update, and the number of rounds plus 1."""
         merged = super().merge(server, aggregate)
         return ServerState(merged.params, merged.broadcast, {ROUND: {"number": torch.tensor([_round(server) + 1.0])}})
 

@@ -30,8 +30,8 @@ class IFCA(Averaging):
     The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
     in random order within each tensor. If initial values are independent draws, as for most layers, this is as good as
     a new draw, which the paper and the released code use. If ``spread`` is a number, each other model is the first one
-    plus normal noise of this standard deviation; this is for models that are trained already. Both are drawn from a
-    digest of the initial model, and so depend on ``model_seed``.
+    plus normal noise of this standard deviation; this is for models that are trained already. The random numbers come
+    from a digest of the initial model, so they depend on ``model_seed``.
 
     Each client receives k models. It sends one update and k numbers; ``OneUpdate`` leaves out the zeros of the other
     k - 1 updates. ``num_models`` 1 is FedAvg.
@@ -65,7 +65,7 @@ class IFCA(Averaging):
         return "a client's update is zero for all models but one, and only a mean leaves such zeros without effect"
 
     def note(self) -> str:
-        """Return the note for tables: the evaluated model, and the bytes on the wire."""
+        """Return the note for tables: the evaluated model, and the models and updates whose bytes are counted."""
         return (
             "IFCA: the first of several models is evaluated, and evaluate.clients measures the model that each client "
             "chooses; bytes are those of all models down and of one update up."
@@ -76,7 +76,7 @@ class IFCA(Averaging):
         return ServerState(params, broadcast=further_models(params, self.num_models, self.spread))
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the model of the lowest loss on the client's records (without records: the first)."""
+        """Return the task with the model of lowest loss on the client's records, or the first model without records."""
         if self.num_models == 1 or not len(client.records):
             return task
         models = models_of(task.params, task.broadcast)
@@ -85,11 +85,11 @@ class IFCA(Averaging):
 
     @property
     def start_passes(self) -> int:
-        """Return the number of predictions for each training record in a client's choice."""
+        """Return how many models evaluate each training record when a client chooses a model."""
         return self.num_models if self.num_models > 1 else 0
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return an update per model, zeros for the models not chosen, and a 1 for the chosen model."""
+        """Return one update per model, with zeros for models that were not chosen, and a 0/1 mask of the chosen one."""
         if self.num_models == 1:
             return super().finish(task, trained)
         chosen = int(task.state[CHOSEN]["model"]) if CHOSEN in task.state else 0

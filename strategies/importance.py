@@ -33,7 +33,7 @@ class Importance(GuidedSampler):
     uniform_share: float = Field(0.1, gt=0, le=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for a run that promises privacy, and if the server does not take a mean of updates alone."""
+        """Raise ValueError for private runs, and if the server uses anything except a mean of updates."""
         super().check(experiment)
         algorithm, what = experiment.algorithm, "sampler importance cannot run with"
         plain = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish
@@ -71,9 +71,9 @@ class Importance(GuidedSampler):
 
 
 def inclusion(scores: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return probabilities with sum ``size``: min(1, c scores), shape (clients,), 0 where the score is 0.
+    """Return probabilities min(1, c scores) with sum ``size``, shape (clients,), where c is a number.
 
-    If there are fewer positive scores than ``size``, all of these are 1.
+    If fewer scores than ``size`` are positive, the probabilities of all positive scores are 1.
     """
     rates, free = np.zeros(len(scores)), scores > 0
     if np.count_nonzero(free) <= size:

@@ -56,7 +56,7 @@ class KNNPer(Averaging):
         return [] if experiment.evaluate.measures_clients else [off("algorithm knn-per", why)]
 
     def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
-        """Return the function from inputs to the logarithms of the client's mixed probabilities."""
+        """Return a function from inputs to the logarithms of the client's mixed probabilities."""
         outputs = partial(client.trainer.outputs, {**task.params, **task.statistics})
         if not self.weight or not len(client.records):
             return lambda inputs: outputs(inputs)[0]
@@ -79,7 +79,7 @@ class KNNPer(Averaging):
     def _of_neighbours(
         self, own: torch.Tensor, features: torch.Tensor, labels: torch.Tensor, num_classes: int
     ) -> torch.Tensor:
-        """Return the class probabilities by the nearest of the records with ``features`` and ``labels``."""
+        """Return p_kNN for inputs with features ``own``. ``features``, ``labels``: those of the training records."""
         distances = torch.cdist(own, features, compute_mode="donot_use_mm_for_euclid_dist")
         if self.distance == "mean":
             distances = distances.square() / features.shape[1]

@@ -1,4 +1,4 @@
-"""Round layers (not network layers): objects that wrap every round, such as Global DP, attacks and the virtual clock.
+"""Layers (not network layers): objects that wrap every round, such as Global DP, attacks and the virtual clock.
 
 Each layer wraps the next inner layer, and by default each of its methods calls the same method of the inner layer. The
 innermost layer samples the cohort, takes the mean and merges it. ``ORDER`` lists the settings with layers from the
@@ -57,7 +57,7 @@ _USUAL: Final = {
 
 
 class Layered(Protocol):
-    """A settings class that names the round layer that implements these settings, such as ``GlobalDP``."""
+    """A settings class that names the layer that implements it, such as ``GlobalDP``."""
 
     layer: ClassVar[str]
 
@@ -66,7 +66,7 @@ class Layered(Protocol):
 class Drawn:
     """The cohort of a round.
 
-    ``clients``: the client numbers, ascending. ``most_steps``: {client: the largest number of local steps for which the
+    ``clients``: the client IDs, ascending. ``most_steps``: {client: the largest number of local steps for which the
     client has time}. ``late``: the clients that receive the model, too, but whose updates come too late. ``asked``: the
     clients that evaluated the model before the cohort was drawn.
     """
@@ -98,8 +98,8 @@ class Workload:
     """The amount of work of every client in a round, from which the virtual clock computes durations.
 
     ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
-    ``load_of``: a function from a client's number to its load in the coming round. ``seconds(client, server_round)``:
-    the virtual duration of a client's turn in a round; always 0 without a virtual clock.
+    ``load_of``: a function from a client's ID to its load in the coming round. ``seconds(client, server_round)``: the
+    virtual duration of a client's work in a round; always 0 without a virtual clock.
     """
 
     sizes: NDArray[np.int64]
@@ -114,8 +114,8 @@ class Ask(Protocol):
     def __call__(self, task: str, clients: Sequence[int], read: Callable[[Any], Read]) -> tuple[list[Read], Traffic]:
         """Return the answers of ``clients`` to the client task named ``task``, and the bytes that were sent.
 
-        ``clients``: ascending. ``read``: a function that checks and converts one answer. Raises RunError, with the
-        number of the first client that has no valid answer.
+        ``clients``: ascending. ``read``: a function that checks and converts one answer. Raises RunError, which names
+        the first client without a valid answer.
         """
 
 
@@ -124,7 +124,7 @@ class Stop(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
 
 
 class Layer:
-    """Base class of round layers. ``inner``: the next inner layer, to which a method passes its call by default.
+    """Base class of layers. ``inner``: the next inner layer, to which each method passes its call by default.
 
     A layer that acts on clients only, such as compression, overrides ``on_clients`` and inherits the other methods.
     """
@@ -193,7 +193,7 @@ class Layer:
 
     @classmethod
     def exchanged(cls, experiment: Any) -> Traffic:
-        """Return the forecast of a round's bytes beside models and updates, to and from all its clients together."""
+        """Return the forecast of a round's bytes in addition to models and updates, summed over its clients."""
         del experiment
         return Traffic(0, 0)
 
@@ -213,8 +213,8 @@ class Layer:
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Return warnings for the user before the first round of this process.
 
-        ``rounds_done``: number of rounds that an earlier process completed. ``idle``: clients without records; empty if
-        the names of these clients are private.
+        ``rounds_done``: number of rounds that an earlier process completed. ``idle``: IDs of clients without records;
+        empty if these IDs are private.
         """
         del experiment, rounds_done, idle
         return ()
@@ -269,9 +269,9 @@ class Layer:
         return self.inner.aggregate(cohort, algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of a cohort that is only tried out, as by an attacker that knows the aggregator.
+        """Return the aggregate that ``cohort`` would have, as an attacker that knows the aggregator computes it.
 
-        A layer overrides this method if the aggregator needs the layer's tensors. The method changes no layer.
+        A layer overrides this method if the aggregator needs the layer's tensors. The method does not change any layer.
         """
         return self.inner.foreseen(cohort, algorithm, server)
 

@@ -25,11 +25,11 @@ class LocalDP(ClientPrivacy):
 
     ``clipping_norm``: the largest L2 norm of a client's vector. ``epsilon``: the largest epsilon for each client, over
     the whole run. ``delta``: the delta at which the given epsilon holds. ``noise_multiplier``: the standard deviation
-    of the noise, in clipping norms. Left out: the least noise with which all rounds cost at most the given epsilon. If
-    both are set, a client takes part until its next round would exceed the epsilon. From then on the client counts as a
-    client without records. ``noise``: with "secret" the protection is real, and the noise differs from run to run. With
-    "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the accountant that finds the
-    noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp".
+    of the noise, in clipping norms. If it is left out, the least noise is used with which all rounds cost at most the
+    given epsilon. If both are set, a client takes part until its next round would exceed the epsilon. From then on the
+    client counts as a client without records. ``noise``: with "secret" the protection is real, and the noise differs
+    from run to run. With "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the
+    accountant that finds the noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp".
     """
 
     kind: Literal["local-dp"] = "local-dp"
@@ -44,7 +44,7 @@ class LocalDP(ClientPrivacy):
         if batch_norm != "none":
             raise ValueError(
                 f"local.batch_norm={batch_norm} cannot run with local.privacy=local-dp: running statistics are sent "
-                "beside the update, without noise; leave local.batch_norm out, or take a model with nn.GroupNorm"
+                "with the update, without noise; leave local.batch_norm out, or take a model with nn.GroupNorm"
             )
         if hasattr(algorithm, "weigh"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The common part of the methods for adapters (LoRA): factors by name, their products, and the settings they need."""
+"""Common code of the methods for adapters (LoRA): factors by name, their products, and a check of settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def products(params: Params) -> dict[str, torch.Tensor]:
 
 
 def head_shape(params: Params) -> tuple[int, int]:
-    """Return (classes, features) of the last linear layer. If this layer has an adapter, its own weights are frozen.
+    """Return (classes, features) of the last linear layer, also if this layer has an adapter.
 
     Raises UserError if the model has no linear layer.
     """

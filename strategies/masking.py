@@ -6,9 +6,9 @@ key of one and the public key g^k of the other. Client u adds masks to its numbe
 y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)
 
 In the sum over all clients the masks of pairs cancel. Each client also gives every other client a share of k_u and of
-b_u (Shamir 1979). Any ``threshold`` shares determine the secret, and fewer shares say nothing about it. If clients drop
-out before they send y_u, the others give shares of the lost keys k_u, from which the server computes the masks of pairs
-that do not cancel. For clients that sent y_u they give shares of b_u. Nobody gives both for one client.
+b_u (Shamir 1979). Any ``threshold`` shares determine the secret, and fewer shares reveal nothing about it. If clients
+drop out before they send y_u, the others give shares of the lost keys k_u, from which the server computes the masks of
+pairs that do not cancel. For clients that sent y_u they give shares of b_u. Nobody gives both for one client.
 
 This is a simulation of the arithmetic in one process. All secrets come from the run's seed, and the group for
 the agreement has 127 bits, so nothing here protects anybody.
@@ -31,12 +31,15 @@ _GENERATOR: Final = 43
 
 KEY_BYTES, SHARE_BYTES, SEAL_BYTES, NAME_BYTES = 32, 32, 28, 4
 """Bytes of a public key and of a share in a deployment with keys of 256 bits; of the nonce and tag of an encrypted
-message (AES-GCM); and of the number of a client."""
+message (AES-GCM); and of a client ID."""
 
 
 @dataclass(frozen=True)
 class MaskSecrets:
-    """The secrets of one client in one round: ``key`` k_u for seeds of pairs, and ``own`` b_u. Both below ``PRIME``."""
+    """The secrets of one client in one round: ``key``: k_u, for seeds of pairs; ``own``: b_u.
+
+    Both are below ``PRIME``.
+    """
 
     key: int
     own: int
@@ -115,7 +118,7 @@ def unmasked(
     total: NDArray[np.int64], cohort: Sequence[int], present: Sequence[int],
     *, threshold: int, seed: int, server_round: int, bits: int,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Return the sum modulo 2^``bits`` of the numbers of the clients ``present``, without masks.
+    """Return the unmasked sum, modulo 2^``bits``, of the numbers of the clients ``present``.
 
     ``total``: the sum of their masked numbers. ``cohort``: the clients that agreed on masks. Raises ValueError if fewer
     than ``threshold`` clients are present, because no secret can then be rebuilt.
@@ -138,11 +141,11 @@ def unmasked(
 
 
 def exchange_bytes(cohort: int, present: int) -> tuple[int, int]:
-    """Return the bytes (to clients, from clients) of a round beside models and masked numbers.
+    """Return a round's bytes (to clients, from clients) in addition to models and masked numbers.
 
     ``cohort``: the number of clients that agree on masks. ``present``: how many of them send their numbers. The counted
-    messages: public keys (two per client), encrypted pairs of shares, the names of the present clients, and one share
-    for each client of the cohort.
+    messages: public keys (two per client), encrypted pairs of shares, the IDs of the present clients, and one share for
+    each client of the cohort.
     """
     others, pair = max(0, cohort - 1), 2 * SHARE_BYTES + SEAL_BYTES
     down = cohort * others * (2 * KEY_BYTES + NAME_BYTES + pair) + present * present * NAME_BYTES

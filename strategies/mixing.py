@@ -19,7 +19,10 @@ from strategies.algorithm import Weighting
 
 
 class _Mixed(Robust):
-    """Base class of aggregators that apply the aggregator ``over`` to means of updates. Means differ less."""
+    """Base class of aggregators that apply the aggregator ``over`` to means of updates.
+
+    Means differ less than updates.
+    """
 
     if TYPE_CHECKING:
         over: Any  # subclasses declare this field second: the short form of a kind sets the first field
@@ -72,7 +75,8 @@ class Bucketing(_Mixed):
 
     The random updates of one mean form a bucket. The last bucket may have fewer. The buckets come from the run's seed.
     A bucket with a hostile update counts as hostile, so the aggregator must withstand as many hostile buckets as there
-    are hostile clients. With buckets of one update the result is that of the aggregator alone. No privacy guarantee.
+    are hostile clients. With buckets of one update the result is that of the aggregator without bucketing. No privacy
+    guarantee.
 
     ``size``: the number of updates in a bucket. ``over``: the aggregator of the means.
     """
@@ -94,7 +98,7 @@ class Bucketing(_Mixed):
 
 
 class NearestNeighbourMixing(_Mixed):
-    """An aggregator, applied to the means of each update and its nearest others (Allouah et al. 2023).
+    """An aggregator, applied to one mean for each update: over it and its nearest updates (Allouah et al. 2023).
 
     This is algorithm 2 of the paper. Each mean is over n - h of the n updates, including the update itself. With h = 0
     all means are the mean of all updates. A round needs 2 h + 1 clients with records, or as many as the aggregator of

@@ -1,4 +1,4 @@
-"""The round layer of agnostic federated learning: weights of all clients, which rise with the clients' losses."""
+"""The layer of agnostic federated learning: weights of all clients, which rise with the clients' losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strategies.layer import Layer
 from strategies.received_loss import losses_of
 
 MIXTURE: Final = "mixture"
-"""Name of the payload with a client's weight, which the round layer adds to the client's reply."""
+"""Name of the payload with a client's weight, which the layer adds to the client's reply."""
 
 
 class Mixture(Layer):
@@ -34,7 +34,10 @@ class Mixture(Layer):
         return cls(experiment.algorithm.mixture_learning_rate, known)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean of the updates by lambda, then change lambda by the losses of the clients that answered."""
+        """Return the mean of the updates with weights lambda.
+
+        Then raise lambda in proportion to the clients' losses.
+        """
         trained = [reply for reply in cohort.replies if reply.num_examples]
         self._admit([reply.client for reply in trained])
         replies = tuple(
@@ -65,7 +68,7 @@ class Mixture(Layer):
 
 def on_simplex(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the vector with entries of at least 0 and sum 1 that is nearest to ``values``, both of shape (n,)."""
-    values = values - values.max()  # a shift keeps the nearest vector, and small numbers round less
+    values = values - values.max()  # a shift does not change the result, and small numbers have small rounding errors
     ordered = np.sort(values)[::-1]
     shifts = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)
     nearest: NDArray[np.float64] = np.maximum(values - shifts[ordered > shifts][-1], 0.0)

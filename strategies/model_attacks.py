@@ -41,8 +41,8 @@ class _Farthest(Knowing):
 
     The mean is the mean of the known updates, p is a direction, and g is a number.
 
-    ``direction``: p is minus the deviation of every coordinate, minus the "sign" of the mean, or minus the unit vector
-    of the "mean".
+    ``direction``: with "deviation", p is minus the deviation of every coordinate. With "sign", p is minus the sign of
+    the mean. With "mean", p is minus the mean. p is then scaled to length 1.
     """
 
     direction: Literal["deviation", "sign", "mean"] = "deviation"
@@ -67,8 +67,8 @@ class MinMax(_Farthest):
     """Min-Max: mean + g p, no further from any known update than the largest distance between two known updates.
 
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
-    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search the largest g;
-    here it is the smallest positive root of the quadratic equations |mean + g p - d_i|^2 = D^2, for the largest
+    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search for the largest
+    g; here it is the smallest positive root of the quadratic equations |mean + g p - d_i|^2 = D^2, for the largest
     distance D.
     """
 
@@ -83,11 +83,11 @@ class MinMax(_Farthest):
 
 
 class MinSum(_Farthest):
-    """Min-Sum: mean + g p, with squared distances to known updates whose sum is at most a known update's largest sum.
+    """Min-Sum: mean + g p, with a sum of squared distances to known updates up to the largest one of a known update.
 
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
-    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search the largest g;
-    here it is the largest distance of a known update to the mean, divided by |p|, which is the same.
+    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search for the largest
+    g; here it is the largest distance of a known update to the mean, divided by |p|, which is the same.
     """
 
     kind: Literal["min-sum"] = "min-sum"
@@ -112,7 +112,7 @@ class _Searched(Forging):
     evaluations: int = Field(20, ge=2, le=10_000)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, too, if the aggregator may not be tried out: its results have a privacy cost."""
+        """Raise ValueError also if the aggregator is private: each aggregate that is tried out would have a cost."""
         if isinstance(experiment.aggregator, Promising) and experiment.aggregator.is_private:
             raise ValueError(
                 f"attack {kind_of(self)} cannot run with aggregator {kind_of(experiment.aggregator)}: it tries out "
@@ -125,7 +125,7 @@ class _Searched(Forging):
         """Return the forged update of a strength, (d,). ``honest``: the honest updates, float64 (n, d)."""
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the forged update with the best strength for all hostile clients; their own if nobody is honest."""
+        """Return the forged update of best strength for each hostile client, or ``hostile`` if no client is honest."""
         if not seen.honest:
             return hostile
         assert seen.aggregated is not None
@@ -219,17 +219,17 @@ class FangTrim(Knowing):
 
 
 class Mimic(HostileClients):
-    """All hostile clients repeat the update of the first honest client (Karimireddy, He, Jaggi 2022, section 3.2).
+    """All hostile clients send a copy of one honest client's update (Karimireddy, He, Jaggi 2022, section 3.2).
 
     So this client has more weight than others, although all updates are honest ones. The paper chooses the client along
-    the direction of the largest variance; here it is the client with the lowest number in the round. The attack harms
-    under label skew, and hardly on IID data.
+    the direction of the largest variance; here it is the client with the lowest ID in the round. The attack harms under
+    label skew, and hardly on IID data.
     """
 
     kind: Literal["mimic"] = "mimic"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the first honest client's update for each hostile client; their own if no client is honest."""
+        """Return the first honest client's update for each hostile client, or ``hostile`` if no client is honest."""
         return [replace(reply, payloads=seen.honest[0].payloads) for reply in hostile] if seen.honest else hostile
 
 

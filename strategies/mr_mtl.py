@@ -24,7 +24,7 @@ class MRMTL(Averaging):
     """Each client makes steps v <- v - eta (grad F(v) + ``strength`` (v - mean)); the mean is over all v.
 
     F is the client's loss, v its own model, and eta the local learning rate. The server's model is the mean. A client's
-    own model begins at the run's initial model. ``strength``: the paper's lambda; 0 is local training alone.
+    own model begins at the run's initial model. ``strength``: the paper's lambda; 0 is local-only training.
     """
 
     kind: Literal["mr-mtl"] = "mr-mtl"

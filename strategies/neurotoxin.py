@@ -1,6 +1,6 @@
-"""Neurotoxin: hostile steps change only parameters that the last mean update hardly moved (Zhang et al. 2022, alg. 1).
+"""Neurotoxin: hostile steps change only parameters that hardly changed in the last rounds (Zhang et al. 2022, alg. 1).
 
-Honest clients hardly move these parameters in the next rounds either, so a backdoor in them stays longer.
+Honest clients hardly change these parameters in the next rounds either, so a backdoor in them lasts longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECEIVED: Final = f"{RESERVED}received"
 
 @dataclass(frozen=True)
 class HostileMemory(HostilePlans):
-    """The attack's half on clients: the ``hostile`` clients remember the received model, and mask their steps.
+    """The attack's client half: the ``hostile`` clients store the received model, and mask their steps.
 
     ``masked_share``: the share of the parameters that hostile steps do not change.
     """
@@ -28,7 +28,7 @@ class HostileMemory(HostilePlans):
     masked_share: float = 0.05
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without the attack's tensors in the client state. The algorithm does not know them."""
+        """Return the task without the attack's tensors in the client state. The algorithm does not use them."""
         return replace(task, state={name: group for name, group in task.state.items() if name != RECEIVED})
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
@@ -46,7 +46,7 @@ class HostileMemory(HostilePlans):
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
         """Return the update, with the received model added to the client state.
 
-        All states of a run have the same names. So honest clients keep the model, too, if they have a client state.
+        All client states of a run have the same names. So honest clients with a client state store the model, too.
         """
         del task
         keeps = bool(update.state) or (came.client in self.hostile and trained.num_steps > 0)
@@ -61,7 +61,7 @@ class HostileMemory(HostilePlans):
 def mask_of(moved: Params, share: float) -> Params | None:
     """Return a mask that is False where the numbers in ``moved`` are largest by magnitude, and True elsewhere.
 
-    ``share``: the share of False in all tensors together, rounded up. Return None if all numbers are 0.
+    ``share``: the fraction of entries of all tensors that are False, rounded up. Returns None if all numbers are 0.
     """
     flat = torch.cat([value.flatten().abs() for value in moved.values()])
     if not flat.any():

@@ -27,11 +27,11 @@ class Oort(GuidedSampler):
     k-th largest utility. k of them are drawn, in proportion to their utility.
 
     In round t the share of new clients is max(least share, first share 0.98^(t-1)). They are drawn uniformly. If there
-    are too few new clients, all other clients are drawn from, uniformly. If both shares are 1, cohorts are drawn as by
-    ``fixed-size``, except that new clients come first.
+    are too few new clients, the missing ones are drawn uniformly from all other clients. If both shares are 1, cohorts
+    are drawn as by ``fixed-size``, except that new clients come first.
 
-    U_i in the paper has the root mean square of the records' losses; here clients send the mean loss. The square root
-    in the utility has t_i as in the released code; the paper has the number of rounds since t_i. T is always the
+    In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
+    root in the utility has t_i as in the released code; the paper has the number of rounds since t_i. T is always the
     percentile, as at the start of the released code. The pacer, which raises T over the rounds, is not implemented.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,

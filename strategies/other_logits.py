@@ -1,4 +1,4 @@
-"""The round layer of FD: each client receives the mean logits of the other clients (Jeong et al. 2018, algorithm 1)."""
+"""The layer of FD: each client receives the mean logits of the other clients (Jeong et al. 2018, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class OtherLogits(SinglePayloads):
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return ``server`` with room in its memory for the logits of all clients: tensors of zeros."""
+        """Return ``server`` with tensors of zeros in its memory, for the logits of all clients."""
         del model
         number, (classes, _) = experiment.num_clients, server.broadcast["others"]["logits"].shape
         rows = {"means": torch.zeros(number, classes, classes), "held": torch.zeros(number, classes)}
         return replace(server, memory={**server.memory, "logits": rows})
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state with the mean logits of all clients but ``client``.
+        """Return the server state with the mean logits of all clients except ``client``.
 
         Clients without logits in the server's memory receive the same state.
         """

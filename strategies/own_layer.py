@@ -1,4 +1,4 @@
-"""A wrapper around a user's round layer. It checks the results of all methods, and error messages name the layer."""
+"""A wrapper around a user's own layer. It checks the results of all methods, and error messages name the layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS: Final = {"epsilon", "virtual_seconds", "late", "staleness"}
 
 
 class OwnLayer(Layer):
-    """Wraps ``inner``, a round layer that the user wrote, and checks the results of its methods."""
+    """Wraps ``inner``, a layer that the user wrote, and checks the results of its methods."""
 
     def __init__(self, inner: Layer, num_clients: int) -> None:
         self.inner, self._name, self._num_clients = inner, type(inner).__name__, num_clients
@@ -38,7 +38,7 @@ class OwnLayer(Layer):
             self.inner.begin(server_round)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Let the user's layer ask clients before the round. Raises RunError unless it returns the bytes as Traffic."""
+        """Let the user's layer ask clients before the round. Raises RunError unless the result is a Traffic."""
         with self._errors_of("consult"):
             sent = self.inner.consult(server_round, ask)
         if not isinstance(sent, Traffic):
@@ -48,7 +48,7 @@ class OwnLayer(Layer):
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return the cohort of the user's layer.
 
-        Raises RunError unless it lists client numbers of the run in ascending order.
+        Raises RunError unless it lists client IDs of the run in ascending order.
         """
         with self._errors_of("cohort"):
             drawn = self.inner.cohort(server_round, coins)
@@ -60,7 +60,7 @@ class OwnLayer(Layer):
         return drawn
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state that ``client`` receives. Raises RunError if names or shapes of tensors differ."""
+        """Return the server state that ``client`` receives. Raises RunError if names or shapes changed."""
         with self._errors_of("sent_to"):
             sent = self.inner.sent_to(client, server)
         wanted = _sent_layouts(server)
@@ -91,7 +91,7 @@ class OwnLayer(Layer):
             self.inner.lost(server_round, failed, answered=answered)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate from the user's layer. Raises RunError unless it has a client's names and shapes."""
+        """Return the aggregate from the user's layer. Raises RunError if names or shapes changed."""
         with self._errors_of("aggregate"):
             made = self.inner.aggregate(cohort, algorithm, server)
         wanted = _layouts(cohort.replies[0].payloads) if cohort.replies else None
@@ -101,7 +101,7 @@ class OwnLayer(Layer):
         return made
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of a cohort that is only tried out."""
+        """Return the aggregate that ``cohort`` would have, from the user's layer."""
         with self._errors_of("foreseen"):
             return self.inner.foreseen(cohort, algorithm, server)
 

@@ -55,7 +55,7 @@ class OwnPart(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's code on clients, which keeps the personal parameters in client state."""
+        """Return the layer's client half, which keeps the personal parameters in client state."""
         if not sends_a_part(algorithm, experiment.local.personal):
             return None
         params = detached(trainable(model()).items())
@@ -72,7 +72,7 @@ class OwnPart(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return a sentence for privacy statements on the clients' own models, if they are trained without noise."""
+        """Return a sentence for privacy statements about own models that clients train without noise."""
         return [] if experiment.local.privacy.covers_own_models else [UNCOVERED]
 
     @classmethod

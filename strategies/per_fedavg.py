@@ -32,8 +32,8 @@ class PerFedAvg(Averaging):
     Hessian.
 
     Clients keep no model. A client uses the received model after one step with rate alpha on a batch of its training
-    records. The measurement ``trained`` is of this model. Common released code takes B and B' one after another from
-    one shuffle. Before the measurement it makes two steps, one with rate alpha and one with rate eta.
+    records. The measurement ``trained`` evaluates this model. Common released code takes B and B' one after another
+    from one shuffle. Before the measurement it makes two steps, one with rate alpha and one with rate eta.
     """
 
     kind: Literal["per-fedavg"] = "per-fedavg"

@@ -29,9 +29,9 @@ class PFedMe(Averaging):
     steps (0.01 to 0.1 in the paper). ``beta``: the factor of the server's step x <- (1 - beta) x + beta mean w (1 to 4
     in the paper), with the same weight for every client.
 
-    theta begins at x in a round's first batch, and at the last batch's solution in all later batches. Both rates have
-    limits: eta strength must stay below 2, and so must personal_learning_rate (strength + the curvature of f). A round
-    of the paper has 20 steps of w (``local.steps``).
+    theta begins at x in a round's first batch, and at the previous batch's solution in all later batches. Both rates
+    have limits: eta strength must stay below 2, and so must personal_learning_rate (strength + the curvature of f). A
+    round of the paper has 20 steps of w (``local.steps``).
 
     In the released code all clients train in every round, and the server averages only the w of the cohort; here a
     client outside of the cohort does not train. In the released code the steps of theta have a fixed weight decay of
@@ -97,5 +97,5 @@ class PFedMe(Averaging):
         return ServerState(add(server.params, aggregate.payloads["delta"], self.beta), server.broadcast, server.memory)
 
     def own_model(self, task: LocalTask) -> Params:
-        """Return theta after the client's last round; the initial model before its first round."""
+        """Return theta after the client's last round, or the initial model before its first round."""
         return task.state.get(_OWN, task.initial)

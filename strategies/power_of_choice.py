@@ -14,15 +14,16 @@ from strategies.samplers import Coins, distinct
 
 
 class PowerOfChoice(GuidedSampler):
-    """Candidates send their loss of the model, and those with the largest loss train.
+    """Candidates evaluate the model and send their loss; those with the largest loss train.
 
     Candidates are drawn without replacement, in proportion to their numbers of records. Each candidate receives the
-    model, and evaluates the model on all its training records. Bytes and virtual clock include this evaluation. To
-    evaluate a record takes a third of the time of training on it. The paper's mean has equal weights; here the weights
-    are those of the algorithm. With more candidates, clients with a high loss take part more often. ``cohort_size``:
-    the number of clients that train in a round. ``candidates_asked``: the number of candidates; the paper takes 2 to 10
-    times the cohort size. Left out: twice the cohort size, or all clients if there are fewer. If it equals the cohort
-    size, no client is asked; with equal numbers of records the run is then that of ``fixed-size``.
+    model, and evaluates the model on all its training records. Bytes and virtual clock include this evaluation.
+    Evaluation of a record counts as a third of the time of training on it. The paper's mean has equal weights; here the
+    weights are those of the algorithm. With more candidates, clients with a high loss take part more often.
+    ``cohort_size``: the number of clients that train in a round. ``candidates_asked``: the number of candidates; the
+    paper takes 2 to 10 times the cohort size. If it is left out: twice the cohort size, or all clients if there are
+    fewer. If it equals the cohort size, no client is asked for its loss; with equal numbers of records the run is then
+    that of ``fixed-size``.
     """
 
     kind: Literal["power-of-choice"] = "power-of-choice"
@@ -31,7 +32,7 @@ class PowerOfChoice(GuidedSampler):
     candidates_asked: int | None = Field(None, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for a run that promises privacy, and for numbers that do not fit the number of clients."""
+        """Raise ValueError for private runs, and for numbers that do not fit the number of clients."""
         super().check(experiment)
         asked = self.candidates_asked
         if asked is not None and not self.cohort_size <= asked <= experiment.clients:
@@ -41,7 +42,7 @@ class PowerOfChoice(GuidedSampler):
             )
 
     def candidates(self, coins: Coins, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the clients that are asked for their loss; nobody if all candidates will train."""
+        """Return the clients that are asked for their loss; none if all candidates will train anyway."""
         asked = self.num_asked(len(feedback.sizes))
         return smallest(distinct(len(feedback.sizes), coins), feedback.sizes, asked)
 
@@ -51,7 +52,7 @@ class PowerOfChoice(GuidedSampler):
         return asked if asked > self.cohort_size else 0
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the candidates with the largest loss, ascending. Of equal losses the lower client number is taken."""
+        """Return the candidates with the largest loss, ascending. At equal losses, the lower client ID is taken."""
         del server_round
         if not feedback.asked:
             return smallest(distinct(len(feedback.sizes), coins), feedback.sizes, self.cohort_size)

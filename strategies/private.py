@@ -1,4 +1,4 @@
-"""Rounds under Global DP: book the cost in the privacy ledger, draw a secret cohort, publish the noised mean update.
+"""Rounds under Global DP: charge the cost to the privacy ledger, draw a secret cohort, publish the noised mean update.
 
 Nothing else about the clients is published.
 """
@@ -41,9 +41,9 @@ BEFOREHAND = (
 
 @dataclass
 class PrivateRounds(Layer):
-    """The round layer for Global DP.
+    """The layer for Global DP.
 
-    In each round it books the privacy cost and publishes a secret cohort's noised mean.
+    In each round it charges the privacy cost to the ledger, and publishes the noised mean update of a secret cohort.
 
     ``clipping_norm``: the clipping norm of the next round; adaptive clipping changes it from round to round.
     ``beforehand``: the mechanisms of the noisy sums that are published before the first round. Each sum is over a
@@ -114,7 +114,7 @@ class PrivateRounds(Layer):
         check_paid(out, experiment.sampler.rounds_apart, beforehand)
 
     def begin(self, server_round: int) -> None:
-        """Book a round's cost in the privacy ledger before the round begins.
+        """Charge a round's cost to the privacy ledger before the round begins.
 
         Raises Stop if the budget does not cover it.
 
@@ -134,7 +134,7 @@ class PrivateRounds(Layer):
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return a cohort drawn with the secret key of the noise.
 
-        Anybody could compute a cohort from the run's public seed.
+        The run's seed is public, so anybody could compute a cohort that is drawn with it.
         """
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
@@ -168,7 +168,7 @@ class PrivateRounds(Layer):
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
-        """Book a round's cost in the privacy ledger before the round. Return the epsilon spent (None: no guarantee).
+        """Charge a round's cost to the privacy ledger before the round. Return the epsilon spent (None: no guarantee).
 
         With cyclic sampling of G groups, one charge (entry) covers G rounds, as no client takes part in two of these
         rounds. Raises BudgetExhausted if the cost would exceed the budget.
@@ -176,7 +176,7 @@ class PrivateRounds(Layer):
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Book the cost of the noisy sum ``number`` (from 1) that is published before round 1.
+        """Charge the cost of the noisy sum ``number`` (from 1) that is published before round 1.
 
         Result and errors: see ``pay``.
         """
@@ -185,7 +185,7 @@ class PrivateRounds(Layer):
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
-        """Return the source of random numbers that samples the round's cohort. It has the same key as the noise.
+        """Return the source of random numbers for the round's cohort. It uses the secret key of the noise.
 
         The random numbers are as secret as the noise, and repeatable only if the noise is seeded.
         """
@@ -247,8 +247,8 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
     """Raise RunError if a private run has published rounds whose costs are missing in its privacy ledger.
 
     ``rounds_of_a_charge``: the number of rounds whose cost one entry (charge) of the ledger covers. ``beforehand``: the
-    number of ledger entries before the first round. The receipt in the checkpoint is a stricter check, but not for a
-    round that was written to ``rounds.jsonl`` without a checkpoint.
+    number of ledger entries before the first round. The receipt in the checkpoint is a stricter check, but does not
+    cover a round that was written to ``rounds.jsonl`` without a checkpoint.
     """
     released, path = len(read_rounds(out)), out / LEDGER
     charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
@@ -367,7 +367,7 @@ def open_private_rounds(
 
     ``clipping_norm``: the clipping norm of the next round, None in a new run. ``receipt``: the receipt of the charges
     so far, as plain JSON. Raises RunError if the ledger does not contain these charges. A resumed run with secret noise
-    has a new key. So a round that was booked but not finished costs again, and samples another cohort.
+    has a new key. So a round that was charged but not finished is charged again, and samples another cohort.
     """
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm

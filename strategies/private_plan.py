@@ -1,6 +1,6 @@
-"""The rounds of Global DP in a plan: sampling, turns, noise bands, adaptive clipping and a private start.
+"""The privacy cost of Global DP in plans: sampling, groups, noise bands, adaptive clipping and a private start.
 
-The releases and their noise come from the functions that charge a run.
+The functions that charge a run also compute the releases and their noise here.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class GlobalRounds:
     start: Releasing | None = None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event ``event`` of a sampled cohort, with the amplification by sampling."""
+        """Return the privacy event of mechanism ``event`` on a sampled cohort (amplification by sampling)."""
         return self.sampler.amplify(event, self.population or 0)
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
@@ -51,7 +51,7 @@ class GlobalRounds:
         return noise_within(aggregator, target, partial(self._charges_of, rounds=steps))
 
     def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
-        """Return the largest number of rounds that, with a private start, cost at most epsilon ``target``."""
+        """Return the largest number of rounds that cost at most epsilon ``target``, together with a private start."""
         self._check_start(target, delta, accountant)
         apart = self.sampler.rounds_apart
         return apart * most_that_fit(
@@ -59,7 +59,7 @@ class GlobalRounds:
         )
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return facts on turns, correlated noise, adaptive clipping and the private start, {label: sentence}."""
+        """Return facts about groups, correlated noise, adaptive clipping and the private start, {label: sentence}."""
         found = {}
         if isinstance(self.sampler, Cyclic):
             found["turns"] = (

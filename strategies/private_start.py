@@ -3,10 +3,11 @@
 Before the first round clients send sums over the lowest frequencies of their images (see ``clients.frequency_sums``) in
 three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
 covariances. Each step publishes one noisy sum by Global DP's own mechanism. A client's answer is clipped as a whole,
-noise is added once to the sum over clients, and the run's privacy ledger books the cost. All else is post-processing:
-covariances are shrunk by the share that noise may explain, images are drawn from one normal distribution per class, and
-the server trains on these images. The method follows Harder et al. 2021 (DP-MERF), where a single holder of all records
-publishes the sums. The following rounds need to change the model only little, so the noise of the rounds harms less.
+noise is added once to the sum over clients, and the cost is charged to the run's privacy ledger. Everything else is
+post-processing: covariances are shrunk by the share that noise may explain, images are drawn from one normal
+distribution per class, and the server trains on these images. The method follows Harder et al. 2021 (DP-MERF), where a
+single holder of all records publishes the sums. The following rounds need to change the model only little, so the noise
+of the rounds harms less.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 class PrivateStart(Settings):
     """The server trains the first model on synthetic images, drawn from noisy sums over all clients' records.
 
-    The privacy ledger of the rounds books the cost of these sums, too.
+    The cost of these sums is charged to the privacy ledger of the rounds.
 
     ``noise_multiplier``: the noise multiplier of the three noisy sums together: they cost as much as one noisy sum with
     this noise multiplier. The rounds' cost is added to this cost. ``clipping_norms``: the clipping norm of a client's
-    answer for each of the three sums, in public units in which an answer has a norm of about 1, .6 and .3.
+    answer for each of the three sums, in public units in which the three answers have norms of about 1, .6 and .3.
     ``frequencies``: the number of lowest frequencies of an image that are used. ``images``: the number of synthetic
     images. ``warp``: the strength of random rotation, stretching and shifting of the synthetic images; 1 means up to 10
-    degrees, a tenth and a twentieth of a side, which helps with digits. ``server_epochs``: the number of epochs that
-    the server trains on the synthetic images, with the settings of ``local``.
+    degrees, a tenth of a side, and a twentieth of a side, respectively. This helps with digits. ``server_epochs``: the
+    number of epochs that the server trains on the synthetic images, with the settings of ``local``.
     """
 
     kind: Literal["private-start"] = "private-start"
@@ -174,7 +175,7 @@ def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: in
 
 
 def classes_of(sums: Sums, std: float) -> Classes:
-    """Return the shares and means of classes, from the noisy sums of step 2.
+    """Return each class's share of the records, and its mean, from the noisy sums of step 2.
 
     Means are shrunk towards 0 by the share that noise may explain. ``std``: standard deviation of the noise on each
     number of ``sums``.

@@ -1,4 +1,4 @@
-"""The round layer of DP-SGD on clients: it checks the algorithm, and counts the rounds in which each client trained."""
+"""The layer of DP-SGD on clients: it checks the algorithm, and counts the rounds in which each client trained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PrivateTraining(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's code on clients, which pays for private steps and makes them."""
+        """Return the layer's client half, which makes private steps and charges them to the client's ledger."""
         del algorithm
         privacy = experiment.local.privacy
         clipping = privacy.rule(list(trainable(model())) if privacy.layer_norms else ())
@@ -78,8 +78,8 @@ class PrivateTraining(Layer):
 
 
 def digest_of(experiment: Any) -> str:
-    """Return a digest of all settings that determine the numbers of a run; it names runs with seeded noise."""
-    newer = {name for name in ("forgotten", "left_out") if not getattr(experiment, name)}  # of newer versions, unused
+    """Return a digest of all settings that determine the results of a run; it identifies runs with seeded noise."""
+    newer = {name for name in ("forgotten", "left_out") if not getattr(experiment, name)}  # newer, unused
     text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout", "keep_every", *newer})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -99,7 +99,10 @@ def _task(server: ServerState, server_round: int = 1, state: Payloads | None = N
 
 
 def _rehearse(algorithm: Algorithm, server: ServerState) -> None:
-    """Call the client methods of ``algorithm``, for two rounds, with stand-ins for records, which raise UserError."""
+    """Call the client methods of ``algorithm``, for two rounds, with stand-ins for records.
+
+    Reading them raises UserError.
+    """
     trainer: Any = RECORDS
     state: Payloads = {}
     for server_round in (1, 2):  # two rounds, because a client has no state in its first round

@@ -1,4 +1,4 @@
-"""The round layer of local differential privacy: it checks the payloads, and counts the rounds of each client."""
+"""The layer of local differential privacy: it checks the payloads, and counts the rounds of each client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PrivateUpdates(PrivateTraining):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's code on clients, which pays for updates, clips them and adds noise."""
+        """Return the layer's client half, which charges updates to the client's ledger, clips them and adds noise."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         protection = experiment.local.privacy.protection

@@ -17,7 +17,7 @@ _RECEIVED: Final = "received-loss"
 
 
 class SendingLoss(Averaging):
-    """Clients send F_i beside their update: the mean cross-entropy of the received model on client i's records.
+    """Clients send their update and F_i, the mean cross-entropy of the received model on client i's records.
 
     F_i is measured on all training records before the first local step. The mean loss of the local steps would be
     lower, because the model improves from step to step.
@@ -26,7 +26,7 @@ class SendingLoss(Averaging):
     start_passes: ClassVar[int] = 1
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with F_i in its client state, for ``finish``. A client without records has none."""
+        """Return the task with F_i in its client state, for ``finish``. A client without records has no F_i."""
         if not len(client.records):
             return task
         loss = client.scores({**task.params, **task.statistics}).loss

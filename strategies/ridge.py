@@ -34,12 +34,12 @@ class Ridge(SumsOfFeatures):
 
     ``ridge``: lambda, for vectors z of norm 1 at most. ``clipping_norm``: features that are longer are scaled down to
     this norm. None means the square root of the number of features. ``epsilon`` (None: sums without noise) and
-    ``delta``: the privacy cost of a client's sums for each of its records, under zero-out adjacency. One record moves
-    the sums by sqrt 2 at most, and each client adds the noise for this to its own sums. Then lambda is at least the
-    standard deviation of the noise on a number of sum G_i, times the square root of the number of features: half of
-    the noise's largest eigenvalue. Negative eigenvalues of sum G_i count as 0. ``noise``: the source of the noise. With
-    "secret" the protection is real, and the noise differs from run to run. With "seeded" the noise is repeatable, and
-    protects in simulation only.
+    ``delta``: the privacy cost of a client's sums for each of its records, under zero-out adjacency. The L2 sensitivity
+    of the sums is sqrt 2, and each client adds noise for this sensitivity to its own sums. With noise, lambda is at
+    least the standard deviation of the noise on each number of sum G_i, times the square root of the number of
+    features. This is half of the noise's largest eigenvalue. Negative eigenvalues of sum G_i count as 0. ``noise``: the
+    source of the noise. With "secret" the protection is real, and the noise differs from run to run. With "seeded" the
+    noise is repeatable, and protects in simulation only.
     """
 
     kind: str = ""
@@ -64,7 +64,7 @@ class Ridge(SumsOfFeatures):
         return self
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for more records than have exact sums."""
+        """Raise UserError if there are too many records for exact sums."""
         del features
         if len(dataset.train) > MOST_RECORDS:
             raise UserError(
@@ -89,7 +89,7 @@ class Ridge(SumsOfFeatures):
         return 1, num_products(num_features, num_classes)
 
     def summed(self, features: Array, labels: NDArray[np.int64], num_classes: int, noise: Noise | None) -> Array:
-        """Return a client's sums, with noise if these settings ask for it (``clients.gram``)."""
+        """Return a client's sums (``clients.gram``), with noise if ``epsilon`` is set."""
         clipping_norm = self.clipping_norm or math.sqrt(features.shape[1])
         if self.protection is None or noise is None:
             return packed(*products_of(features, labels, num_classes, clipping_norm))
@@ -142,7 +142,7 @@ class RidgeStart(Ridge):
     computes_with_records: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if other settings forbid clients to send sums of their own."""
+        """Raise ValueError if other settings forbid that single clients send sums of their features."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 f"preprocess ridge-start cannot run under aggregator {kind_of(experiment.aggregator)}, which protects "
@@ -155,4 +155,4 @@ class RidgeStart(Ridge):
                 "change the sums arbitrarily; set preprocess=none or attack=none"
             )
         if not is_none(experiment.local.privacy) and not self.is_private:
-            raise ValueError("preprocess ridge-start sends sums without noise beside local.privacy: leave one out")
+            raise ValueError("preprocess ridge-start sends sums that local.privacy does not cover: leave one out")

@@ -14,7 +14,7 @@ from strategies.low_rank import STARTS_WITH, check_adapters, is_factor
 class RoLoRA(Averaging):
     """FedAvg on one factor of adapters at a time, so that each round's mean is exact.
 
-    In each round clients send the trained factor of each adapter, and all trained parameters beside adapters. Clients
+    In each round clients send the trained factor of each adapter, and all trained non-adapter parameters. Clients
     receive both factors, because a client may have missed the last round.
     """
 
@@ -24,7 +24,7 @@ class RoLoRA(Averaging):
     turns: ClassVar[int] = 2
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that need the same update in each round, and if no adapters are trained."""
+        """Raise ValueError for settings that need one payload template in all rounds, or if no adapters are trained."""
         check_adapters(self, experiment)
         refused = {
             "aggregator": hides_clients(experiment.aggregator),
@@ -39,11 +39,11 @@ class RoLoRA(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the plan of FedAvg for the round's factors and all parameters beside adapters."""
+        """Return FedAvg's plan for this round's factor, A or B, and all non-adapter parameters."""
         return LocalPlan(trained=frozenset(_moving(task.params, task.server_round)))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x of factor B in odd rounds or A in even rounds, and of parameters beside adapters.
+        """Return the update y_i - x of factor B in odd rounds or A in even rounds, and of non-adapter parameters.
 
         x is the received model, y_i the trained model.
         """

@@ -34,7 +34,7 @@ SamplingRate: TypeAlias = Annotated[float, Field(gt=0, le=1), AfterValidator(_so
 
 
 def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
-    """Return all client numbers in a random order, shape (num_clients,)."""
+    """Return all client indices in a random order, shape (num_clients,)."""
     return np.argsort(distinct(num_clients, coins))
 
 
@@ -51,7 +51,7 @@ class Sampler(Protocol):
     """A rule that samples cohorts: a frozen settings class, built in or written by the user."""
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the cohort of a round (1, 2, ...): distinct numbers in 0..num_clients-1, ascending, possibly none."""
+        """Return the cohort of a round (1, 2, ...): distinct indices in 0..num_clients-1, ascending, possibly none."""
         ...
 
     def expected_size(self, num_clients: int) -> float:
@@ -74,7 +74,7 @@ def num_asked(sampler: Sampler, num_clients: int) -> int:
 
 
 class Everyone(Settings):
-    """All clients, every round."""
+    """All clients take part in every round."""
 
     kind: Literal["full"] = "full"
     rounds_apart: ClassVar[int] = 1
@@ -95,7 +95,7 @@ class Everyone(Settings):
 
 
 class FixedSize(Settings):
-    """``cohort_size`` clients drawn uniformly without replacement, afresh every round."""
+    """``cohort_size`` clients drawn uniformly without replacement, anew in every round."""
 
     kind: Literal["fixed-size"] = "fixed-size"
     cohort_size: int = Field(10, ge=1)

@@ -42,7 +42,7 @@ class Scaffold(Averaging):
     )
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the local optimizer is not SGD, or for the variant "niid-bench" under Global DP."""
+        """Raise ValueError if the local optimizer is not SGD, and for the variant "niid-bench" under Global DP."""
         check_sgd(self, experiment, "its control variates are the change of K steps of SGD, divided by K eta")
         if self.variant == "niid-bench" and hides_clients(experiment.aggregator):
             raise ValueError(
@@ -51,7 +51,7 @@ class Scaffold(Averaging):
             )
 
     def advice(self, momentum: float) -> str:
-        """Return one sentence of advice on local momentum, which the paper does not have."""
+        """Return one sentence of advice on local momentum, which the paper does not use."""
         if not momentum:
             return "SCAFFOLD trains without local momentum, as in its paper"
         if self.variant == "paper":

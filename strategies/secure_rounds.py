@@ -1,4 +1,4 @@
-"""Rounds of secure aggregation: clients send masked whole numbers, and the server opens their sum alone.
+"""Rounds of secure aggregation: clients send masked whole numbers, and the server can open only their sum.
 
 The settings are in ``strategies.secure_sum``, and the arithmetic of masks in ``strategies.masking``.
 """
@@ -48,11 +48,11 @@ GROUP: Final = "secure-sum"
 """Name of the layer's tensors in messages to clients, and of its numbers in replies."""
 
 EXTRA: Final = 2
-"""The numbers at the end of a client's vector: 1 for a client with records, and its weight in the mean."""
+"""The count of numbers at the end of a client's vector: a 1 if the client has records, and its weight in the mean."""
 
 
 def scale_of(settings: SecureSum, cohort: int) -> float:
-    """Return the number of whole numbers per unit, such that the sum over ``cohort`` clients cannot overflow."""
+    """Return the factor before rounding to whole numbers, such that the sum over ``cohort`` clients cannot overflow."""
     return ((1 << (settings.bits - 1)) - 1) // cohort / settings.clipping_range
 
 
@@ -62,14 +62,17 @@ def is_weighted(settings: SecureSum, algorithm: Algorithm) -> bool:
 
 
 def names_of(cohort: Sequence[int]) -> Params:
-    """Return the numbers of a round's clients as a tensor for messages; float32 is exact up to 2^24 clients."""
+    """Return the IDs of a round's clients as a tensor for messages; float32 is exact up to 2^24 clients."""
     return {"clients": torch.tensor(list(cohort), dtype=torch.float32)}
 
 
 def quantised(
     values: NDArray[np.float64], scale: float, rounding: str, coins: Callable[[], np.random.Generator]
 ) -> NDArray[np.int64]:
-    """Return ``values`` times ``scale``, rounded to whole numbers. ``coins``: makes the random numbers for rounding."""
+    """Return ``values`` times ``scale``, rounded to whole numbers.
+
+    ``coins``: creates the random generator for rounding.
+    """
     scaled = values * scale
     if rounding == "nearest":
         return np.rint(scaled).astype(np.int64)
@@ -79,7 +82,7 @@ def quantised(
 
 @dataclass
 class SecureRounds(Layer):
-    """Sends the cohort to its clients, and turns the sum of their masked numbers into a mean.
+    """Sends the IDs of the cohort to its clients, and computes the mean from the sum of their masked numbers.
 
     ``clients``: the cohort of the round. ``unopened``: the rounds whose sums were not opened. ``dropped``: the number
     of drop-outs in all rounds.
@@ -104,7 +107,7 @@ class SecureRounds(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's code on clients, which rounds an update and adds masks."""
+        """Return the layer's client half, which rounds an update and adds masks."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         settings = experiment.aggregator
@@ -124,7 +127,7 @@ class SecureRounds(Layer):
             if kind is not cls and any(getattr(kind, name) is not getattr(Layer, name) for name in names):
                 raise UserError(
                     f"{kind.__name__}, a layer of these settings, {what}: it reads single updates or losses, and the "
-                    "server sees their sum alone; leave the setting of this layer out, or take aggregator mean"
+                    "server sees only their sum; leave the setting of this layer out, or take aggregator mean"
                 )
         settings, most = experiment.aggregator, experiment.num_members
         largest = most * max(1, settings.most_records)
@@ -137,7 +140,7 @@ class SecureRounds(Layer):
 
     @classmethod
     def exchanged(cls, experiment: Any) -> Traffic:
-        """Return the bytes of keys, shares and names in a round with a cohort of the expected size."""
+        """Return the bytes of keys, secret shares and client IDs in a round with a cohort of the expected size."""
         settings, size = experiment.aggregator, round(experiment.sampler.expected_size(experiment.num_members))
         down, up = exchange_bytes(size, round(size * (1 - settings.dropout)))
         without, sent = (
@@ -147,19 +150,19 @@ class SecureRounds(Layer):
         return Traffic(down + size * (sent - without), up)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Return the bytes of keys, shares and names of the round, which the clients exchange over the server."""
+        """Return the bytes of keys, secret shares and client IDs that clients exchange through the server."""
         cohort = self.inner.cohort(server_round).clients.tolist()
         down, up = exchange_bytes(len(cohort), len(self._present(server_round, cohort)))
         return self.inner.consult(server_round, ask) + Traffic(down, up)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the round's cohort, and note it for the masks."""
+        """Return the round's cohort, and store it for the masks."""
         drawn = self.inner.cohort(server_round, coins)
         self.clients = tuple(drawn.clients.tolist())
         return drawn
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state with the clients of the cohort, the same object for all clients of a round."""
+        """Return the server state with the client IDs of the cohort, the same object for all clients of a round."""
         server = self.inner.sent_to(client, server)
         if not self._sent or self._sent[0] is not server or self._sent[1] != self.clients:
             broadcast = {**server.broadcast, GROUP: names_of(self.clients)}
@@ -171,7 +174,7 @@ class SecureRounds(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the mean of the clients' updates from the sum of their masked numbers.
 
-        Returns None if the sum is not opened, or if no client of the sum has records. The model then stays as it is.
+        Returns None if the sum is not opened, or if no client of the sum has records. The model is then unchanged.
         """
         settings, bits = self.settings, self.settings.bits
         remaining = frozenset(self._present(cohort.server_round, self.clients))
@@ -230,7 +233,7 @@ class ClientMasks(ClientLayer):
     is_weighted: bool
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without the names of the cohort, which the algorithm does not know."""
+        """Return the task without the client IDs of the cohort, which the algorithm does not use."""
         return replace(task, broadcast={name: one for name, one in task.broadcast.items() if name != GROUP})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:

@@ -1,6 +1,6 @@
 """The settings of secure aggregation: the server learns the sum of the clients' updates, and no single update.
 
-The arithmetic is in ``strategies.masking``, and the round layer in ``strategies.secure_rounds``.
+The arithmetic is in ``strategies.masking``, and the layer in ``strategies.secure_rounds``.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class SecureSum(Settings):
     threshold: float = Field(2 / 3, gt=0.5, le=1)
 
     def mean(self, cohort: Cohort, weighting: object) -> Aggregate:
-        """Raise AssertionError: the round layer computes the mean, from sums modulo 2^bits."""
+        """Raise AssertionError: the layer ``SecureRounds`` computes the mean, from sums modulo 2^bits."""
         del cohort, weighting
         raise AssertionError("the round layer of secure-sum computes the mean")
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that need single updates, or send them beside the sums."""
+        """Raise ValueError for settings that need single updates, or send anything without masks."""
         what, algorithm = "cannot run with aggregator secure-sum", experiment.algorithm
         reason = ""
         if path_in(type(algorithm), "procedure"):
@@ -68,7 +68,7 @@ class SecureSum(Settings):
         if not is_none(experiment.attack):
             raise ValueError(
                 f"attack {kind_of(experiment.attack)} {what}: attacks change single updates at the server, which sees "
-                "masked numbers alone; leave one of the two out"
+                "only masked numbers; leave one of the two out"
             )
         if not is_none(experiment.compress):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The round layer for a step of the server after the mean, which looks at the models of all clients of the round."""
+"""The layer for a server step after the mean update; this step uses the models of all clients of the round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Step: TypeAlias = Callable[[Params, list[Params], int], Params]
 
 @dataclass
 class StepOnModels(Layer):
-    """The layer that keeps the models of a round, and lets ``step`` change the mean model.
+    """The layer that stores the models of a round, and lets ``step`` change the mean model.
 
     ``models``: the models of the last round's clients with records, in the order of clients. ``step`` is set by a stage
     before the first round.
@@ -42,14 +42,14 @@ class StepOnModels(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if clients send anything else than the difference of their whole model."""
+        """Raise UserError if clients send anything except the change of the whole model."""
         if beginning.sent.keys() != {"delta"} or beginning.sent["delta"].keys() != beginning.server.params.keys():
             raise UserError(
                 f"algorithm {experiment.algorithm.kind} needs the whole model of each client: leave local.personal out"
             )
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate, and keep the models of all clients with records."""
+        """Return the aggregate, and store the models of all clients with records."""
         self._round = cohort.server_round
         held = [reply for reply in cohort.replies if reply.num_examples]
         self.models = [add(server.params, reply.payloads["delta"]) for reply in held]

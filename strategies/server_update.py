@@ -1,4 +1,4 @@
-"""The round layer for aggregators that compare the updates of clients with an update of the server itself."""
+"""The layer for aggregators that compare the updates of clients with an update of the server itself."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ServerUpdate(Layer):
             )
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of the round. The aggregator reads the server's own update from its cohort."""
+        """Return the aggregate of the round. The aggregator reads the server's own update from ``Cohort.own``."""
         return self.inner.aggregate(self._with_own(cohort, server), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of a cohort that is only tried out, with the server's own update of the round."""
+        """Return the aggregate that ``cohort`` would have with the server's own update of the round."""
         return self.inner.foreseen(self._with_own(cohort, server), algorithm, server)
 
     def _with_own(self, cohort: Cohort, server: ServerState) -> Cohort:

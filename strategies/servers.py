@@ -98,7 +98,7 @@ class _Asynchronous(Settings):
             kind, personal = kind_of(experiment.algorithm), experiment.local.personal
             raise ValueError(
                 f"{chosen} cannot run with {f'algorithm {kind}' if has_part else f'local.personal={personal}'}: a part "
-                "the model stays with the client, and would be trained beside models of different ages; take "
+                "of the model stays with the client, and would be trained with global models of different ages; take "
                 "server=synchronous"
             )
         if experiment.local.batch_norm != "none":
@@ -127,9 +127,9 @@ class _Asynchronous(Settings):
         taken = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish
         if not taken or isinstance(algorithm, Weighing):
             raise ValueError(
-                f"algorithm {kind_of(algorithm)} cannot run with {chosen}: client states, payloads beside the model's "
-                "change, and weights that depend on other clients need rounds in which all clients have one model; "
-                "take fedavg, fedprox, fedadam or another algorithm whose clients send only the change of the model"
+                f"algorithm {kind_of(algorithm)} cannot run with {chosen}: client states, payloads other than the "
+                "model's change, and weights that depend on other clients need rounds in which all clients have one "
+                "model; take fedavg, fedprox, fedadam or another algorithm whose clients send only the model's change"
             )
 
     def check_broadcast(self, algorithm: object, server: ServerState) -> None:

@@ -1,4 +1,4 @@
-"""Several global models, of which each client trains one: their initial values, and the round layer for updates."""
+"""Several global models, of which each client trains one: their initial values, and the layer for updates."""
 
 from __future__ import annotations
 
@@ -102,10 +102,11 @@ def check_choices(algorithm: object, count: int, experiment: Choices) -> None:
 
 
 class SeveralModels(Layer):
-    """Base class of the round layers of algorithms with several models, of which each client trains one.
+    """Base class of the layers of algorithms with several models, of which each client trains one.
 
-    ``chosen``: {client: the model of its last round}. ``counts``: the number of clients of each model in the last
-    round; empty before the first round. ``column``: the name of the column in ``clients.csv`` with each client's model.
+    ``chosen``: {client: index of the model of its last round}. ``counts``: the number of clients of each model in the
+    last round; empty before the first round. ``column``: the name of the column in ``clients.csv`` with each client's
+    model.
     """
 
     column: ClassVar[str] = "chosen_model"
@@ -115,7 +116,7 @@ class SeveralModels(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if there are several models."""
+        """Return True if the algorithm has several global models."""
         return bool(experiment.algorithm.num_models > 1)
 
     def facts(self) -> Mapping[str, Any]:
@@ -129,7 +130,7 @@ class OneUpdate(SeveralModels):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> OneUpdate:
-        """Return the round layer. In a resumed run the layer knows the clients' choices in earlier rounds."""
+        """Return the layer. In a resumed run it contains the clients' choices of earlier rounds."""
         del experiment, out
         known = zip(progress.get("clients", []), progress.get("models", []), strict=True)
         return cls(dict(known), progress.get("counts", []))
@@ -167,7 +168,7 @@ class OneUpdate(SeveralModels):
             )
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Store which model each client chose, and return the updates from the inner round layer."""
+        """Store which model each client chose, and return the updates from the inner layer."""
         found = {one.client: int(one.payloads[CHOSEN]["share"].abs().argmax()) for one in replies if one.num_examples}
         self.chosen |= found
         count = Counter(found.values())
@@ -199,9 +200,9 @@ class ClientOneUpdate(ClientLayer):
     num_models: int
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update with the chosen model's payload in the first model's place.
+        """Return the update with the payload of the chosen model under the first model's name.
 
-        All other payloads are empty.
+        The payloads of all other models are empty.
         """
         del came, task, trained
         payloads = {**update.payloads}

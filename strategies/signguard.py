@@ -52,7 +52,7 @@ class SignGuard(Robust):
 
 
 def _in_largest_cluster(points: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return True for each of the ``points``, shape (n, 3), in the largest cluster by mean shift."""
+    """Return a mask of the ``points``, shape (n, 3), in the largest cluster that mean shift finds."""
     from sklearn.cluster import MeanShift, estimate_bandwidth  # noqa: PLC0415 (a second to import)
 
     if not (bandwidth := estimate_bandwidth(points, quantile=0.5)):

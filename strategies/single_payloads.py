@@ -1,4 +1,4 @@
-"""The round layer of methods whose clients keep their models, and whose server learns from every single payload."""
+"""The layer of methods whose clients keep their models, and whose server learns from every single payload."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SinglePayloads(OwnPart):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SinglePayloads | None:
-        """Return the layer. Its state is in the server state."""
+        """Return the layer, which has no state of its own."""
         del out, progress
         return cls(experiment.algorithm)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of the inner layer, and keep the payloads of all clients with records."""
+        """Return the aggregate of the inner layer, and store the payloads of all clients with records."""
         held = [reply for reply in cohort.replies if reply.num_examples]
         groups = {group: list(params) for group, params in held[0].payloads.items()} if held else {}
         payloads: Payloads = {

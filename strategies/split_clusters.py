@@ -1,4 +1,4 @@
-"""The round layer of CFL: clusters of clients, each with a model, that are split by the directions of updates."""
+"""The layer of CFL: each cluster of clients has a model, and clusters are split by the directions of updates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_single_updates(algorithm: object, experiment: Choices) -> None:
     if hides_clients(experiment.aggregator):
         raise ValueError(
             f"{what} under aggregator {kind_of(experiment.aggregator)}: the server compares the updates of single "
-            "clients, and the noise covers their mean alone; take fedavg, fedprox or scaffold"
+            "clients, and the noise covers only their mean; take fedavg, fedprox or scaffold"
         )
     if (sampler := kind_of(experiment.sampler)) != "full":
         raise ValueError(
@@ -77,20 +77,20 @@ class SplitClusters(SeveralModels):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SplitClusters:
-        """Return the round layer. In a resumed run the layer knows the clusters of earlier rounds."""
+        """Return the layer. In a resumed run it contains the clusters of earlier rounds."""
         del out
         return cls(experiment.algorithm, experiment.num_clients, progress)
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return ``server`` with room in its memory for the models of later clusters: tensors of zeros."""
+        """Return ``server`` with tensors of zeros in its memory, for the models of later clusters."""
         del model
         later = range(1, experiment.algorithm.max_clusters)
         return replace(server, memory={**server.memory, **{model_name(j): zeros_like(server.params) for j in later}})
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning if the models of all clusters but the first one are not measured."""
+        """Return a warning if only the model of the first cluster is measured."""
         del rounds_done, idle
         said = (
             f"the test accuracy is that of the first of up to {experiment.algorithm.max_clusters} models: set "
@@ -121,7 +121,7 @@ class SplitClusters(SeveralModels):
     def facts(self) -> Mapping[str, Any]:
         """Return the fields for ``result.json``: the number of clients in each cluster, and all splits.
 
-        A split has the round, the cluster, and the number of the new cluster that left it.
+        For each split: the round, the index of the cluster, and the index of the new cluster that left it.
         """
         return {**super().facts(), "splits": self._splits}
 
@@ -137,7 +137,7 @@ class SplitClusters(SeveralModels):
         return self._seen[1][cluster]
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean update of each cluster, after all splits of this round. For names see ``_delta``."""
+        """Return the mean update of each cluster, after all splits of this round. For payload names see ``_delta``."""
         means, norms, self._parents = dict[int, Aggregate](), list[list[float]](), {}
         self._next = np.array(list(self.chosen.values()))
         self._missing = cohort.num_clients - len(cohort.replies)
@@ -186,7 +186,7 @@ class SplitClusters(SeveralModels):
         return [one.client for one, leaves in zip(trained, apart.tolist(), strict=True) if leaves]
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the server state with each cluster's model moved by the cluster's mean update.
+        """Return the server state in which each cluster's mean update is added to the cluster's model.
 
         A new cluster begins with the model of the cluster that it left.
         """
@@ -230,7 +230,7 @@ def cosines_of(replies: Sequence[Reply]) -> NDArray[np.float64]:
 
 
 def two_parts(cosines: NDArray[np.float64], linkage: Literal["complete", "single"]) -> NDArray[np.bool_]:
-    """Return a mask of the clients, shape (clients,), that are not in the part of the first client.
+    """Split clients into two groups, and return a mask of the group without the first client, shape (clients,).
 
     Groups of clients are joined until two are left. Each time, the two groups with the largest similarity are joined:
     the smallest cosine between their clients for "complete", or the largest one for "single".

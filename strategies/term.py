@@ -13,7 +13,7 @@ from strategies.received_loss import SendingLoss, losses_of
 
 
 class TERM(SendingLoss):
-    """FedAvg with client weights in proportion to n_i exp(t F_i), the gradient of (1/t) log sum_i p_i exp(t F_i).
+    """FedAvg with client weights in proportion to n_i exp(t F_i), as in the gradient of (1/t) log sum_i p_i exp(t F_i).
 
     F_i is the loss of the received model on all n_i training records of client i, and p_i = n_i / n. ``t``: the tilt.
     For large t only the client with the largest loss has weight, as in agnostic federated learning; 0 is FedAvg; below

@@ -31,7 +31,7 @@ def _known_classifier(name: str) -> str:
 
 
 class Tstr(Settings):
-    """The server trains classifiers on the clients' synthetic records alone, and the best classifier is tested.
+    """The server trains classifiers only on the clients' synthetic records, and the best classifier is tested.
 
     ``classifiers``: names of models, "model" for the experiment's own model, and "discriminant" (linear) and
     "quadratic-discriminant" for discriminant analysis in closed form. Models are trained with the experiment's

@@ -1,4 +1,4 @@
-"""The round layer of models of different widths: each entry of the model is averaged over the clients that have it."""
+"""The layer of models of different widths: each entry of the model is averaged over the clients that have it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WIDTH: Final = "width"
 """Name of the broadcast tensors with the width of the client's model."""
 
 ROUND: Final = "round"
-"""Name of the server's memory with the number of rounds so far."""
+"""Name of the tensors in the server's memory with the number of rounds so far."""
 
 CLASSES: Final = "classes"
-"""Name of the payload that tells the classes of a client."""
+"""Name of the payload with a 0/1 mask of the classes that a client has."""
 
 
 def check_one_size(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError for settings that need models of one size, and so do not fit ``algorithm``."""
+    """Raise ValueError for settings that need models of one size, which clients of ``algorithm`` do not have."""
     local, what = experiment.local, f"algorithm {kind_of(algorithm)} cannot run with"
     if (aggregator := kind_of(experiment.aggregator)) != "mean":
         why = "this aggregator compares or bounds updates of one shape"
@@ -56,11 +56,11 @@ def check_one_size(algorithm: object, experiment: Choices) -> None:
 
 
 class MeanOfHolders(Layer):
-    """Averages each entry of the model over the clients that have it, by their numbers of records."""
+    """Averages each entry of a parameter over the clients that have it, weighted by their numbers of records."""
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError beside a user's own round layer, because such a layer may expect updates of one shape."""
+        """Raise UserError if the user has a layer of their own, because it may expect updates of equal shapes."""
         del beginning
         if own := [kind for kind in layer_kinds(experiment) if is_own(kind)]:
             raise UserError(

@@ -1,10 +1,10 @@
 """Labelling of a public pool by PATE: noisy majority votes.
 
-A ledger books the cost of each vote before its noise is drawn.
+The cost of each vote is charged to a privacy ledger before the vote's noise is drawn.
 
-LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise is
-added to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so it
-may change one vote of a query: two counts change by 1, and the largest count changes by at most 1.
+LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise is added
+to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so it may
+change one vote in each query. Two counts then change by 1, and the largest count by at most 1.
 """
 
 import math
@@ -44,10 +44,10 @@ DOES_NOT_COVER: Final = (
 
 
 class VotingMechanism(Protocol):
-    """A noisy majority vote. ``votes``: votes per class, shape (classes,). ``query``: the number of the query."""
+    """A noisy majority vote. ``votes``: votes per class, shape (classes,). ``query``: the query's index."""
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query as Renyi curves, from which data-dependent epsilons are computed."""
+        """Return the privacy cost of one query as Renyi curves. Data-dependent epsilons are computed from them."""
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
@@ -120,9 +120,9 @@ class GNMax(_AnswersEveryQuery):
 class ConfidentGNMax(Settings):
     """GNMax for queries on which teachers agree: the largest count, with noise, must reach ``threshold`` votes.
 
-    ``sigma_threshold``: the standard deviation of the noise of that test, in votes; every query pays for the test. The
-    test's noise is independent of the noise on the counts. ``sigma``: the standard deviation of the noise on the counts
-    of an answer, in votes.
+    ``sigma_threshold``: the standard deviation of the noise of that test, in votes; every query is charged for the
+    test. The test's noise is independent of the noise on the counts. ``sigma``: the standard deviation of the noise on
+    the counts of an answer, in votes.
     """
 
     kind: Literal["confident"] = "confident"
@@ -165,7 +165,7 @@ class NoNoise(_AnswersEveryQuery):
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
         """Return (None, event of a label without noise).
 
-        Once the ledger has booked this event, it guarantees no epsilon.
+        After a charge of this event the ledger guarantees no epsilon.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -187,9 +187,9 @@ class Labelling(Settings):
     accountant whose epsilon is reported and compared with the budget. ``epsilon``: the budget of all queries together
     at ``delta``; labelling stops before the query that would exceed this budget; None sets no limit. ``delta``: the
     delta of the guarantee. ``budget`` "data-dependent" compares the data-dependent epsilon with ``epsilon``. This gives
-    more labels. But then the data-dependent epsilon and the number of labels are as private as the votes. ``noise``:
-    the source of the noise. With "secret" the noise comes from a fresh key of the operating system, so no two runs have
-    the same noise. With "seeded" the noise is repeatable, with a guarantee about the method only.
+    more labels. But then the data-dependent epsilon and the number of labels must stay as secret as the votes.
+    ``noise``: the source of the noise. With "secret" the noise comes from a fresh key of the operating system, so no
+    two runs have the same noise. With "seeded" the noise is repeatable, with a guarantee about the method only.
     """
 
     mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()
@@ -222,7 +222,7 @@ class Labelling(Settings):
         return Ledger(terms, path, receipt=receipt, holder=holder)
 
     def check_budget(self, num_teachers: int, num_classes: int) -> None:
-        """Raise UserError if the budget ``epsilon`` does not afford one query, whatever the votes are.
+        """Raise UserError if the budget ``epsilon`` does not cover one query, whatever the votes are.
 
         A data-dependent budget is compared with a lower bound on the cost of a query for all votes.
         """
@@ -247,7 +247,7 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries in ``planned``, the planned privacy cost. It does not depend on the votes."""
+        """Return the number of queries that ``planned`` counts. It does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
@@ -255,8 +255,8 @@ class Labelling(Settings):
 
         If the mechanism answers every query, the budget alone decides the number of queries. Then ``num_asked`` queries
         are counted. If the mechanism leaves queries unanswered, the number of queries within a budget depends on the
-        votes. Then all ``num_queries`` are counted. A data-dependent budget stops the labelling by the votes without
-        noise, and no epsilon holds for that.
+        votes. Then all ``num_queries`` are counted. A data-dependent budget uses votes without noise to stop the
+        labelling, and no epsilon covers that.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -283,15 +283,15 @@ class Labelled:
 def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", noise: Noise) -> Labelled:
     """Label the queries whose votes are ``counts``, shape (queries, classes), in order, within the budget.
 
-    The cost of every query is booked in the privacy ledger before the query's noise is drawn. The same ledger, noise
-    and counts give the same labels again at no cost. Raises UserError if ``counts`` cannot be votes.
+    The cost of every query is charged to the privacy ledger before the query's noise is drawn. A second call with the
+    same ledger, noise and counts returns the same labels at no cost. Raises UserError if ``counts`` cannot be votes.
 
-    A query without an answer pays for its test alone, so costs depend on the votes. The budget covers this, because it
-    is a privacy filter. It is fixed beforehand, and it bounds the sum of Renyi divergences of releases that are chosen
-    one after the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). Here the bound holds at all orders at
-    once. The reason: all tests and answers have Gaussian noise, so their Renyi curves are multiples of each other. So
-    the budget always ends at the same order. The epsilon spent in the end depends on the number of answered queries,
-    and so on the votes. This epsilon may be reported, since the labels show the answered queries. But it is no
+    A query without an answer costs only its test, so costs depend on the votes. The budget covers this, because it is a
+    privacy filter. It is fixed beforehand, and it bounds the sum of Renyi divergences of releases that are chosen one
+    after the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). Here the bound holds at all orders at once.
+    The reason: all tests and answers have Gaussian noise, so their Renyi curves are multiples of each other. So the
+    budget is always used up at the same order first. The epsilon spent in the end depends on the number of answered
+    queries, and so on the votes. This epsilon may be reported, since the labels show the answered queries. But it is no
     guarantee. The guarantee is the budget or the cost of ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
@@ -319,14 +319,14 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
 
 def answer_to(query: int) -> str:
-    """Return the name under which the ledger books the answer to ``query``; queries are counted from 0."""
+    """Return the name of the ledger's charge for the answer to ``query``; queries are counted from 0."""
     return f"answer to query {query}"
 
 
 def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
     """Return the counts, shape (queries, classes), of ``predictions`` of shape (teachers, queries).
 
-    Raises UserError where a vote is not a class; the message does not name the teacher.
+    Raises UserError if a vote is not a class; the message does not name the teacher.
     """
     if ((predictions < 0) | (predictions >= num_classes)).any():
         raise UserError(f"a vote is for a class that does not exist: classes are 0 to {num_classes - 1}")

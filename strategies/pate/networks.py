@@ -58,7 +58,7 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
-    nn.init.normal_(layer.weight, std=0.05)  # short vectors, because Adam turns these further in a step
+    nn.init.normal_(layer.weight, std=0.05)  # short vectors: one step of Adam changes their direction more
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 
@@ -137,7 +137,7 @@ def residual_network(
 
 
 class StudentBlock(nn.Module):
-    """A residual block: a bottleneck block where ``deep`` is True, else a basic block."""
+    """A residual block: a bottleneck block if ``deep`` is True, else a basic block."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: str, *, deep: bool) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Forest(nn.Module):
     """Decision trees as padded tables, one row for each tree. A node whose ``left`` child is the node itself is a leaf.
 
     At a node, a record goes to the left child if the node's ``feature`` of the record is at most ``threshold``. Else
-    the record goes to the right child. ``value``: the class shares of a leaf.
+    the record goes to the right child. ``value``: the class probabilities of a leaf.
     """
 
     def __init__(self, num_trees: int, num_nodes: int, num_classes: int) -> None:
@@ -188,7 +188,7 @@ class Forest(nn.Module):
         self.register_buffer("value", torch.zeros((*shape, num_classes)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logarithms of the class shares, averaged over all trees, shape (records, classes)."""
+        """Return logarithms of the class probabilities, averaged over all trees, shape (records, classes)."""
         rows = inputs.flatten(1)
         tables = dict(self.named_buffers())
         trees = torch.arange(len(tables["feature"]), device=rows.device).expand(len(rows), -1)
@@ -202,7 +202,7 @@ class Forest(nn.Module):
 
 
 def forest_of(grown: "RandomForestClassifier", num_classes: int) -> Forest:
-    """Return scikit-learn's forest ``grown`` as tensors; classes absent from its training records have share 0."""
+    """Return scikit-learn's forest ``grown`` as tensors. Classes without training records get probability 0."""
     trees = [one.tree_ for one in grown.estimators_]
     forest = Forest(len(trees), max(tree.node_count for tree in trees), num_classes)
     tables = dict(forest.named_buffers())

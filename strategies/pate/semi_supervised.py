@@ -14,8 +14,8 @@ the noise between the layers would be larger than the signal.
 
 Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
 label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles the
-largest number of records that no earlier record represents. Labels spread over the graph of nearest neighbours (Zhou et
-al. 2004). All of these steps read only public records and published labels, so they have no privacy cost.
+largest number of records that no earlier record represents. Labels are propagated over the graph of nearest neighbours
+(Zhou et al. 2004). All of these steps read only public records and published labels, so they have no privacy cost.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _ITERATIONS: Final = 90
 class FixMatch(Settings):
     """FixMatch: pseudo-labels of weak views with at least ``threshold`` probability are targets of strong views.
 
-    ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: before
-    training, spread the labels over a graph of similar records; a confident result is the record's pseudo-label in all
-    steps. ``doubt_after``: a share of the steps. After this share, labels with which the network disagrees are left out
-    from then on; 1 keeps all labels. ``averaging``: the decay of the moving average of the weights,
-    which is the returned model. ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled
-    records in a step. ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW.
-    ``augmentation``: the random changes of the strong views.
+    ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: if true,
+    labels are propagated over a graph of similar records before training; a confident result is the record's
+    pseudo-label in all steps. ``doubt_after``: a share of the steps. After this share, labels with which the network
+    disagrees are left out; 1 keeps all labels. ``averaging``: the decay of the moving average of the weights, which is
+    the returned model. ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled records in a
+    step. ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW. ``augmentation``:
+    the random changes of the strong views.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"
@@ -121,7 +121,7 @@ class _FixMatchRun:
         self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
         if settings.neighbours:
             shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # squared, because the shares alone are too close to uniform
+            shares = shares[len(data.labels) :].square()  # the probabilities themselves are too uniform
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> torch.nn.Module:
@@ -202,7 +202,7 @@ class FeatureMatchingGan(Settings):
     averaging: float = Field(0.99, ge=0, lt=1)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return ``conv_classifier`` for colour images, otherwise ``gan_classifier``, which is for MNIST."""
+        """Return ``conv_classifier`` for colour images, and the MNIST network ``gan_classifier`` for other records."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         colour = len(input_shape) == 3 and input_shape[0] == 3 and min(input_shape[1:]) >= 8
@@ -210,7 +210,7 @@ class FeatureMatchingGan(Settings):
         return build(input_shape, num_classes)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode; the last linear layer's input is the features."""
+        """Return a trained copy of ``model``, in evaluation mode. Features are the inputs of the last linear layer."""
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         if len(data.unlabelled) == 0:
@@ -306,10 +306,10 @@ def representatives(inputs: torch.Tensor, count: int) -> NDArray[np.int64]:
 
 
 def spread(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the class shares of each record, shape (n, classes), by spreading ``labels`` over similar records.
+    """Return class probabilities of each record, shape (n, classes), by propagating ``labels`` to similar records.
 
-    The first ``len(labels)`` of ``inputs`` have labels. Rows add up to 1. Classes are assumed to be about equally
-    frequent.
+    The first ``len(labels)`` records of ``inputs`` have the ``labels``. Each row of the result has sum 1. Classes are
+    assumed to be about equally frequent.
     """
     from scipy import sparse  # noqa: PLC0415 (a plain run does not need it)
 
@@ -340,7 +340,7 @@ def spread(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torc
 def descriptors(inputs: torch.Tensor) -> torch.Tensor:
     """Return a vector of norm 1 for each record, shape (n, d), on the CPU; for images, histograms of gradients.
 
-    For other records than images of at least 8x8 pixels, a vector holds the record's own numbers, each standardised.
+    For other records, and for images below 8x8 pixels, the vector contains the record's standardised values.
     """
     inputs = inputs.cpu()
     if inputs.ndim != 4 or min(inputs.shape[2:]) < 8:

@@ -31,7 +31,7 @@ _TEACHERS_START: Mapping[str, Any] = {
 }
 """Default settings of the teachers: small IID shards and many local epochs."""
 
-_VOTES_PER_NOISE = 3  # a run warns if it has fewer than this many teachers for each vote of noise scale
+_VOTES_PER_NOISE = 3  # a run warns if (number of teachers) / (scale of the noise, in votes) is smaller
 _SHARE = {"test": 0.9, "train": 0.2}
 """The default size of the public pool, as a share of the test or training records."""
 
@@ -61,7 +61,7 @@ class Pate(Settings):
     evaluation; "train": the pool is drawn from the training records before these are split. ``public_records``: the
     size of the pool; None: nine tenths of the test records, or a fifth of the training records. ``overlap``: what
     happens if a private record is also in the pool, and so is public: the run is refused, or the record is left out of
-    its teacher's shard. ``student_seed``: the seed of the student's training alone, so that a new student learns from
+    its teacher's shard. ``student_seed``: the seed of only the student's training, so that a new student learns from
     the same labels; None: the run's seed. ``publish_cost``: also publish a noisy bound on the data-dependent epsilon.
     ``keep_private``: write the votes and all values that are computed from them into the run directory, which then must
     not be published.
@@ -152,7 +152,7 @@ class Pate(Settings):
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return each teacher's record indices into the training set: its part of the private records.
 
-        Raises UserError if the pool holds private records and ``overlap`` does not drop them, and if a teacher has no
+        Raises UserError if the pool holds private records and ``overlap`` does not drop them, or if a teacher has no
         records.
         """
         public = self.public_split(dataset, seed)
@@ -211,8 +211,8 @@ def split_off(dataset: Dataset, source: Literal["test", "train"], num_public: in
 
     ``source`` "test": the pool is the first ``num_public`` test records (default: nine tenths) and the others are for
     evaluation, as in Papernot et al. (2017). "train": the pool is drawn from the training records (default: a fifth),
-    which are then no teacher's private records, and the test records are for evaluation. Raises UserError if one of the
-    parts would be empty.
+    and teachers do not get its records; the test records are for evaluation. Raises UserError if one of the parts would
+    be empty.
     """
     part = dataset.test if source == "test" else dataset.train
     size = int(_SHARE[source] * len(part)) if num_public is None else num_public

@@ -1,6 +1,6 @@
 """PATE's students: models that are trained only on a public pool, of which a few records have noisy labels.
 
-This module holds functions for training, and the students that use the labelled records alone: ``Supervised``;
+This module holds functions for training, and the students that use only the labelled records: ``Supervised``;
 ``ResidualStudent``, the student of Diff-RN (residual networks: He et al. 2016, section 4.2, three stages on small
 images; bottleneck blocks: their figure 5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest
 held as tensors, so that no pickle is needed. All training is post-processing of the labels and costs no epsilon. All
@@ -111,7 +111,10 @@ class Student(Protocol):
         ...
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode; it may keep running statistics of the public pool."""
+        """Return a trained copy of ``model``, in evaluation mode.
+
+        It may contain running statistics of the public pool.
+        """
         ...
 
 
@@ -248,7 +251,7 @@ class ResidualStudent(Settings):
 
 
 class ForestStudent(RandomForest):
-    """A random forest that is trained on the labelled records alone."""
+    """A random forest that is trained only on the labelled records."""
 
     @property
     def steps(self) -> int:

@@ -200,7 +200,7 @@ def test_gamma_max_forbids_a_split_of_parts_that_are_too_close(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"aggregator": "global-dp"}, "compares the updates of single clients, and the noise covers their mean"),
+        ({"aggregator": "global-dp"}, "compares the updates of single clients, and the noise covers only their mean"),
         ({"aggregator": "median"}, "clusters may be too small for it"),
         ({"sampler": {"kind": "fixed-size", "cohort_size": 3}}, "with sampler fixed-size: a split compares"),
         ({"compress": "qsgd"}, "cannot run with compress qsgd"),
