@@ -1,4 +1,4 @@
-"""Aggregators: rules that turn the updates of a round into one aggregate for the server half of an algorithm."""
+"""Aggregators: rules that turn a round's updates into one aggregate, which the algorithm merges into the model."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Central(Protocol):
 
 @runtime_checkable
 class Alone(Protocol):
-    """An algorithm in which every client trains alone.
+    """An algorithm in which every client trains its own model, without any exchange (local-only training).
 
     Tables compare the client models of other algorithms with the client models of this algorithm.
     """

@@ -38,7 +38,7 @@ class Bulyan(Robust):
         """Return the mean of the selected values around the median of every coordinate."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding decides no ties
+        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding errors decide no ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)

@@ -88,7 +88,7 @@ def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier
 
 @dataclass
 class DistributedSums(Layer):
-    """Charges each round's noisy sum to the privacy ledger before the sum is opened, and turns it into a mean.
+    """Charges each round's noisy sum to the privacy ledger before the sum is opened, and computes the mean from it.
 
     ``noise``: the noise source that identifies this run's releases in the ledger; clients draw the noise, not this
     layer. ``grid``: the rounding grid of the sums. The stage sets it before the first round. ``unopened``: the rounds

@@ -20,7 +20,7 @@ def near(start: Params, centre: Params, strength: float) -> LocalPlan:
     The plan adds ``strength`` (v - ``centre``) to the gradient at v.
 
     The proximal term of a local plan pulls towards ``start``, the model at which training starts. Adding the constant
-    ``strength`` (``start`` - ``centre``) to the gradient moves this pull to ``centre``.
+    ``strength`` (``start`` - ``centre``) to the gradient redirects this pull to ``centre``.
     """
     if not strength:
         return LocalPlan()
@@ -32,8 +32,8 @@ class Ditto(Averaging):
 
     F is the client's loss, and eta the local learning rate. The client's own model v begins at the run's initial model,
     and is trained in the rounds in which the client takes part: as many steps as the global model, on the same batches.
-    ``strength``: the paper's lambda, chosen among 0.1, 1 and 2 on validation records; 0 trains v alone. In the released
-    code x and v are trained in turns, one batch each.
+    ``strength``: the paper's lambda, chosen among 0.1, 1 and 2 on validation records; with 0, x has no effect on v. In
+    the released code x and v are trained alternately, one batch each.
     """
 
     kind: Literal["ditto"] = "ditto"

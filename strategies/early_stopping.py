@@ -40,7 +40,7 @@ class EarlyStopping(Layer):
         if not validated:
             return self.inner.ended(rounds)
         last, accuracy = validated[-1]
-        best, highest = max(validated, key=lambda one: one[1])  # of equal accuracies, the one of the earliest round
+        best, highest = max(validated, key=lambda one: one[1])  # of equal accuracies, that of the earliest round
         if self._target and accuracy >= self._target:
             return (
                 f"validation accuracy {100 * accuracy:.2f} % after round {last} reaches the target of "

@@ -1,4 +1,7 @@
-"""FedRolex: HeteroFL with a window of channels that moves on by one in every round (Alam et al. 2022, section 3)."""
+"""FedRolex: HeteroFL with a window of channels that shifts by one channel in every round (Alam et al.
+
+2022, section 3).
+"""
 
 from typing import ClassVar, Literal
 

@@ -334,7 +334,7 @@ class _Innermost(Layer):
         """Do nothing: the innermost layer needs no preparation for a round."""
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Return 0 bytes: the innermost layer asks nobody."""
+        """Return 0 bytes: the innermost layer asks no clients."""
         del server_round, ask
         return Traffic(0, 0)
 

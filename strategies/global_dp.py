@@ -178,7 +178,7 @@ class GlobalDP(Settings):
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a user's subclass of ``GlobalDP``: nobody has proven that its changes are private."""
+        """Raise UserError for a user's subclass of ``GlobalDP``: no proof covers its changes."""
         if type(self) is not GlobalDP:
             raise UserError(
                 f"aggregator {kind_of(self)} changes global-dp, so its privacy guarantee is not known and no epsilon "

@@ -45,7 +45,7 @@ class HeteroFL(Averaging):
     paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
     then diverge easily, so ``scaler`` is false by default. ``masked``: if true, the softmax leaves out the classes that
     a client lacks, and the client is left out of the mean of these classes' rows in the last layer. For this the client
-    tells the server its classes. In the released code such logits are 0 and stay in the softmax, and all clients have
+    sends a mask of its classes. In the released code such logits are 0 and stay in the softmax, and all clients have
     the same weight. The groups of nn.GroupNorm keep their number of channels if it divides the number of channels that
     remain. BatchNorm, with statistics from a pass over all clients at the end, is not implemented.
     """
@@ -83,7 +83,7 @@ class HeteroFL(Averaging):
         return "updates of clients of different widths have different shapes"
 
     def note(self) -> str:
-        """Return the note for tables: the evaluated model, and what clients tell the server."""
+        """Return the note for tables: the evaluated model, and what clients send."""
         told = "; clients tell which classes they hold" if self.masked else ""
         return f"{self.title}: the whole model is evaluated, and bytes are those of the clients' small models{told}."
 

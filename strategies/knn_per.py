@@ -30,7 +30,7 @@ class KNNPer(Averaging):
     the released code. ``weight``: from 0, which is FedAvg, to 1. "validation" takes for each client the best of 0, 0.1,
     ..., 1 on its own validation records, as in the paper, and the smallest of equally good weights; 0 for a client
     without such records. The released code reports the accuracy of every weight on test records. A client without
-    training records uses the model alone.
+    training records uses only the model's prediction.
     """
 
     kind: Literal["knn-per"] = "knn-per"
@@ -73,7 +73,7 @@ class KNNPer(Averaging):
             found = parts(inputs)
             weight = max(
                 _GRID, key=lambda one: int((_mixed(*found, one).argmax(1) == known).sum())
-            )  # the first of equals
+            )  # of equally good weights, the smallest
         return lambda inputs: _mixed(*parts(inputs), weight).log()
 
     def _of_neighbours(

@@ -9,7 +9,7 @@ from strategies.algorithm import Averaging
 
 
 class LocalOnly(Averaging):
-    """Every client trains alone, from the run's initial model: no parameter is sent, and none is averaged.
+    """Every client trains its own model from the run's initial model. No parameter is sent, and none is averaged.
 
     A client trains in the rounds in which it takes part, as many steps as with any other method.
     """

@@ -7,8 +7,9 @@ y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)
 
 In the sum over all clients the masks of pairs cancel. Each client also gives every other client a share of k_u and of
 b_u (Shamir 1979). Any ``threshold`` shares determine the secret, and fewer shares reveal nothing about it. If clients
-drop out before they send y_u, the others give shares of the lost keys k_u, from which the server computes the masks of
-pairs that do not cancel. For clients that sent y_u they give shares of b_u. Nobody gives both for one client.
+drop out before they send y_u, the other clients send shares of the lost keys k_u. From these shares the server computes
+the masks of pairs that do not cancel. For clients that sent y_u, the others send shares of b_u. No client sends both
+for one client.
 
 This is a simulation of the arithmetic in one process. All secrets come from the run's seed, and the group for
 the agreement has 127 bits, so nothing here protects anybody.
@@ -102,7 +103,7 @@ def share_of_secret(secret: int, place: int, threshold: int) -> int:
 def rebuilt(shares: Mapping[int, int]) -> int:
     """Return the secret of ``shares``, {place of the holder: share}, by Lagrange's formula at 0.
 
-    With fewer shares than the threshold, the result is another number.
+    With fewer shares than the threshold, the result is a wrong number.
     """
     secret = 0
     for place, share in shares.items():

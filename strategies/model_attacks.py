@@ -100,7 +100,7 @@ class MinSum(_Farthest):
 
 
 class _Searched(Forging):
-    """Base class of attacks that search the strength that moves the aggregate furthest from the honest mean.
+    """Base class of attacks that search for the strength with which the aggregate is furthest from the honest mean.
 
     The attackers know all honest updates, and the aggregator with its memory and its random numbers. They try out
     ``evaluations`` strengths: from 0 in steps of 10, 20, 40 and so on, as long as the aggregate moves further from the

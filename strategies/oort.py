@@ -21,10 +21,10 @@ class Oort(GuidedSampler):
     """A share of the cohort are new clients; the others are drawn from the best known clients by utility.
 
     The utility of client i is (U_i + sqrt(0.1 log t / t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the
-    round, t_i the last round with an update of the client, and s_i the virtual duration of its turn (``devices``). U_i
-    is its number of records times its mean loss in that round, cut at the 95th percentile. T is a percentile of all
-    known durations. If the cohort has k places for known clients, the best clients are those with at least 95 % of the
-    k-th largest utility. k of them are drawn, in proportion to their utility.
+    round, t_i the last round with an update of the client, and s_i the virtual duration of its work in that round
+    (``devices``). U_i is its number of records times its mean loss in that round, cut at the 95th percentile. T is a
+    percentile of all known durations. If the cohort has k places for known clients, the best clients are those with at
+    least 95 % of the k-th largest utility. k of them are drawn, in proportion to their utility.
 
     In round t the share of new clients is max(least share, first share 0.98^(t-1)). They are drawn uniformly. If there
     are too few new clients, the missing ones are drawn uniformly from all other clients. If both shares are 1, cohorts

@@ -93,7 +93,7 @@ class PFedMe(Averaging):
         return ClientUpdate(update.payloads, update.num_examples, update.loss, {_OWN: own})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: x moves by beta times the mean of w - x."""
+        """Return the next server state: x <- x + beta mean(w - x)."""
         return ServerState(add(server.params, aggregate.payloads["delta"], self.beta), server.broadcast, server.memory)
 
     def own_model(self, task: LocalTask) -> Params:

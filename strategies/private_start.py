@@ -46,7 +46,7 @@ _LEAST_SHARE: Final = 0.3  # least share of a class in the records, as a multipl
 _LEAST_VARIANCE: Final = 1e-3  # least total variance of images, in the unit of step 1
 _LEAST_WITHIN: Final = 0.2  # least share of a frequency's variance that is within classes
 _LEAST_DIRECTION: Final = 0.05  # least variance in a direction, relative to the variance within classes
-_LONGEST: Final = 2**28  # most bytes of a client's answer: half of the most bytes of a message on Flower's runtime
+_LONGEST: Final = 2**28  # the largest answer of a client, in bytes: half of the largest message on Flower's runtime
 
 ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 

@@ -28,12 +28,12 @@ class SecureSum(Settings):
     records does so: a client sends its update times its number of records / ``most_records``, and a client with more
     records ends the run with an error.
 
-    ``dropout``: the probability that a client drops out of a round after it agreed on masks. Then the others give
-    shares from which its masks are computed. ``threshold``: the share of a round's clients that must answer. With fewer
-    answers, or one, the sum is not opened and the model does not change.
+    ``dropout``: the probability that a client drops out of a round after it agreed on masks. Then the other clients
+    send secret shares from which its masks are computed. ``threshold``: the share of a round's clients that must
+    answer. With fewer answers, or one, the sum is not opened and the model does not change.
 
     This is a simulation: the masks come from the run's seed, and all parties are one program, so nothing is hidden from
-    a reader of its memory. A sum alone is no privacy guarantee either, and there is no epsilon; for one, take
+    a reader of its memory. A sum by itself gives no privacy guarantee, so there is no epsilon; for an epsilon, take
     distributed-dp. Bytes of keys and shares are those of a deployment with keys of 256 bits. The time for masks grows
     with the square of the number of clients in a round. Messages before the first and after the last round have no
     masks.

@@ -253,7 +253,7 @@ class Labelling(Settings):
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
         """Return the privacy cost of labelling ``num_queries`` records, as {event: count}, without reading any vote.
 
-        If the mechanism answers every query, the budget alone decides the number of queries. Then ``num_asked`` queries
+        If the mechanism answers every query, only the budget decides the number of queries. Then ``num_asked`` queries
         are counted. If the mechanism leaves queries unanswered, the number of queries within a budget depends on the
         votes. Then all ``num_queries`` are counted. A data-dependent budget uses votes without noise to stop the
         labelling, and no epsilon covers that.

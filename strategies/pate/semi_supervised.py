@@ -7,10 +7,10 @@ memorised the labels disagrees with wrong labels.) Second, confident pseudo-labe
 own.
 
 ``FeatureMatchingGan``, PATE-G: the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
-sections 3.1 and 5). A classifier's L logits also tell whether a record is real: D(x) = Z / (Z + 1), where Z is the sum
-of the exponentials of the logits; this is an extra class "fake" whose logit is 0. The generator matches the mean of the
-classifier's features on real records. Without the data-dependent initialisation (Salimans and Kingma 2016, section 3)
-the noise between the layers would be larger than the signal.
+sections 3.1 and 5). A classifier's L logits also give the probability that a record is real: D(x) = Z / (Z + 1), where
+Z is the sum of the exponentials of the logits; this is an extra class "fake" whose logit is 0. The generator matches
+the mean of the classifier's features on real records. Without the data-dependent initialisation (Salimans and Kingma
+2016, section 3) the noise between the layers would be larger than the signal.
 
 Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
 label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles the
