@@ -32,7 +32,7 @@ class Aggregator(Protocol):
 
 
 class WeightedMean(Settings):
-    """The mean with the weights that the algorithm asks for: numbers of records, or equal. No privacy guarantee."""
+    """The mean of the updates, with weights from the algorithm (numbers of records, or equal). No privacy guarantee."""
 
     kind: Literal["mean"] = "mean"
 

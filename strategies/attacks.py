@@ -80,7 +80,7 @@ class Planning(Protocol):
 
 @runtime_checkable
 class Scheduled(Protocol):
-    """An attack that hostile clients make in some rounds only. In all other rounds they are honest."""
+    """An attack that is active only in some rounds. In all other rounds hostile clients are honest."""
 
     def hostile_in(self, server_round: int) -> bool:
         """Return True if hostile clients attack in round ``server_round``, from 1."""
@@ -88,7 +88,7 @@ class Scheduled(Protocol):
 
 
 def hostile_in(attack: object, server_round: int) -> bool:
-    """Return True if the hostile clients of ``attack`` are hostile in round ``server_round``, from 1."""
+    """Return True if ``attack`` is active in round ``server_round``, counted from 1."""
     return not isinstance(attack, Scheduled) or attack.hostile_in(server_round)
 
 
@@ -103,13 +103,13 @@ class ActingOnClients(Protocol):
 
 @dataclass(frozen=True)
 class HostilePlans(ClientLayer):
-    """The attack's client half: the ``hostile`` clients train by the plan of the attack."""
+    """The attack's client half: the ``hostile`` clients train with the attack's local plan."""
 
     attack: Planning
     hostile: frozenset[int]
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the plan of the attack for a hostile client, and ``plan`` for other clients."""
+        """Return the attack's local plan for a hostile client, and ``plan`` for other clients."""
         return self.attack.planned(plan) if self.attacks(came) else plan
 
     def attacks(self, task: LocalTask) -> bool:
@@ -117,7 +117,7 @@ class HostilePlans(ClientLayer):
         return task.client in self.hostile and hostile_in(self.attack, task.server_round)
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the plan of the attack, which every trainer of the run must support."""
+        """Return the attack's local plan, as an example of plans that every trainer of the run must support."""
         return self.attack.planned(plan)
 
 
@@ -482,7 +482,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings about hostile clients without records, and if there are more than ``aggregator.hostile``."""
+        """Return warnings if hostile clients have no records, or if more of them attack than ``aggregator.hostile``."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         found, most = list[str](), getattr(experiment.aggregator, "hostile", None)

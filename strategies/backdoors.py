@@ -201,7 +201,7 @@ class SemanticBackdoor(Planted):
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records that ``is_meant`` selects, with the label ``target``.
 
-        Raises UserError if none exist.
+        Raises UserError if it selects none.
         """
         self.check_target(dataset)
         meant = dataset.test.take(np.flatnonzero(self._meant(dataset.test) & (dataset.test.labels != self.target)))

@@ -213,7 +213,7 @@ class DistributedSums(Layer):
         return self._is_paid(server_round, self.grid.shares) or self.ledger.affords(event)
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings on sums that were not opened, and on sums that overflowed the modulus."""
+        """Return warnings about sums that were not opened, and about sums that overflowed the modulus."""
         warnings = self.inner.conclusions(rounds)
         if self.unopened:
             warnings.append(

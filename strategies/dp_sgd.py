@@ -164,7 +164,7 @@ class DPSGD(ClientPrivacy):
 
     @property
     def clipping_in_words(self) -> str:
-        """Return the rule of clipping as words, such as "flat, norm 1"."""
+        """Return the clipping rule in words, such as "flat, norm 1"."""
         norms = f"norms {', '.join(f'{norm:g}' for norm in self.layer_norms)}"
         words = norms if self.layer_norms else f"norm {self.clipping_norm:g}"
         return f"{self.clipping}, {words}" + (f", stability {self.stability:g}" * (self.clipping == "automatic"))
@@ -176,7 +176,7 @@ class DPSGD(ClientPrivacy):
         return replace(super().protection, clipping_norm=whole)
 
     def rule(self, names: Sequence[str]) -> Clipping:
-        """Return the rule of clipping for a model whose trained parameters are ``names``, in the model's order.
+        """Return the clipping rule for a model whose trained parameters are ``names``, in the model's order.
 
         Raises UserError if ``layer_norms`` has another number of norms than the model has layers.
         """

@@ -11,7 +11,7 @@ from strategies.algorithm import Averaging
 
 
 class FedBABU(Averaging):
-    """FedAvg on the body, with the head, the last linear layer, frozen at its initial values in all rounds.
+    """FedAvg on the body. The head, the last linear layer, keeps its initial values in all rounds.
 
     After the last round each client fine-tunes the whole model, head included: ``evaluate.fine_tune_epochs``, 5 in the
     paper.

@@ -57,7 +57,7 @@ class FedLC(Averaging):
 
 
 def without_true(batch: Batch) -> torch.Tensor:
-    """Return the loss term of each record that removes its own class from the softmax's denominator, shape (n,).
+    """Return for each record the loss term that removes the record's own class from the softmax denominator, (n,).
 
     The term is 0 for a client with one class.
     """

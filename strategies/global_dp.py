@@ -111,11 +111,11 @@ def _no_raw_median(value: Any) -> Any:
 class GlobalDP(Settings):
     """Client-level differential privacy (Global DP) for any algorithm whose clients send tensors.
 
-    ``noise_multiplier``: z, the standard deviation of the noise on the sum divided by the clipping norm (with adaptive
-    clipping the updates get more noise, so that updates and counts together have the cost of z); with 0, updates are
-    only clipped and nothing is guaranteed. With "from-epsilon" the run uses the least z with which all rounds together
-    cost no more than the budget. ``clipping_norm``: S, the bound on the norm of one flat vector of everything a client
-    sends (with adaptive clipping, the bound in the first round). ``epsilon``: the budget at ``delta``: training stops
+    ``noise_multiplier``: z, the standard deviation of the noise on the sum, divided by the clipping norm. With adaptive
+    clipping the updates get more noise, so that updates and counts together have the cost of z. With 0, updates are
+    only clipped, and nothing is guaranteed. With "from-epsilon" the run uses the least z with which all rounds together
+    cost no more than the budget. ``clipping_norm``: S, the bound on the norm of everything that a client sends, as one
+    vector (with adaptive clipping, the bound in the first round). ``epsilon``: the budget at ``delta``: training stops
     before the round that would exceed this budget. If all rounds cost less, a part of the budget stays unused. None
     sets no limit. ``delta``: the delta of the guarantee. ``accountant``: the method that computes the epsilon spent.
     ``noise``: the source of the noise. With "secret" the noise comes from a fresh key of the operating system, so no

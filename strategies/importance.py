@@ -71,7 +71,7 @@ class Importance(GuidedSampler):
 
 
 def inclusion(scores: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return probabilities min(1, c scores) with sum ``size``, shape (clients,), where c is a number.
+    """Return probabilities min(1, c scores), shape (clients,). The factor c makes their sum ``size``.
 
     If fewer scores than ``size`` are positive, the probabilities of all positive scores are 1.
     """

@@ -199,13 +199,16 @@ class Layer:
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences on the privacy of the rounds. Users read them before the run, next to the privacy cost."""
+        """Return sentences about the privacy of the rounds.
+
+        Users read them before the run, next to the privacy cost.
+        """
         del experiment
         return ()
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences on facts that no epsilon of the run covers; every privacy statement ends with them."""
+        """Return sentences about facts that no epsilon of the run covers; every privacy statement ends with them."""
         del experiment
         return ()
 

@@ -45,7 +45,7 @@ def is_factor(name: str, sides: str = "AB") -> bool:
 
 
 def products(params: Params) -> dict[str, torch.Tensor]:
-    """Return B A of each adapter as a matrix (outputs, inputs), under the name of A, from the factors in ``params``."""
+    """Return {name of A: product B A} for each adapter in ``params``, as matrices of shape (outputs, inputs)."""
     return {one.a: params[one.b].flatten(1) @ params[one.a].flatten(1) for one in factors_in(params)}
 
 

@@ -67,7 +67,7 @@ def mask(secret: int, count: int, bits: int) -> NDArray[np.int64]:
 
 
 def mask_between(key: int, client: int, other: int, other_key: int, count: int, bits: int) -> NDArray[np.int64]:
-    """Return the mask that ``client`` adds for the pair with ``other``: the negative of the one that ``other`` adds.
+    """Return the mask that ``client`` adds for its pair with ``other``, which adds the negative of this mask.
 
     ``key``: the key of ``client``. ``other_key``: the public key of ``other``.
     """

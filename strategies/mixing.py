@@ -98,7 +98,7 @@ class Bucketing(_Mixed):
 
 
 class NearestNeighbourMixing(_Mixed):
-    """An aggregator, applied to one mean for each update: over it and its nearest updates (Allouah et al. 2023).
+    """An aggregator, applied to means: each update is replaced by the mean of its nearest ones (Allouah et al. 2023).
 
     This is algorithm 2 of the paper. Each mean is over n - h of the n updates, including the update itself. With h = 0
     all means are the mean of all updates. A round needs 2 h + 1 clients with records, or as many as the aggregator of

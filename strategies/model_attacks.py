@@ -83,7 +83,7 @@ class MinMax(_Farthest):
 
 
 class MinSum(_Farthest):
-    """Min-Sum: mean + g p, with a sum of squared distances to known updates up to the largest one of a known update.
+    """Min-Sum: mean + g p. Its squared distances to known updates sum to at most the largest such sum of a known one.
 
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
     deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search for the largest
@@ -122,7 +122,7 @@ class _Searched(Forging):
 
     @abstractmethod
     def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return the forged update of a strength, (d,). ``honest``: the honest updates, float64 (n, d)."""
+        """Return the forged update for ``strength``, (d,). ``honest``: the honest updates, float64 (n, d)."""
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
         """Return the forged update of best strength for each hostile client, or ``hostile`` if no client is honest."""

@@ -86,12 +86,12 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for the user on default sampling, and on a budget that is missing or unsuitable."""
+        """Return sentences for the user about default sampling, and about a budget that is missing or unsuitable."""
         return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings on default sampling, the budget, correlated noise in a resumed run, and a large delta."""
+        """Return warnings about default sampling, the budget, correlated noise in a resumed run, and a large delta."""
         del idle
         aggregator, resumed = experiment.aggregator, list[str]()
         if aggregator.noise_bands > 1 and rounds_done:
@@ -294,7 +294,7 @@ def noise_within(aggregator: GlobalDP, epsilon: float, charges: Callable[[Global
 
 
 def told_beforehand(experiment: Any) -> list[str]:
-    """Return sentences for the user on default Poisson sampling, and on a budget that does not fit the rounds."""
+    """Return sentences about default Poisson sampling, and about a budget that does not fit the rounds."""
     aggregator, sampler, sentences = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
         sentences.append(
@@ -317,7 +317,7 @@ def told_beforehand(experiment: Any) -> list[str]:
 
 
 def cost_of_noise(experiment: Any) -> list[str]:
-    """Return a sentence on the epsilon of the noise multiplier, if it was set without a budget; else an empty list.
+    """Return a sentence about the epsilon of the noise multiplier if no budget is set, else an empty list.
 
     Without this sentence users may think that global-dp:8 means epsilon 8.
     """

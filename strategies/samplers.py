@@ -95,7 +95,7 @@ class Everyone(Settings):
 
 
 class FixedSize(Settings):
-    """``cohort_size`` clients drawn uniformly without replacement, anew in every round."""
+    """In every round ``cohort_size`` clients are drawn uniformly without replacement."""
 
     kind: Literal["fixed-size"] = "fixed-size"
     cohort_size: int = Field(10, ge=1)

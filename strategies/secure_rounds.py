@@ -52,7 +52,7 @@ EXTRA: Final = 2
 
 
 def scale_of(settings: SecureSum, cohort: int) -> float:
-    """Return the factor before rounding to whole numbers, such that the sum over ``cohort`` clients cannot overflow."""
+    """Return the factor for numbers before rounding, with which the sum over ``cohort`` clients cannot overflow."""
     return ((1 << (settings.bits - 1)) - 1) // cohort / settings.clipping_range
 
 
@@ -199,7 +199,7 @@ class SecureRounds(Layer):
         return Aggregate(payloads_in(torch.from_numpy(mean), template), cohort.participation(with_records))
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings, one of them on rounds whose sums were not opened."""
+        """Return warnings, one of them about rounds whose sums were not opened."""
         warnings = self.inner.conclusions(rounds)
         if self.unopened:
             warnings.append(

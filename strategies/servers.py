@@ -133,7 +133,7 @@ class _Asynchronous(Settings):
             )
 
     def check_broadcast(self, algorithm: object, server: ServerState) -> None:
-        """Raise ValueError if the algorithm sends clients more tensors than the model."""
+        """Raise ValueError if the algorithm sends clients other tensors in addition to the model."""
         if server.broadcast:
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} cannot run with server={kind_of(self)}: besides the model it sends "

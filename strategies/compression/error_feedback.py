@@ -138,7 +138,7 @@ class RandK(ErrorFeedback):
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the numbers at the positions drawn from ``coins``; all are NaN where the update is not finite."""
+        """Return the numbers at the positions drawn from ``coins``. After divergence, ``update`` contains only NaN."""
         return Packed.of(update.flat[self._places(len(update.flat), coins)])
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:

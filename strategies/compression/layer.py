@@ -132,7 +132,7 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return ``state``, a client's state, with the tensors ``held`` of compression added.
+    """Return the client state ``state`` with compression's tensors ``held`` added.
 
     ``held``: {payload name: tensors}.
     """
@@ -140,7 +140,7 @@ def with_held(state: Payloads, held: Held) -> Payloads:
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return the tensors that compression keeps in ``state``, a client's state: {payload name: tensors}."""
+    """Return compression's tensors in the client state ``state``: {payload name: tensors}."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

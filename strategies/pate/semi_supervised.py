@@ -60,7 +60,7 @@ _ITERATIONS: Final = 90
 
 
 class FixMatch(Settings):
-    """FixMatch: pseudo-labels of weak views with at least ``threshold`` probability are targets of strong views.
+    """FixMatch: confident predictions on weak views (probability >= ``threshold``) are the targets of strong views.
 
     ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: if true,
     labels are propagated over a graph of similar records before training; a confident result is the record's

@@ -52,7 +52,7 @@ class Watch(Protocol):
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Record a step. ``step``: the number of steps so far. ``model``: the trained model if training ended now."""
+        """Record a step. ``step``: the number of steps so far. ``model``: the result if training ended now."""
         ...
 
 
