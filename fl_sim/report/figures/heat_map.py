@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADING = "Heat maps"
-_COLORS = "viridis"  # lightness rises steadily, so it is readable in greyscale and by colour-blind readers
+_COLORS = "viridis"  # lightness rises steadily: readable in greyscale and by colour-blind readers
 _DARK = 0.55
 """Cells below this share of the colour scale are dark, so their numbers are white."""
 
