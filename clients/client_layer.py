@@ -160,9 +160,10 @@ class ClientLayer:
         return reply
 
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
-        """Return this layer for a run whose clients have different architectures, so that all client states fit.
+        """Return this layer for a run whose clients have different architectures.
 
-        ``others``: this layer for each architecture. The client states of a run all have the same names and shapes.
+        ``others``: this layer for each architecture. The returned layer must give all client states of the run the same
+        names and shapes.
         """
         del others
         return self

@@ -274,8 +274,8 @@ class ClientRuntime:
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
     tensors in a file that a task names. ``ledger(client)``: the privacy ledger of a client without a policy.
     ``initial``: the initial model of the run. ``layers``: the client halves of the layers, such as compression,
-    innermost first. ``by_architecture``: the client runtimes of all architectures, if clients have different ones:
-    client i has the runtime number i mod their number.
+    innermost first. ``by_architecture``: if clients have different architectures, one client runtime for each of the n
+    architectures; client i uses runtime i mod n.
     """
 
     algorithm: LocalAlgorithm
@@ -412,7 +412,7 @@ class ClientRuntime:
 
 
 def prepared(jobs: Sequence[tuple[ClientRuntime, LocalJob]], *, stacked: bool = False) -> Callable[[], list[Trained]]:
-    """Return the function of ``ClientRuntime.prepare`` for jobs of several clients, each with its client runtime.
+    """Return the same function as ``ClientRuntime.prepare``, for ``jobs``: pairs (client runtime, job).
 
     Models of different sizes or architectures are trained one kind after another.
     """

@@ -84,7 +84,7 @@ def network_votes(
     returns a network. The network's initial weights depend only on ``number``. Several threads may call
     ``network_votes``. Raises RunError if the network's outputs are not finite.
     """
-    from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
+    from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (its import needs torch)
 
     model = build(int(rng(model_seed, "teacher", client).integers(2**31)))
     task = LocalTask(1, client, 1, len(records), settings, detached(model.named_parameters()))

@@ -213,8 +213,8 @@ def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -
     """Return the cell index of each record in each column, shape (records, columns).
 
     Every possible record has a cell. A number is in the cell of its column's nearest value, even if the number is
-    outside the range of these values.
-    Every listed category has a cell of its own. Unlisted categories share the last cell.
+    outside the range of these values. Every listed category has a cell of its own. Unlisted categories share the last
+    cell.
     """
     found = np.zeros((len(features), len(columns)), dtype=np.int64)
     start = 0

@@ -130,7 +130,7 @@ class DpCgan(Settings):
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
         """Train the networks of all clients, together if that saves time: see ``StackedGenerator``."""
-        from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (needs torch as it is imported)
+        from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (its import needs torch)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
         clients: dict[int, GanClient] = {}
@@ -157,7 +157,7 @@ class DpCgan(Settings):
 
         The name is "native trainer" for the compiled C++ trainer. Otherwise it is PyTorch, with the reason.
         """
-        from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (needs torch as it is imported)
+        from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (its import needs torch)
 
         kernel, reason = load_kernel()
         if self.is_compilable and kernel is not None:
