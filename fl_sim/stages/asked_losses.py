@@ -10,7 +10,7 @@ from strategies.guided_cohorts import TELL_LOSS
 
 
 class AskedLosses(Stage):
-    """The stage that adds the client task ``tell-loss``. The round layer sends the task to clients."""
+    """The stage that adds the client task ``tell-loss``. The layer ``GuidedCohorts`` sends this task to clients."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

@@ -35,14 +35,14 @@ from strategies.servers import Arrival, FedAsync, FedBuff
 from strategies.timed import clock_of
 
 TOGETHER = 64
-"""The approximate number of clients that train in one exchange of messages, so that all workers of an engine are busy.
+"""The approximate number of clients that train in one exchange of messages. It keeps all workers of an engine busy.
 
-The next server step may need fewer updates. Then further clients that already have their model train in the same
-exchange. By the virtual clock, their updates arrive later.
+If the next server step needs fewer updates, other clients that already have their model train in the same exchange.
+On the virtual clock, their updates still arrive later.
 """
 
 SENT = "sent-in-round-"
-"""The prefix of the names of the files with models that clients still train. Their updates have not arrived yet."""
+"""The prefix of the file names of models that clients still train: their updates have not arrived yet."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ class _Server:
     def resume(self, last_round: int) -> None:
         """Continue a run after the server step ``last_round``.
 
-        The method recomputes the arrival times of the updates. The method reads from files the models that clients
-        still train.
+        The arrival times of the updates are computed again. The models that clients still train are read from files.
         """
         for _ in range(last_round):
             self.schedule.next_step()
@@ -134,7 +133,7 @@ class _Server:
             path = self._path(server_round)
             if digest is None or not path.exists():
                 raise UserError(
-                    f"{path} is missing, the model that clients still trained after round {last_round}: restore an "
+                    f"{path} is missing: clients still trained this model after round {last_round}; restore an "
                     "unchanged copy of this file, or start again in a new directory"
                 )
             _, self.sent[server_round] = read_state(path, self.strategy.server, digest)
@@ -153,7 +152,7 @@ class _Server:
         self._train(made)
         arrivals = [
             Arrival(self.trained.pop(turn), self.sent[turn.server_round].params, made.staleness(turn))
-            # Updates are added in the order of clients, as in rounds, so that sums have the same bits.
+            # Updates are added in the order of client IDs, as in synchronous rounds, so that sums are bit-identical.
             for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
@@ -172,7 +171,7 @@ class _Server:
         )  # fmt: skip
 
     def _train(self, made: ServerStep) -> None:
-        """Train the clients whose updates arrive in the step ``made``, together with some clients of later steps."""
+        """Train the clients whose updates arrive in the step ``made``, and already some clients of later steps."""
         due = [turn for turn in made.arrived if turn not in self.trained]
         if not due:
             return

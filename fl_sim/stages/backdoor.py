@@ -1,4 +1,4 @@
-"""The attack success rate of a backdoor: the evaluation of models on the test records that the attack is about."""
+"""The stage that measures the success rate of a backdoor attack, on the test records that the attack targets."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,11 +12,11 @@ from strategies.backdoors import Planted
 
 
 class BackdoorSuccess(Stage):
-    """The stage at the server that tests models on the attacked records. Raises UserError for an unfit data set."""
+    """The stage at the server: tests models on the targeted records. Raises UserError if the data set does not fit."""
 
     titles: ClassVar[Mapping[str, str]] = {
-        "backdoor.success_rate_percent": "Attack success rate: test records with the backdoor, none of the target "
-        "class, that the model predicts as the target class, percent"
+        "backdoor.success_rate_percent": "Attack success rate: share of the backdoor's test records, all of other "
+        "classes, that the model predicts as the target class, percent"
     }  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -29,20 +29,20 @@ class BackdoorSuccess(Stage):
         self._round, self._success = -1, 0.0
 
     def warnings(self) -> list[str]:
-        """Return a warning if no hostile client holds a record that the attack is about."""
+        """Return a warning if no hostile client holds a record that the attack targets."""
         experiment, job = self.job.experiment, self.job
         if experiment.is_private:  # the clients' records are private
             return []
         hostile = hostile_clients(self._attack, experiment.num_clients, experiment.seed)
         if any(self._attack.is_held(job.dataset.train.take(job.shards[client])) for client in sorted(hostile)):
             return []
-        nobody = f"no hostile client holds a record that attack {kind_of(self._attack)} is about, so nobody attacks"
+        nobody = f"no hostile client holds a record that attack {kind_of(self._attack)} targets, so nobody attacks"
         return [
             f"{nobody}: set a larger attack.clients, another seed, or a partition with more holders of such records"
         ]
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the attack success rate of the round's model in rounds whose model is tested."""
+        """Return the attack success rate after ``server_round``; empty if this round is not tested."""
         experiment = self.job.experiment
         is_due = is_last or not server_round % experiment.evaluate_every
         if not is_due or not experiment.evaluate.tests(is_last=is_last):
@@ -51,7 +51,7 @@ class BackdoorSuccess(Stage):
         return {"backdoor_success_rate": self._success}
 
     def after(self, run: Run) -> None:
-        """Measure the final model, unless it is measured already, or the settings forbid to read test records."""
+        """Measure the final model if it is not measured yet and the settings allow tests."""
         if self.job.experiment.evaluate.tests(is_last=True) and self._round != len(run.log.rounds):
             self._measure(run, len(run.log.rounds))
 

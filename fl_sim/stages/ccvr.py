@@ -50,7 +50,7 @@ def settings_of(job: Job) -> CCVR:
 
 
 class Calibration(Stage):
-    """The stage of CCVR at the server: it asks clients for moments, and trains the head of the last model again."""
+    """The stage of CCVR at the server: it asks clients for moments, and retrains the head of the final model."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -62,7 +62,7 @@ class Calibration(Stage):
         return {SUMMARISE: self._task}
 
     def after(self, run: Run) -> None:
-        """Train the head of the last model again, on features drawn from the clients' moments.
+        """Retrain the head of the final model, on features drawn from the clients' moments.
 
         Raises RunError if a client fails; Diverged if the loss is not finite. The checkpoint contains the model of the
         last round, so a run that is interrupted here repeats this method when it resumes.
@@ -119,7 +119,7 @@ class Calibration(Stage):
         return Traffic(down, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":
-        """Return the privacy cost of the clients' noisy moments; nothing if the moments have no noise."""
+        """Return the privacy cost of the clients' noisy moments; empty if the moments have no noise."""
         return payments_of(settings_of(self.job))
 
     def warnings(self) -> list[str]:
@@ -137,7 +137,7 @@ class Calibration(Stage):
 def _statement_first(run: Run) -> Iterator[None]:
     """Add the privacy statement of the clients' noisy moments to the log, before the ``with`` block asks any client.
 
-    So the statement exists even if the run stops in the block. After the block, the joint privacy cost of all private
+    The statement thus exists even if the run stops in the block. After the block, the joint privacy cost of all private
     outputs about the same records is added to the statement.
     """
     log, settings = run.log, settings_of(run.job)

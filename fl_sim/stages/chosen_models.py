@@ -13,7 +13,7 @@ from strategies.several_models import SeveralModels
 
 
 class ChosenModels(Stage):
-    """The stage at the server. After the last round, it reads the clients' models from the round layer."""
+    """The stage at the server. After the last round, it reads from ``SeveralModels`` which model each client chose."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -21,18 +21,18 @@ class ChosenModels(Stage):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if there are several models."""
+        """Return True if the algorithm has several global models."""
         return SeveralModels.applies(experiment)
 
     def after(self, run: Run) -> None:
-        """Keep the round layer for the result, because the round layer knows the model of each client."""
+        """Store the layer ``SeveralModels``, which contains the index of each client's model, for the result."""
         self._layer = found_in(run.strategy.layer, SeveralModels)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
-        """Return the number of each client's model, from 0; NaN for clients that never trained."""
+        """Return the index of each client's model, counted from 0; NaN for clients that never trained."""
         chosen, clients = self._layer.chosen, range(self.job.experiment.num_clients)
         return {self._layer.column: np.array([chosen.get(one, np.nan) for one in clients])} if chosen else {}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the fields for ``result.json``, such as the number of clients of each model."""
+        """Return the fields for ``result.json``, such as how many clients chose each model."""
         return self._layer.facts()

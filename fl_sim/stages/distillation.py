@@ -1,6 +1,6 @@
 """The stage of FedDF: it reads the public records, distils after each round, and measures the ensemble.
 
-The settings and the steps are in ``strategies.feddf``. The round layer ``strategies.server_step`` keeps the models.
+The settings and the steps are in ``strategies.feddf``. The layer ``StepOnModels`` stores the clients' models.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,11 +29,11 @@ _BATCH = 500
 
 
 class EnsembleDistillation(Stage):
-    """The stage at the server. No client is asked for anything."""
+    """The stage at the server. It sends no requests to clients."""
 
     titles: ClassVar[Mapping[str, str]] = {
-        "ensemble.accuracy_percent": "Accuracy of the ensemble of the last round's models, an upper bound that keeps "
-        "all of them"
+        "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, an upper bound "
+        "for the distilled model"
     }
 
     def __init__(self, job: Job) -> None:
@@ -44,7 +44,7 @@ class EnsembleDistillation(Stage):
         self._ensemble: float | None = None
 
     def before(self, run: Run) -> None:
-        """Give the distillation step to the round layer, if there are public records."""
+        """Pass the distillation step to the layer ``StepOnModels``, if there are public records."""
         if not self.job.predicts_classes:
             raise UserError("algorithm feddf distils class predictions, and this model has none: take fedavg")
         self._layer = found_in(run.strategy.layer, StepOnModels)
@@ -67,7 +67,7 @@ class EnsembleDistillation(Stage):
         return Network(self.job.model().to(self.job.device).eval())
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the accuracy of the ensemble of the round's models, in rounds whose model is tested."""
+        """Return the accuracy of the ensemble of this round's client models; empty if the round is not tested."""
         experiment = self.job.experiment
         due = is_last or server_round % experiment.evaluate_every == 0
         if not (due and self._layer.models and experiment.evaluate.tests(is_last=is_last)):
@@ -87,26 +87,26 @@ class EnsembleDistillation(Stage):
         return True
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amount of computation for the time forecast, which lists it without a time."""
+        """Return the computation of the distillation. The time forecast lists it without a time."""
         return (Work("the distillation at the server", pieces=1.0),) if self.settings.proxy != "none" else ()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``ensemble`` for ``result.json``: the last accuracy of the ensemble."""
+        """Return the field ``ensemble`` for ``result.json``: the last measured accuracy of the ensemble."""
         said = "" if self._ensemble is None else f"{100 * self._ensemble:.1f} %"
-        words = f"the ensemble of the last round's models, an upper bound that keeps all of them: {said}"
+        words = f"the ensemble of the last round's client models, an upper bound for the distilled model: {said}"
         return {"ensemble": {"accuracy": self._ensemble, **({"in_words": words} if said else {})}}
 
 
 def proxy_records(job: Job, name: str) -> Source:
-    """Return the inputs of the training records of the data set ``name``, in the form of the job's own records.
+    """Return the training records of the public data set ``name``, prepared as the job's own records.
 
-    Raises UserError if the data set is missing, or if its records have another shape or kind.
+    Raises UserError if the data set is missing, or if its records have another shape or type.
     """
     experiment, dataset = job.experiment, job.dataset
     found = load(name, job.root, experiment.features)
     if found.input_shape != dataset.input_shape or found.vocabulary != dataset.vocabulary:
         raise UserError(
-            f"algorithm.proxy={name} has records of shape {found.input_shape}, and those of {experiment.data} have "
+            f"algorithm.proxy={name} has records of shape {found.input_shape}, and {experiment.data} has records of "
             f"shape {dataset.input_shape}: take a proxy of the same shape"
         )
     if found.train.inputs.dtype != dataset.train.inputs.dtype:

@@ -1,7 +1,7 @@
-"""The privacy bill of distributed DP: the costs of the noisy sums, as forecast and as statement.
+"""The privacy bill of distributed DP: the costs of the noisy sums, for the forecast and the privacy statement.
 
-The settings are in ``strategies.distributed_dp``. The round layer ``strategies.distributed_sums`` writes the costs into
-the run's privacy ledger.
+The settings are in ``strategies.distributed_dp``. The layer ``DistributedSums`` writes the costs into the run's privacy
+ledger.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ DOES_NOT_COVER: Final = (
 
 
 class DistributedSumsBill(Stage):
-    """The stage at the server: it asks clients for nothing. It plans the sums and states their cost."""
+    """The stage at the server, without client requests: plans the noisy sums and states their privacy cost."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -47,14 +47,14 @@ class DistributedSumsBill(Stage):
 
     @cached_property
     def grid(self) -> SumGrid:
-        """Return the grid of the sums, and their noise."""
+        """Return the rounding grid and the noise of the sums."""
         experiment = self.job.experiment
         params = detached(trainable(self.job.model()).items())
         return grid_of(experiment, first_template(experiment.algorithm, params, experiment.local.personal))
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return the events of all rounds, {event: number}, as if no client dropped out in later rounds."""
+        """Return {privacy event: number of rounds} for past rounds without drop-outs, and for all later rounds."""
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
             return Counter({full: charges})
@@ -62,17 +62,17 @@ class DistributedSumsBill(Stage):
         return Counter({full: max(0, charges - len(apart))})
 
     def before(self, run: Run) -> None:
-        """Pass the grid of the sums to the round layer."""
+        """Set the layer's grid for rounding the sums."""
         self._layer = found_in(run.strategy.layer, DistributedSums)
         self._layer.grid = self.grid
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the planned cost of all rounds."""
+        """Yield the planned privacy cost of all rounds."""
         settings: Any = self.job.experiment.aggregator
         yield payment_of(terms_of(settings), self.planned, "", is_simulated=settings.noise == "seeded")
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the given privacy statements ``others``, and the statement of the rounds."""
+        """Return the given privacy statements ``others``, and the privacy statement about the rounds."""
         settings: Any = self.job.experiment.aggregator
         assert self._layer is not None, "statements are made after the rounds"
         said = self._layer.ledger.statement(
@@ -84,16 +84,16 @@ class DistributedSumsBill(Stage):
         return [*others, said]
 
     def warnings(self) -> list[str]:
-        """Return a sentence on the noise, the bits and the cost, and one if delta is too large."""
+        """Return a sentence on noise, bits and privacy cost, and a warning if delta is too large."""
         settings: Any = self.job.experiment.aggregator
         grid, [payment] = self.grid, self.payments()
         cost = "no epsilon" if payment.epsilon is None else f"epsilon {rounded_up(payment.epsilon)}"
         length = grid.std_of_mean * grid.dimension**0.5 / grid.clipping_norm
         said = (
-            f"aggregator=distributed-dp: {grid.noise_multiplier:.4g} times the clipping norm is the noise on each "
-            f"number of the sum, the noise of {grid.shares:,} clients together. In the mean it is {length:.3g} "
-            f"clipping norms long, and a clipped update is at most one. A client sends {grid.padded:,} numbers of "
-            f"{grid.bits} bits; one grid step is {1 / (grid.scale * grid.clipping_norm):.3g} clipping norms. All "
+            f"aggregator=distributed-dp: each number of the sum has noise of {grid.noise_multiplier:.4g} clipping "
+            f"norms, the total of {grid.shares:,} clients. The mean's noise has the length of {length:.3g} "
+            f"clipping norms, a clipped update of at most 1. A client sends {grid.padded:,} numbers of "
+            f"{grid.bits} bits; one rounding step is {1 / (grid.scale * grid.clipping_norm):.3g} clipping norms. All "
             f"rounds cost {cost} at delta {settings.delta:g} if no client drops out. Secure aggregation is simulated "
             "by a plain sum"
         )
@@ -101,7 +101,7 @@ class DistributedSumsBill(Stage):
         return [said, *([advice] if advice else [])]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``distributed_sums`` for ``result.json``: the grid, and rounds with an unopened sum."""
+        """Return the field ``distributed_sums`` for ``result.json``: grid, refused and overflowed rounds."""
         grid, layer = self.grid, self._layer
         return {
             "distributed_sums": {

@@ -190,7 +190,7 @@ def statement(
 
     ``covers``, ``limits``: sentences on what the cost covers and does not cover. ``identity``: a name that is different
     for each run, so that the privacy costs of several runs are added up. ``together``: the joint privacy cost of all
-    private outputs about the same records. ``together`` is None if this machine does not know that cost.
+    private outputs about the same records, None if this cost is unknown on this machine.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415
@@ -217,8 +217,8 @@ def statement(
 def paid_together(job: Job, sums: FeatureSums, params: Params) -> "JointCost | None":
     """Return the joint privacy cost of all private outputs about the job's records, from the clients' privacy ledgers.
 
-    Clients on other machines have their own privacy ledgers. So the ledgers on this machine may lack the privacy cost
-    of these noisy sums. Then the result is None. ``params``: the model that computed the features.
+    The result is None if the ledgers on this machine lack the cost of these noisy sums: clients on other machines have
+    their own ledgers. ``params``: the model that computed the features.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415

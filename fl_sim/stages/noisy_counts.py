@@ -46,7 +46,7 @@ _DOES_NOT_COVER: Final = (
 
 @dataclass(frozen=True)
 class NoisyCounts:
-    """The noisy counts of a run. ``times``: the number of measurements. Each one releases a count of a client."""
+    """The noisy counts of a run. ``times``: the number of measurements. Each releases one count of every client."""
 
     job: Job
     protection: ClientProtection
@@ -63,7 +63,7 @@ class NoisyCounts:
         return counting_cost(self.protection, self.times).charge
 
     def task(self, measuring: EvaluateOwn) -> CountPrivately:
-        """Return the client task of noisy counts, on the models and test records of the client task ``measuring``."""
+        """Return the client task that counts with noise, with the models and test records of ``measuring``."""
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:
@@ -89,10 +89,10 @@ class NoisyCounts:
 
 
 def noisy_counts(job: Job, times: int) -> NoisyCounts | None:
-    """Return the noisy counts of a run with ``times`` measurements of own models; None for exact counts.
+    """Return the noisy counts of a run with ``times`` measurements of clients' own models; None for exact counts.
 
-    Counts are exact in a run without a promise of privacy, and on test records that are public. Raises UserError for
-    settings that would publish facts about records without noise, and for counts that cost more than epsilon.
+    Counts are exact in a run that is not private, and on public test records. Raises UserError for settings that would
+    publish facts about records without noise, and for counts whose cost exceeds the settings' epsilon.
     """
     experiment, evaluate = job.experiment, job.experiment.evaluate
     if not experiment.is_private:
@@ -163,7 +163,7 @@ def _check_private_tests(job: Job) -> None:
         pairs = np.unique(np.stack([groups[job.shards.records], job.shards.owners]), axis=1)
         if len(np.unique(pairs[0])) < pairs.shape[1]:
             raise UserError(
-                "evaluate.clients=own divides the test records of a source with several clients by their labels, and "
-                "this run promises privacy: take one client a source, as with partition=natural, or "
+                "evaluate.clients=own divides the test records of a source among its clients by their labels, and "
+                "this run promises privacy: take one client for each source, as with partition=natural, or "
                 "evaluate.clients=pooled:0.25"
             )

@@ -45,7 +45,7 @@ class OwnMeasures:
     """The clients' answers after a round, and the measures that are computed from them.
 
     ``answers``: one answer for each client; empty before the first measurement. ``members``: the clients that take part
-    in rounds. ``by_class``: False if a client counts right answers for all classes together.
+    in rounds. ``by_class``: False if clients count correct predictions in total, and not for each class.
     """
 
     answers: Sequence[OwnAnswer]
@@ -59,7 +59,7 @@ class OwnMeasures:
 
     @cached_property
     def numbers(self) -> dict[str, float]:
-        """Return the measures of all models: over the clients that take part, and over the held-out clients."""
+        """Return the measures of all models, {name: value}, over participating and over held-out clients."""
         return {
             f"{group}{model}_{name}": value
             for group, chosen in self._groups.items()
@@ -69,9 +69,9 @@ class OwnMeasures:
 
     @property
     def recalls(self) -> dict[str, list[float | None]]:
-        """Return the recall of each class, over the test records of all clients; None for a class without records.
+        """Return the recall of each class over all clients' test records; None for a class without records.
 
-        The names are such as ``own_recalls`` and ``held_out_own_recalls``.
+        Examples of names in the result are ``own_recalls`` and ``held_out_own_recalls``.
         """
         return {
             f"{group}{model}_recalls": [None if np.isnan(one) else one for one in counts.recalls.tolist()]
@@ -85,7 +85,7 @@ class OwnMeasures:
         """Return the accuracies of the models of each source's clients, {name of the source: {"own_accuracy": ...}}.
 
         An accuracy is the mean over the clients of the source. ``names``: the name of each client's source, "" for a
-        client without a source. Clients without test records, and sources with such clients only, are left out.
+        client without a source. Clients without test records are left out, and sources that have only such clients.
         """
         accuracies, sources = {model: self.accuracies(model) for model in self.models}, np.array(names)
         tested = {
@@ -100,7 +100,7 @@ class OwnMeasures:
 
     @property
     def _groups(self) -> dict[str, NDArray[np.bool_]]:
-        """Return masks of the clients that take part and of the held-out clients, by the prefix of their measures."""
+        """Return {prefix of measures' names: mask of clients} for participating and for held-out clients."""
         if not self.answers:
             return {}
         taking_part = np.zeros(len(self.answers), dtype=np.bool_)
@@ -141,7 +141,7 @@ class OwnMeasures:
         return shares
 
     def metrics(self, model: str) -> dict[str, NDArray[np.float64]]:
-        """Return the user's own metrics of ``model``, {name: one number for each client}; NaN for a missing number."""
+        """Return the user's own metrics of ``model``, {name: one number for each client}; NaN if it is missing."""
         start = f"{model}/"
         names = dict.fromkeys(name for one in self.answers for name in one.metrics if name.startswith(start))
         return {
@@ -151,7 +151,7 @@ class OwnMeasures:
 
     @property
     def num_with_metric(self) -> dict[str, int]:
-        """Return the number of clients with each of the user's own metrics, {"own_NAME": number}."""
+        """Return how many clients returned each of the user's own metrics, {"own_NAME": number of clients}."""
         return {
             f"{model}_{name}": len(known(values)) for model in MODELS for name, values in self.metrics(model).items()
         }
@@ -169,11 +169,11 @@ class OwnMeasures:
 
 
 def worse_than_alone(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of clients whose model has a lower accuracy in the run ``result`` than in the run ``alone``.
+    """Return the share of clients whose model is less accurate in the run ``result`` than in the run ``alone``.
 
-    In the run ``alone``, each client trains its own model alone. Both arguments are contents of ``result.json``, of
-    runs on the same split. The result is {name of the measure: share in percent}. Only clients that both runs tested
-    are counted.
+    In the run ``alone``, each client trains a model on its own records only. Both arguments are contents of
+    ``result.json``, of runs with the same partition. The result is {name of the measure: share in percent}. Only
+    clients that both runs tested are counted.
     """
     lists = [one.get("personal", {}).get("by_client", {}) for one in (alone, result)]
     found, before = {}, lists[0].get(OWN, [])

@@ -66,11 +66,11 @@ class OwnModels(Stage):
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return for each model the share of clients whose accuracy is lower than with the model trained alone."""
+        """Return for each model the share of clients with a lower accuracy than after training without others."""
         return worse_than_alone(alone, result)
 
     def tasks(self) -> Mapping[str, ClientTask]:
-        """Return the client tasks: one for the rounds, and one for after the last round.
+        """Return two client tasks: one during the rounds, and one after the last round.
 
         After the last round, clients also measure models after further training, unless the run promises privacy.
         """
@@ -92,7 +92,7 @@ class OwnModels(Stage):
         return len(self.job.validation.records) > 0
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the measures over clients after ``server_round``. The result is empty if this round is not measured.
+        """Return the measures over clients after ``server_round``; empty if this round is not measured.
 
         The validation accuracy is the mean over clients of the accuracy of each client's own model.
         """
@@ -106,7 +106,7 @@ class OwnModels(Stage):
         return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
     def after(self, run: Run) -> None:
-        """Measure the models after the last round, unless they are measured already, and log the number of bytes."""
+        """Measure the models after the last round if not done yet, log the bytes, and store the best measures."""
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:
             self._ask(run, MEASURE_LAST, server_round)
@@ -119,7 +119,7 @@ class OwnModels(Stage):
         self._best = {f"best_{name}": max(values) for name, values in found.items() if values}
 
     def _ask(self, run: Run, task: str, server_round: int) -> None:
-        """Ask all clients to measure their models after ``server_round``, with the message of the next round."""
+        """Ask all clients to measure their models. They receive the tensors that the next round would send."""
         experiment, server = self.job.experiment, run.strategy.server
         order = replace(
             run.order,
@@ -135,7 +135,7 @@ class OwnModels(Stage):
         self._run, self._times_done = run.order.run, -(-server_round // experiment.evaluate.personal_every)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
-        """Return the number of test records of each client, and accuracy and own metrics of each of its models."""
+        """Return each client's number of test records, and the accuracy and the user's metrics of its models."""
         if not self._measures.answers:
             return {}
         columns = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
@@ -144,7 +144,7 @@ class OwnModels(Stage):
         return {"test_records": self.job.own_tests.sizes, **columns}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``personal`` for ``result.json``: facts about test records, and measures over clients."""
+        """Return the field ``personal`` for ``result.json``: numbers of test records, and measures over clients."""
         tests, evaluate = self.job.own_tests, self.job.experiment.evaluate
         without = np.flatnonzero(tests.sizes == 0).tolist()
         records = {
@@ -203,8 +203,8 @@ class OwnModels(Stage):
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
-        The measures need predictions, also in an algorithm's ``start``. After the last round they need one more local
-        training of every client.
+        These are predictions (some in an algorithm's ``start``) and, after the last round, one more local training of
+        every client.
         """
         from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
             by_architecture,
@@ -252,7 +252,7 @@ class OwnModels(Stage):
 
 
 def _in_words(measures: Mapping[str, float], how: str) -> str:
-    """Return the measures as a line for the user. ``how``: words on noise, or empty."""
+    """Return the measures as a line for the user. ``how``: a note about noise, or empty."""
     named = {f"{OWN}_accuracy": "mean", f"{OWN}_worst_tenth": "worst tenth"}
     named |= {f"{name}_accuracy": name.replace("_", "-") for name in MODELS if name != OWN}
     named[f"{HELD_OUT}{FINE_TUNED}_accuracy"] = "fine-tuned by clients that never took part"

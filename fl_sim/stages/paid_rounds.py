@@ -1,6 +1,6 @@
-"""The privacy bill of rounds whose cost each client writes into its own ledger, as forecast and as statement.
+"""The privacy bill of rounds in which clients add noise, for the forecast and the privacy statement.
 
-The module ``clients.paid_rounds`` writes the costs into the clients' privacy ledgers.
+The module ``clients.paid_rounds`` writes the costs into the clients' own privacy ledgers.
 """
 
 from abc import abstractmethod
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PayingClients:
-    """The clients with the same cost of a round.
+    """Clients for which a round has the same privacy cost.
 
-    ``clients``: the numbers of the clients. ``cost``: the charge of a round. ``planned``: the events of a round under
-    the adjacency of the statement, as {event: number}. ``std``: the standard deviation of the noise on each number of a
-    sum. ``size``: the length of the sum. ``summands``: the number of clipped vectors in the sum. ``num_records``: the
-    number of records of each client, 0 if this number is private.
+    ``clients``: the client IDs. ``cost``: the cost of a round. ``planned``: {privacy event: count} of a round, under
+    the adjacency of the privacy statement. ``std``: the standard deviation of the noise on each number of a sum.
+    ``size``: the length of the sum. ``summands``: the number of clipped vectors in the sum. ``num_records``: the number
+    of records of each client, 0 if this number is private.
     """
 
     clients: tuple[int, ...]
@@ -54,10 +54,10 @@ class PayingClients:
 
 
 class PaidRoundsBill(Stage):
-    """The stage at the server: it asks clients for nothing, and only states the cost of the rounds."""
+    """The stage at the server, without client requests: it only states the privacy cost of the rounds."""
 
     released: ClassVar[str]
-    """The name of the released numbers of a round in the names of charges (``Releases.what``)."""
+    """What a round releases: a word in the names of the ledger's charges (``Releases.what``)."""
     covers: ClassVar[str]
     does_not_cover: ClassVar[str]
 
@@ -70,17 +70,18 @@ class PaidRoundsBill(Stage):
     @property
     @abstractmethod
     def terms(self) -> Terms:
-        """Return unit, adjacency and delta of the statement."""
+        """Return unit, adjacency and delta of the privacy statement."""
 
     @cached_property
     @abstractmethod
     def groups(self) -> list[PayingClients]:
-        """Return all clients with records, in groups with equal costs."""
+        """Return all clients with records, in groups with equal privacy costs of a round."""
 
     def before(self, run: Run) -> None:
-        """Remember the round layer, which counts the rounds of each client.
+        """Store the layer that counts each client's rounds.
 
-        Raises UserError if the budget does not allow a client's first round, or if noise is too coarse for the model.
+        Raises UserError if the budget is below the cost of a client's first round, or if the noise is too small or its
+        rounding too coarse.
         """
         self._layer, self._run = found_in(run.strategy.layer, PrivateTraining), run.order.run
         for group in self.groups:
@@ -97,13 +98,13 @@ class PaidRoundsBill(Stage):
                 )
 
     def after(self, run: Run) -> None:
-        """Compute the joint cost of everything in the clients' privacy ledgers, if the ledgers are on this machine."""
+        """Compute the joint cost of all charges in the clients' privacy ledgers, if they are on this machine."""
         del run
         with suppress(RunError, UserError):
             self._together = joint_cost(self.job, self.settings.delta) if self._is_charged_here() else None
 
     def _is_charged_here(self) -> bool:
-        """Return True if the privacy ledgers on this machine contain all rounds in which clients took part."""
+        """Return True if the privacy ledgers on this machine contain the costs of all rounds of all clients."""
         assert self._layer is not None
         releases = Releases(self.released, self.settings.noise, digest_of(self.job.experiment))
         paths = {client: ledger_path(self.job, client) for client in self._layer.counts}
@@ -119,7 +120,7 @@ class PaidRoundsBill(Stage):
             yield payment_of(self.terms, self.planned(worst), "", is_simulated=is_simulated)
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the given privacy statements ``others``, and the statement of the rounds."""
+        """Return the given privacy statements ``others``, and the privacy statement about the rounds."""
         if (worst := self.worst) is None:
             return list(others)
         counts = self._layer.counts if self._layer else {}
@@ -139,7 +140,7 @@ class PaidRoundsBill(Stage):
 
     @property
     def settings(self) -> ClientPrivacy:
-        """Return the settings of the protection."""
+        """Return the settings of the clients' noise."""
         assert isinstance(self.job.experiment.local.privacy, ClientPrivacy)
         return self.job.experiment.local.privacy
 
@@ -149,9 +150,10 @@ class PaidRoundsBill(Stage):
         return detached(trainable(self.job.model()).items())
 
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
-        """Return the privacy parameters; in a forecast without time for PLD accounting, by the RDP accountant.
+        """Return the privacy parameters, with the RDP accountant if a forecast has no time for the PLD accountant.
 
-        The noise of the RDP accountant costs at most as much. ``cost``: the function that computes a client's noise.
+        RDP accounting needs at least as much noise for the same budget. ``cost``: the function that computes a
+        client's noise and privacy cost.
         """
         protection = self.settings.protection
         try:
@@ -166,11 +168,11 @@ class PaidRoundsBill(Stage):
         return rounds if most is None else min(rounds, most)
 
     def planned(self, group: PayingClients) -> Mapping[dp_event.DpEvent, int]:
-        """Return the planned events of a client in the whole run, as {event: number}."""
+        """Return a client's planned privacy events in the whole run, {event: count}."""
         return {event: times * self.rounds_of(group) for event, times in group.planned.items()}
 
     def spent_by(self, group: PayingClients) -> float:
-        """Return the planned epsilon of a client in the whole run, by the chosen accountant if there is time for it."""
+        """Return a client's planned epsilon in the whole run, by RDP if there is no time for the chosen accountant."""
         planned, delta = self.planned(group), self.settings.delta
         try:
             return epsilon_of_counts(planned, delta, accountant=self.settings.accountant)

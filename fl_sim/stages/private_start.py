@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from strategies.private import PrivateRounds
 
 MEASURE: Final = "measure"
-"""The name of the client task that returns sums over the client's records, for a question in the message."""
+"""The name of the client task that returns sums over the client's records. The message says which sums."""
 
 _MOST_BYTES: Final = 64 * 1024  # maximum size of start.json in bytes
 
@@ -138,7 +138,7 @@ def prepare_start(run: Run) -> Path:
     """Return the file with the synthetic images for the first model. A resumed run finds this file; a new run makes it.
 
     Raises UserError if the privacy budget is too small for the noisy sums. Raises RunError if clients fail, or if the
-    stored images are damaged. Raises RunError, too, if the privacy ledger of the run lacks the cost of the images.
+    stored images are damaged, or if the run's privacy ledger lacks the cost of the images.
     """
     kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():
@@ -157,10 +157,7 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return the run's round layer of Global DP.
-
-    Its privacy ledger also contains the privacy costs of the noisy sums of this stage.
-    """
+    """Return the run's layer of Global DP. Its ledger also contains the privacy costs of this stage's noisy sums."""
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
@@ -169,9 +166,9 @@ def privacy_of(run: Run) -> "PrivateRounds":
 def released(run: Run, number: int, question: Params, template: Params) -> Params:
     """Ask a cohort of clients one question before round 1, and return the noisy mean of their answers.
 
-    The privacy cost is first written into the privacy ledger. ``number``: the number of the question, from 1.
+    The privacy cost is first written into the privacy ledger. ``number``: the index of the question, from 1.
     ``question``: the tensors of the message to each client. ``template``: names and shapes of an answer's tensors. A
-    client that fails counts as zeros, as in a round. An answer that does not fit the template also counts as zeros.
+    client that fails, or whose answer does not fit the template, counts as an answer of zeros, as in a round.
     Raises BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
@@ -240,14 +237,14 @@ def _checked(kept: Path, run: Run) -> Path:
         found = read_pool(path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, RunError) as error:
         raise RunError(
-            f"{kept} or the images beside it are damaged: delete {kept.name}; the images are then released again, and "
-            "charged again"
+            f"{kept} or its file of images is damaged: delete {kept.name}; the images are then released and charged "
+            "again"
         ) from error
     classes = np.arange(job.dataset.num_classes)
     if found.inputs.shape[1:] != job.dataset.input_shape or not np.isin(found.labels, classes).all():
         raise RunError(
-            f"{path} holds no images of {job.experiment.data}: delete {kept}; images are then released again, and "
-            "charged again"
+            f"{path} contains no images of {job.experiment.data}: delete {kept}; images are then released and charged "
+            "again"
         )
     Ledger(privacy.ledger.terms, kept.with_name(run_directory.LEDGER), receipt=receipt, holder=str(kept))
     return path

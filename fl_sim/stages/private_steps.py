@@ -1,4 +1,4 @@
-"""The privacy bill of DP-SGD on clients: the costs of the clients' private steps, as forecast and as statement.
+"""The privacy bill of DP-SGD on clients: the costs of their private steps, for forecast and privacy statement.
 
 The settings are in ``strategies.dp_sgd``. The module ``clients.private_steps`` writes the costs into the clients'
 privacy ledgers.
@@ -22,7 +22,7 @@ from strategies.private_steps import models_of
 
 
 class PrivateStepsBill(PaidRoundsBill):
-    """The stage at the server: it states the cost of the clients' private steps, for each of their records."""
+    """The stage at the server: it states the privacy cost of the clients' private steps, for each record."""
 
     released: ClassVar[str] = RELEASED
     covers: ClassVar[str] = (
@@ -43,11 +43,11 @@ class PrivateStepsBill(PaidRoundsBill):
 
     @property
     def terms(self) -> Terms:
-        """Return unit, adjacency and delta of the statement."""
+        """Return unit, adjacency and delta of the privacy statement."""
         return Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:
-        """Return sentences on the noise of the clients and on the cost, and a warning if delta is too large."""
+        """Return a sentence on the clients' noise and the privacy cost, and a warning if delta is too large."""
         if (worst := self.worst) is None:
             return []
         noises, rates = zip(*((group.cost.noise_multiplier, group.cost.rate) for group in self.groups), strict=True)

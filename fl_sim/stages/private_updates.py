@@ -1,4 +1,4 @@
-"""The privacy bill of local differential privacy: the costs of the clients' updates, as forecast and as statement.
+"""The privacy bill of local differential privacy: the costs of updates, for forecast and privacy statement.
 
 The settings are in ``strategies.local_dp``. The module ``clients.private_updates`` writes the costs into the clients'
 privacy ledgers.
@@ -20,7 +20,7 @@ from strategies.algorithm import first_template
 
 
 class PrivateUpdatesBill(PaidRoundsBill):
-    """The stage at the server: it states the cost of the clients' updates, for each client."""
+    """The stage at the server: it states the privacy cost of the clients' updates, for each client."""
 
     released: ClassVar[str] = RELEASED
     covers: ClassVar[str] = (
@@ -34,11 +34,11 @@ class PrivateUpdatesBill(PaidRoundsBill):
 
     @property
     def terms(self) -> Terms:
-        """Return unit, adjacency and delta of the statement."""
+        """Return unit, adjacency and delta of the privacy statement."""
         return Terms("client", Adjacency.REPLACE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:
-        """Return a sentence on the noise in the mean of the updates and on the cost, and one if delta is too large."""
+        """Return a sentence on the noise in the mean update and the privacy cost, and a warning for a large delta."""
         if not (groups := self.groups):
             return []
         experiment, settings, [group] = self.job.experiment, self.settings, groups

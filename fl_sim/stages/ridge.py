@@ -1,4 +1,4 @@
-"""The computation of a model's head (last layer) in closed form: a start for any method, and the whole method AFL.
+"""The computation of a model's head (last layer) in closed form, as a start for any method, or as the method AFL.
 
 Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
 are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.
@@ -50,13 +50,13 @@ _COVERS: Final = (
 )
 _NO_TRAINING: Final = "Nothing else leaves a client: no client trains."
 _NOT_TRAINING: Final = (
-    "The rounds after this start, which have no noise of these sums: another statement has their protection, if there "
-    "is any."
+    "The rounds after this start: the noise of these sums does not protect them. If the rounds have noise, another "
+    "statement covers them."
 )
 
 
 class RidgeHead(Stage):
-    """The stage at the server, before the first round: it puts the head in closed form into the first model."""
+    """The stage at the server, before the first round: it sets the first model's head to the closed-form solution."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -76,7 +76,7 @@ class RidgeHead(Stage):
         return "" if log.rounds else "clients send sums of products of their features, and the server computes a head"
 
     def before(self, run: Run) -> None:
-        """Put the head in closed form into the first model. A resumed run has this head already."""
+        """Set the first model's head to the closed-form solution. A resumed run already has this head."""
         run.log.before["products"] = self._traffic()
         if run.log.rounds:
             return
@@ -84,8 +84,8 @@ class RidgeHead(Stage):
         server = run.log.server
         if not {weight, bias} <= server.params.keys():
             raise UserError(
-                f"{self.settings.kind} sets the head that clients train together ({weight}, {bias}), but this method "
-                "does not send the head to the server, or changes its names: take another method"
+                f"{self.settings.kind} sets the global model's head ({weight}, {bias}), but this method does not send "
+                "the head to the server, or changes the names of its tensors: take another method"
             )
         answers = run.ask(
             MULTIPLY,
@@ -102,7 +102,7 @@ class RidgeHead(Stage):
         return True
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amount of computation for the time forecast, which lists it without a time."""
+        """Return the computation of the sums. The time forecast lists it without a time."""
         return (Work("the products of features", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
@@ -115,7 +115,7 @@ class RidgeHead(Stage):
         return Traffic(0, up) * self.job.experiment.num_clients
 
     def payments(self) -> "Iterator[Payment]":
-        """Return the privacy cost of the clients' noisy sums; nothing if the sums have no noise."""
+        """Return the privacy cost of the clients' noisy sums; empty if the sums have no noise."""
         return payments_of(self.settings)
 
     def warnings(self) -> list[str]:
@@ -135,7 +135,7 @@ class RidgeHead(Stage):
         return int(np.count_nonzero(self.job.shards.sizes))  # a client without records adds no noise
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the given privacy statements ``others``, and the statement of the noisy sums."""
+        """Return the given privacy statements ``others``, and the privacy statement about the noisy sums."""
         if not self.settings.is_private:
             return list(others)
         limits = _NO_TRAINING if self._setting == "algorithm" else _NOT_TRAINING
@@ -160,7 +160,7 @@ def head_names(model: nn.Module) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class OneShot(Procedure):
-    """The procedure of AFL: the stage sets the head, and the model is evaluated."""
+    """The procedure of AFL, without rounds: the stage ``RidgeHead`` sets the head, and the model is evaluated."""
 
     settings: AFL
 

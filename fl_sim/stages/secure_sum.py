@@ -1,4 +1,4 @@
-"""The facts about secure aggregation at the server: its rounding and its drop-outs."""
+"""The stage that reports the rounding and the drop-outs of secure aggregation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,18 +14,18 @@ from strategies.secure_rounds import EXTRA, SecureRounds, scale_of
 
 
 class SecureSumFacts(Stage):
-    """The stage at the server: it asks clients for nothing."""
+    """The stage at the server. It sends no requests to clients."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._layer: SecureRounds | None = None
 
     def before(self, run: Run) -> None:
-        """Find the round layer of the run."""
+        """Store the run's layer of secure aggregation, which counts the drop-outs."""
         self._layer = found_in(run.strategy.layer, SecureRounds)
 
     def work(self) -> Sequence[Work]:
-        """Return the computation of masks: each pair of clients twice, and again those that the server removes."""
+        """Return the computation of masks: two for each pair of clients, and those that the server removes."""
         experiment = self.job.experiment
         settings: Any = experiment.aggregator
         params = detached(trainable(self.job.model()).items())
@@ -42,7 +42,7 @@ class SecureSumFacts(Stage):
         return (Work(what, f"{what}, {settings.bits} bits", 0.0, experiment.rounds * masks, ready, most=4),)
 
     def warnings(self) -> list[str]:
-        """Return a sentence on the rounding, and on what is not protected."""
+        """Return a warning: numbers are rounded, and the simulated masks protect nothing."""
         settings: Any = self.job.experiment.aggregator
         size = self.job.experiment.sampler.expected_size(self.job.experiment.num_members)
         step = 1 / scale_of(settings, max(1, round(size)))
@@ -53,6 +53,6 @@ class SecureSumFacts(Stage):
         return [said]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum was not opened."""
+        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum stayed masked."""
         layer = self._layer
         return {"secure_sum": {"dropped": layer.dropped, "unopened": layer.unopened} if layer else {}}

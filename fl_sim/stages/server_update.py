@@ -1,4 +1,4 @@
-"""The stage of aggregators whose server trains, too, such as FLTrust: it reads the server's records, and trains."""
+"""The stage of aggregators such as FLTrust, whose server also trains: it reads the server's records, and trains."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ from strategies.server_update import ServerUpdate
 
 
 class ServerTraining(Stage):
-    """The stage at the server, which trains as the client with the number ``num_clients`` would. No client is asked."""
+    """The stage at the server. The server trains like a client with ID ``num_clients``, and sends no requests."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -36,12 +36,12 @@ class ServerTraining(Stage):
         self._examples = _records_of_server(job, self._name)
 
     def before(self, run: Run) -> None:
-        """Give the server's training to the round layer."""
+        """Pass the function that trains at the server to the layer ``ServerUpdate``."""
         layer = found_in(run.strategy.layer, ServerUpdate)
         layer.train = partial(self._updated, run.strategy, self._runtime(run.strategy))
 
     def _runtime(self, strategy: FederatedStrategy) -> ClientRuntime:
-        """Return the client runtime of the server. Its layers, such as compression, are those of no client."""
+        """Return the client runtime for training at the server. It has no client layers, such as compression."""
         job = self.job
         records = job.source(self._examples).whole()
         model = job.model()
@@ -60,7 +60,7 @@ class ServerTraining(Stage):
     def _updated(
         self, strategy: FederatedStrategy, runtime: ClientRuntime, server: ServerState, server_round: int
     ) -> Payloads:
-        """Return the payloads of the server's own update. Raises Diverged if a number is not finite."""
+        """Return the payloads of the server's update. Raises Diverged if a number in them is not finite."""
         experiment, algorithm, number = self.job.experiment, strategy.algorithm, strategy.num_clients
         rate = experiment.local.rate_in(server_round, experiment.rounds)
         order = replace(strategy.order, server_round=server_round, learning_rate=rate, state_dir="")
@@ -75,7 +75,7 @@ class ServerTraining(Stage):
         return algorithm.unfolded(sent) if isinstance(algorithm, Unfolding) else sent
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amount of computation for the time forecast, which lists it without a time."""
+        """Return the computation of training at the server. The time forecast lists it without a time."""
         return (Work("training at the server in every round", pieces=1.0),)
 
     def facts(self) -> Mapping[str, Any]:
@@ -86,7 +86,7 @@ class ServerTraining(Stage):
 
 
 def _records_of_server(job: Job, name: str) -> Examples:
-    """Return the records on which the server trains: those of the data set ``name``, or if it is "", those set aside.
+    """Return the server's training records: those of the data set ``name``, or the records set aside if it is "".
 
     Raises UserError if the data set is missing, or if its records or classes do not fit.
     """

@@ -30,7 +30,7 @@ SHARE: Final = "share"
 
 
 def sharing(job: Job) -> Sharing:
-    """Return the algorithm of ``job``. It must be an algorithm whose clients share summaries of their records."""
+    """Return the algorithm of ``job``. Its clients must share summaries of their records (class ``Sharing``)."""
     assert isinstance(job.experiment.algorithm, Sharing)
     return job.experiment.algorithm
 
@@ -70,7 +70,7 @@ class Shares(Stage):
         shared, up = self.gathered(run, template)
         down = arrays.num_bytes(wire.pool_content(shared)) * experiment.num_clients
         run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
-        mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records may reveal the records
+        mode = 0o600 if is_own(experiment.data) else 0o666  # an average of a few private records may reveal them
         pool = save_by_content(run.out.absolute(), "pool", shared, mode=mode)
         run.strategy.order = replace(run.order, pool=str(pool))
 
@@ -97,8 +97,8 @@ class Shares(Stage):
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of the bytes that the server exchanges with all clients.
 
-        The forecast assumes that all summaries have the same size. This is the size for a client with the mean number
-        of records. The size is computed on public test records.
+        The forecast assumes that all summaries are as large as that of a client with the mean number of records. This
+        size is computed on public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

@@ -68,7 +68,7 @@ class Classifier:
 
 @dataclass(frozen=True)
 class TstrProcedure(Procedure):
-    """The procedure of TSTR: the server trains classifiers on the clients' synthetic records alone."""
+    """The procedure of TSTR: the server trains classifiers only on the clients' synthetic records."""
 
     settings: Tstr
 
@@ -177,8 +177,8 @@ class TstrProcedure(Procedure):
     def work(self) -> tuple[Work, ...]:
         """Return the amounts of computation for the time forecast.
 
-        These amounts are for the making of the clients' synthetic records, the training of the classifiers, and their
-        evaluation. The time of the classifiers' training is not measured.
+        Clients make synthetic records; classifiers are trained and evaluated. The forecast lists the training of the
+        classifiers without a time.
         """
         measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())

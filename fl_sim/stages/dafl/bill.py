@@ -1,7 +1,7 @@
 """The privacy cost of DA-FL's pool of synthetic records, and the privacy statement about it.
 
-The clients' records are disjoint. So the privacy cost of the pool for a record is at most the cost of the most
-expensive client.
+The clients' records are disjoint, and each client pays only for its own records. So the privacy cost of the pool for
+any record is at most the highest cost of a client.
 """
 
 import json

@@ -99,8 +99,8 @@ class Pool:
 def prepare_pool(run: Run) -> Pool:
     """Return the job's pool, made now or by an earlier run, and write a copy into the run directory.
 
-    Raises RunError if a client fails, or if the pool is empty and clients would train on nothing else. Raises UserError
-    if the run's earlier rounds used another pool, because the epsilon of one pool does not cover two pools.
+    Raises RunError if a client fails, or if the pool is empty but needed for training. Raises UserError if the run's
+    earlier rounds used another pool, because the epsilon of one pool does not cover two pools.
     """
     job = run.job
     folder = pools_root() / pool_key(job)
@@ -122,13 +122,13 @@ def prepare_pool(run: Run) -> Pool:
 
 
 def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
-    """Raise UserError if earlier rounds of the run used another pool than the file ``name`` (empty: a new pool)."""
+    """Raise UserError if earlier rounds used another pool than the file ``name``; "" stands for a new pool."""
     used = {path.name for path in run.out.glob("synthetic-*.safetensors")} if run.log.rounds else set()
     if used and name not in used:
         raise UserError(
-            f"the rounds in {run.out} used the pool {', '.join(sorted(used))}, which is not in {folder}: put that "
-            "folder back, with the ledgers if the run comes from another machine, or choose another --out; then "
-            "the pool is made and charged again"
+            f"the rounds in {run.out} used the pool {', '.join(sorted(used))}, which is not in {folder}: restore that "
+            "folder, and the ledgers if the run comes from another machine; or choose another --out: the pool is then "
+            "made and charged again"
         )
 
 
@@ -228,7 +228,7 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
         return ""
     names = ", ".join(map(str, absent[:_FEW])) + (", ..." if len(absent) > _FEW else "")
     alone = settings_of(job.experiment).train_on == "synthetic"
-    effect = "models, which train on it alone, never see them" if alone else "it teaches nothing about these classes"
+    effect = "models train only on it and never see these classes" if alone else "it teaches nothing about these classes"
     return (
         f"the pool of {pool.num_synthetic:,} synthetic records has none of {len(absent)} of {len(counts)} classes "
         f"({names}): {effect}; {_cure(job)}"
@@ -236,10 +236,9 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
 
 
 def _cure(job: Job) -> str:
-    """Return the cure for missing classes, in words.
+    """Return advice for the user about missing classes.
 
-    The cure names the number of records of a class that a client needs. This number is computed only from public
-    numbers.
+    The advice names the number of records that a client needs in a class. This number depends only on public values.
     """
     settings = settings_of(job.experiment)
     gamma = max(settings.client_gammas, default=settings.gamma)
@@ -258,7 +257,7 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
     """Check the answers of all clients, and write them as a pool into ``folder``.
 
     ``answers``: (records, their counts and costs as JSON) of each client. ``seconds``: the time that the clients took.
-    Raises RunError, before anything is written, that names the first client with an invalid answer.
+    If an answer is invalid, RunError names the first such client, and nothing is written.
     """
     said = []
     for client, (records, text) in enumerate(answers):
@@ -286,8 +285,8 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
         pool = _read(folder, job, reused=reused)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, SafetensorError, RunError) as error:
         raise UserError(
-            f"the pool in {folder} is damaged: delete that folder, and it is made again, which is a second release "
-            f"({_words(error)})"
+            f"the pool in {folder} is damaged: delete that folder; the pool is then made again, which is a second "
+            f"release ({_words(error)})"
         ) from error
     for client, part in enumerate(pool.parts):
         if part.here:  # a remote client checks its part against its own ledger
@@ -327,7 +326,7 @@ def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
         raise ValueError(f"its counts are not {num_classes} whole numbers from 0 up, one for each class")
     if bool(facts) != (receipt is not None) or (any(counts) and not facts):
         raise ValueError(
-            "its description lacks the privacy costs of its records, or the receipt of the ledger for them"
+            "its description lacks the privacy costs of its records, or the ledger's receipt for these costs"
         )
     if facts:
         _check_facts(facts, settings_of(job.experiment), num_classes)
@@ -343,7 +342,7 @@ def _check_facts(facts: dict[str, Any], settings: DaFl, num_classes: int) -> Non
             raise ValueError("its description lacks the privacy costs of labels and generator")
     expected = events.to_json(label_event(settings, num_classes)), settings.labels.total_epsilon(num_classes)
     if len(facts) != 4 or (labels, epsilon) != expected:
-        raise ValueError("its privacy cost of the labels differs from that of the settings")
+        raise ValueError("its privacy cost of the labels differs from the cost that the settings imply")
     if type(steps) is not int or not 0 < steps <= _MOST_STEPS:
         raise ValueError("its number of generator steps is not a positive whole number")
     if adjacency(events.from_json(generator)) not in {None, Adjacency.ADD_OR_REMOVE_ONE}:
@@ -353,7 +352,7 @@ def _check_facts(facts: dict[str, Any], settings: DaFl, num_classes: int) -> Non
 def _check_records(records: torch.Tensor, part: ClientPart, dataset: Dataset) -> None:
     if records.shape != (sum(part.counts), *dataset.input_shape):
         raise ValueError(
-            "its number of records differs from the sum of its counts, or their shape from that of the data"
+            "its number of records differs from the sum of its counts, or its records differ in shape from the data set"
         )
     if not bool(((records >= -1) & (records <= 1)).all()):
         raise ValueError("its records are not all numbers in [-1, 1]")
@@ -380,7 +379,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
         raise ValueError(f"the content of {name} does not fit the hash in its name")
     records = read_pool(folder / name)
     if records.inputs.shape != (len(labels), *dataset.input_shape) or records.inputs.dtype != kept:
-        raise ValueError(f"the number, shape or type of the records in {name} differs from {FACTS}")
+        raise ValueError(f"{name} and {FACTS} disagree on the number, shape or type of the records")
     if kept == "float32" and not (np.abs(records.inputs) <= 1).all():
         raise ValueError(f"{name} holds records that are not all numbers in [-1, 1]")
     if not torch.equal(torch.from_numpy(records.labels), labels):
@@ -415,8 +414,8 @@ def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) 
     paid = {charge.release: charge.event for charge in charges}
     if any(paid.get(release) != event for release, event in said.items()):
         raise UserError(
-            f"the pool in {folder} is damaged: the privacy cost of client {client} in {FACTS} differs from that in "
-            f"{path}; delete that folder, and the pool is made again, which is a second release"
+            f"the pool in {folder} is damaged: the privacy cost of client {client} in {FACTS} differs from the cost in "
+            f"{path}; delete that folder; the pool is then made again, which is a second release"
         )
 
 
@@ -443,5 +442,5 @@ def _bounded(path: Path, most: int) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Return in words why a pool's file or a client's answer was refused. The words quote none of its content."""
+    """Return the reason why a pool file or a client's answer was refused, without quoting its content."""
     return str(error) if type(error) in {ValueError, RunError} else f"it cannot be read, {type(error).__name__}"

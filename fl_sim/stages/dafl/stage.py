@@ -52,7 +52,7 @@ class Synthesize:
     """The client task that makes synthetic records, once. Their privacy cost is in the client's privacy ledger."""
 
     job: Job
-    # False, because the cost is charged; a client's policy demands secret noise and fl-sim's mechanisms.
+    # False: the records get noise, whose privacy cost is charged. The client's policy checks the noise.
     reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class Synthesize:
         return wire.made_content(generate_elsewhere(settings, client.number, records, counts, noise, seed=seed))
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return the answer or the exception of every client. The clients' generators are trained together."""
+        """Return the answer or the exception of every client. All clients' generators are trained in one call."""
         from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
 
         job, experiment = self.job, self.job.experiment
@@ -213,14 +213,14 @@ class SynthesisStage(Stage):
         inputs, _ = to_tensors(public_records(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
         counts = np.array([max(1, round(settings.gamma * size))])
-        # Clipping and noise take the same time for any size of the noise. Noise 1 needs no search for the size.
+        # Clipping and noise take the same time at any noise multiplier. A fixed one needs no search.
         noise = 1.0 if math.isfinite(settings.epsilon) else 0.0
         bill = replace(generator.bill(size, 1, math.inf, settings.delta), noise_multiplier=noise)
         coins = rng(job.experiment.seed, "probe")
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: clients send float32 records, and may receive the pool with 8-byte labels."""
+        """Return a forecast of bytes: clients send float32 records; if they train on the pool, they receive it."""
         del params
         numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
         sizes, how_often = np.unique(released, return_counts=True)
@@ -244,7 +244,7 @@ class SynthesisStage(Stage):
         )  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the result fields of the pool; empty before the pool exists."""
+        """Return the pool's fields for ``result.json``; empty before the pool exists."""
         if self.pool is None:
             return {}
         from fl_sim.stages.dafl.pool import summary  # noqa: PLC0415 (the accountants load slowly)
@@ -254,7 +254,7 @@ class SynthesisStage(Stage):
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the given privacy statements ``others`` and the privacy statement of the pool.
 
-        Each client-level statement among ``others`` gets a sentence: it does not cover the pool.
+        Each client-level statement among ``others`` gets a sentence which says that it does not cover the pool.
         """
         if self.pool is None:
             return list(others)

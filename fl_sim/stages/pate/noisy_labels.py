@@ -4,10 +4,10 @@ Votes lie below ``$FL_SIM_POOLS`` (else the user's cache), in a folder whose nam
 determines them. Votes are PRIVATE: they are computed from the teachers' records, and only the owner of the files may
 read them (mode 0600).
 
-Each set of noisy labels has its own folder beside the votes. The folder contains these files: ``labels.json``, the
-labels and the receipt of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until
-the labels are stored; ``published.json``, the published data-dependent privacy cost, if any; ``cost-key``, the key of
-the noise on this cost. The last key is never removed, so that the published number is the same each time.
+Each set of noisy labels has a folder in the folder of the votes. It contains these files: ``labels.json``, the labels
+and the receipt of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until the
+labels are stored; ``published.json``, the published data-dependent privacy cost, if any; ``cost-key``, the key of the
+noise on this cost. ``cost-key`` is never removed, so that the published number is the same each time.
 """
 
 import hashlib
@@ -64,15 +64,15 @@ class Votes:
     reused: bool
 
     def about(self, rows: NDArray[np.int64]) -> "Votes":
-        """Return the votes on a selection of records: ``rows`` are positions in these votes, in the wanted order."""
+        """Return the votes on some records. ``rows``: the positions of these records, in the order of the result."""
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
 def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Votes:
     """Return the votes of the job's teachers on its public pool, made now or by an earlier run.
 
-    If labels are private, a teacher that failed counts as a vote for class 0 in every query: see ``ask_teachers``. If
-    labels are not private, it raises RunError. Raises UserError if the stored votes are damaged.
+    If votes get noise, a failed teacher counts as a vote for class 0 in every query: see ``ask_teachers``. Without
+    noise, a failed teacher raises RunError. Raises UserError if the stored votes are damaged.
     """
     folder = pools_root() / votes_key(job)
     public = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
@@ -93,7 +93,7 @@ def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Vo
     if kept.silent and not private:
         raise RunError(
             f"teachers {', '.join(map(str, kept.silent))} failed when the votes in {folder} were made: delete {_VOTES} "
-            f"and {_FACTS} there, and the teachers are trained again"
+            f"and {_FACTS} there; the teachers are then trained again"
         )
     counts, rows = count_votes(votes, shape.classes), np.arange(shape.records, dtype=np.int64)
     return Votes(votes, counts, rows, folder, kept.seconds, reused)
@@ -182,8 +182,8 @@ def _read_votes(folder: Path, shape: _VoteShape) -> tuple[NDArray[np.int64], _Vo
         if votes.max() < shape.classes:
             return votes.astype(np.int64), facts
     raise UserError(
-        f"the votes in {folder} are damaged: delete {_VOTES} and {_FACTS} there, and the teachers are trained again; "
-        "keep the labels beside them, whose privacy cost is charged already"
+        f"the votes in {folder} are damaged: delete {_VOTES} and {_FACTS} there; the teachers are then trained again; "
+        "keep the folders of labels there, because their privacy cost is charged already"
     )
 
 
@@ -279,12 +279,12 @@ def publish_cost(
         try:
             said = _Published.model_validate_json(read_whole(path, _MOST_BYTES))
         except (OSError, ValueError, UserError) as error:
-            raise RunError(f"{path} is damaged: delete it, and the same epsilon is published again") from error
+            raise RunError(f"{path} is damaged: delete it; the same epsilon is then published again") from error
     if said.terms != terms:
         raise RunError(
-            f"{path} holds an epsilon that an earlier version published; the cost of its publication depends on the "
-            "votes and is unknown: leave algorithm.publish_cost out, or run with another seed, which makes and charges "
-            "new labels"
+            f"{path} contains an epsilon that an earlier version of fl-sim published; the cost of publishing it "
+            "depends on the votes and is unknown: leave algorithm.publish_cost out, or run with another seed, which "
+            "makes and charges new labels"
         )
     return said.model_dump(), said.terms
 
@@ -323,9 +323,9 @@ class _Labels(BaseModel):
         unpaid = [query for query, one in enumerate(self.labels) if one != UNANSWERED and answer_to(query) not in paid]
         if unpaid:
             raise RunError(
-                f"{folder / _LABELS} holds {len(unpaid)} labels that {folder / LEDGER} was not charged for, the first "
-                f"is that of query {unpaid[0]}: put unchanged copies of both files back, or delete {_LABELS}; the "
-                "labels are then made and charged again"
+                f"{folder / _LABELS} contains {len(unpaid)} labels without a charge in {folder / LEDGER} (first: query "
+                f"{unpaid[0]}): restore unchanged copies of both files, or delete {_LABELS}; the labels are then made "
+                "and charged again"
             )
         return Labelled(np.array(self.labels, dtype=np.int64), self.num_asked)
 
@@ -339,8 +339,8 @@ def _read_labels(folder: Path, shape: tuple[int, ...]) -> _Labels:
         kept = None
     if kept is None or not kept.fit(queries, classes):
         raise RunError(
-            f"{folder / _LABELS} is damaged: put an unchanged copy of this file back, or delete it; the labels are "
-            "then made and charged again"
+            f"{folder / _LABELS} is damaged: restore an unchanged copy of this file, or delete it; the labels are then "
+            "made and charged again"
         )
     return kept
 
@@ -350,7 +350,7 @@ def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Le
     try:
         return labelling.open_ledger(folder / LEDGER, paid_with, holder=str(folder / _LABELS))
     except RunError as error:
-        raise RunError(f"{error}: the labels are in FL_SIM_POOLS, so set it to a new folder") from error
+        raise RunError(f"{error}; or set FL_SIM_POOLS, the folder of the labels, to a new folder") from error
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:
@@ -360,8 +360,8 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
     charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
     if not charges.startswith(seen):
         raise RunError(
-            f"{copy} shows charges for labels about these records that are missing in {ledger}: put an unchanged copy "
-            "of its folder back, or choose another --out; the labels are then made and charged again"
+            f"{copy} contains charges for labels that are missing in {ledger}: restore an unchanged copy of the folder "
+            f"{ledger.parent}, or choose another --out; the labels are then made and charged again"
         )
 
 
@@ -391,8 +391,8 @@ def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
     key = content[:32]
     if content != key + _use_of(key, counts):
         raise RunError(
-            f"{path} is damaged, or the votes have changed since the noise was drawn from this key: put unchanged "
-            f"copies of both back, or delete {path.name}; the release is then made and charged again"
+            f"{path} is damaged, or the votes have changed since the noise was drawn from this key: restore unchanged "
+            f"copies of both, or delete {path.name}; the release is then made and charged again"
         )
     return key
 

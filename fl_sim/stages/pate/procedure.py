@@ -47,7 +47,7 @@ class Vote:
     job: Job
     settings: Pate
     pool: torch.Tensor
-    reads_records: ClassVar[bool] = False  # the policy's rule for votes applies instead
+    reads_records: ClassVar[bool] = False  # ``run`` calls the policy's own check for votes
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 

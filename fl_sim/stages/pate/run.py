@@ -64,8 +64,8 @@ def run_pate(
 ) -> None:
     """Run PATE. ``say`` receives progress messages, and ``finished`` receives the record of each student epoch.
 
-    Raises RunError if no teacher votes, if no query is answered, or if the student diverges. If the votes get no noise,
-    RunError is also raised if one teacher fails.
+    Raises RunError if no teacher votes, if no query is answered, or if the student diverges. Without noise on the
+    votes, one failed teacher also raises RunError.
     """
     experiment, start = job.experiment, time.perf_counter()
     split = settings.public_split(job.dataset, experiment.seed_of_partition)
@@ -103,7 +103,7 @@ def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64
 
 
 class _Training:
-    """The student's training: ``rounds`` epochs with the same number of steps. Each epoch is one line of the log."""
+    """The student's training: ``rounds`` epochs with equal numbers of steps. The log has one line for each epoch."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> St
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
-    """Return the scores of a model in evaluation mode. Afterwards the model is in its earlier mode."""
+    """Return the scores of a model in evaluation mode, then restore the model's mode."""
     training = model.training
     scores = score(model.eval(), inputs, labels)
     model.train(training)

@@ -86,7 +86,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
-    if isinstance(partition, OverSplit):  # a record's transform depends only on the number of its teacher
+    if isinstance(partition, OverSplit):  # a record's transform depends only on the index of its teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
         neighbours(partition.over)  # raises UserError if the inner partition is the user's own
@@ -113,11 +113,11 @@ def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | 
 def _published(
     settings: Pate, votes: Votes, released: Released, labels: dict[str, Any], certain: Counter[dp_event.DpEvent]
 ) -> dict[str, Any]:
-    """Return the privacy statement that covers the labels and the published data-dependent epsilon together.
+    """Return the privacy statement that covers both the labels and the published data-dependent epsilon.
 
-    The statement contains a guarantee for the labels and the published epsilon together, and the published epsilon.
-    ``certain``: {event: count} of the largest privacy cost of all queries, for any votes. The cost in the privacy
-    ledger is not used, because it depends on which queries were answered.
+    The statement contains one guarantee for both, and the published epsilon. ``certain``: {event: count} of the largest
+    privacy cost of all queries, for any votes. The cost in the privacy ledger is not used, because it depends on which
+    queries were answered.
     """
     published, terms = publish_cost(settings, votes, released)
     delta = settings.labelling.delta
@@ -152,9 +152,9 @@ def _published(
 def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
     """Return a Renyi curve that bounds the privacy cost of the labels.
 
-    The result is the curve of the events ``certain``, or the curve of the privacy budget if that curve is lower. Tests
-    and answers of queries are Gaussian mechanisms. All mechanisms within a budget together cost less than one Gaussian
-    mechanism that exceeds this budget. The curve of this one mechanism bounds the cost.
+    The result is the minimum of two curves: the curve of the events ``certain``, and the curve of the privacy budget.
+    Tests and answers of queries are Gaussian mechanisms. A composition of them within the budget costs less than one
+    Gaussian mechanism that exceeds this budget. The curve of this one mechanism is the second curve.
     """
     curve = compose(certain)
     test, _ = labelling.mechanism.charges()

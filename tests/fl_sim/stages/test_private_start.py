@@ -167,9 +167,9 @@ def test_a_start_that_was_charged_and_not_kept_is_charged_again_under_other_nois
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda out: (out / "start.json").write_text("{"), "start.json or the images beside it are damaged"),
-        (lambda out: next(out.glob("start-*")).write_bytes(b"0"), "start.json or the images beside it are damaged"),
-        (lambda out: next(out.glob("start-*")).unlink(), "start.json or the images beside it are damaged"),
+        (lambda out: (out / "start.json").write_text("{"), "start.json or its file of images is damaged"),
+        (lambda out: next(out.glob("start-*")).write_bytes(b"0"), "start.json or its file of images is damaged"),
+        (lambda out: next(out.glob("start-*")).unlink(), "start.json or its file of images is damaged"),
         (lambda out: (out / "ledger.jsonl").unlink(), "put an unchanged copy of it back"),
     ],
     ids=["no JSON", "no tensors", "no images", "no ledger"],

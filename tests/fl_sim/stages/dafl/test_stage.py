@@ -284,7 +284,7 @@ def test_classes_of_which_a_pool_has_no_record_are_warned_of(gamma: str, needed:
     assert 0 < len(absent) < 10
     [warning] = [line for line in result["warnings"] if line.startswith("the pool of ")]
     assert f"{counts.sum():,} synthetic records has none of {len(absent)} of 10 classes " in warning
-    assert f"({', '.join(map(str, absent))}): models, which train on it alone, never see them" in warning
+    assert f"({', '.join(map(str, absent))}): models train only on it and never see these classes" in warning
     assert f"about {needed} records or more (preprocess.labels.epsilon=0.1, gamma={gamma})" in warning
 
 
@@ -335,7 +335,7 @@ def test_a_run_whose_pool_is_gone_does_not_go_on_with_another_one(
     if is_made_again:
         run(_made(), tmp_path / "second")
     monkeypatch.setattr(pools, "ask_clients", lambda *_: pytest.fail("a second release"))
-    with pytest.raises(UserError, match=r"the rounds in .*run used the pool synthetic-.*: put that folder back"):
+    with pytest.raises(UserError, match=r"the rounds in .*run used the pool synthetic-.*: restore that folder"):
         run(_made(), tmp_path / "run")
 
 
