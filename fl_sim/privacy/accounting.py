@@ -39,7 +39,7 @@ _MOST_STEPS: Final = 10**8
 
 
 def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return the epsilon of all ``events`` together at ``delta``; 0 for no events, ``inf`` for no guarantee.
+    """Return the joint epsilon of all ``events`` at ``delta``; 0 for no events, ``inf`` for no guarantee.
 
     Raises UserError where ``events`` have different adjacencies, or where the PLD accountant does not support an
     event.
@@ -121,7 +121,7 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
 
 
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
-    """Return the Renyi curve of several releases together: the sum of their curves, at ``ORDERS``."""
+    """Return the joint Renyi curve of several releases: the sum of their curves, at ``ORDERS``."""
     total = np.zeros(len(ORDERS))
     with np.errstate(over="ignore"):  # an overflow to ``inf`` means that there is no guarantee
         for event, count in single_steps(counts).items():
@@ -140,9 +140,9 @@ def supports_pld(event: dp_event.DpEvent) -> bool:
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return, for each of ``epsilons``, a delta such that all ``events`` together are (epsilon, delta)-private, by PLD.
+    """Return a delta for each of ``epsilons``, so that ``events`` are jointly (epsilon, delta)-private, by PLD.
 
-    An audit tests these pairs as the claim of a mechanism.
+    An audit tests these pairs (epsilon, delta) as a mechanism's claim.
     """
     steps, relation = tuple(single_steps(Counter(events)).items()), _RELATION[common_adjacency(events)]
     accountant, error = loss_distribution.composed(steps, relation, math.inf), loss_distribution.rounding_error(steps)
@@ -150,12 +150,11 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
 
 
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
-    """Return the Renyi order for a privacy filter, that is for a budget on releases that are chosen one after another.
+    """Return the Renyi order for a privacy filter: a budget for releases that are chosen one after another.
 
     ``first``: the releases that were planned before any release was made. At the returned order, the budget ``epsilon``
-    at ``delta`` allows the largest number of repetitions of ``first``. So the order depends on no output. Returns
-    infinity where the releases ``first`` fit into the budget only if their pure epsilons (epsilons at delta 0) are
-    added up.
+    at ``delta`` allows the largest number of repetitions of ``first``. So the order depends on no output. The order is
+    infinite if ``first`` fits into the budget only when pure epsilons (epsilons at delta 0) are added up.
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -207,7 +206,7 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier, as ``noise_multiplier`` does, for Poisson sampling.
+    """Return the smallest noise multiplier for Poisson sampling (see ``noise_multiplier``).
 
     The result is cached, so equal arguments give equal noise.
     """
@@ -233,9 +232,8 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    Take any unsampled Gaussian releases that together cost at most ``target_epsilon``. These releases together cost
-    less than the one release with the returned noise multiplier. So the cost of this one release is an upper bound on
-    their joint cost.
+    Any set of unsampled Gaussian releases with a joint cost of at most ``target_epsilon`` costs less than this one
+    release. So the cost of this release is an upper bound on their joint cost.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -291,9 +289,9 @@ def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
 
 
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Return the smallest x with ``spent(x) <= target``, up to a relative error of 1e-4 upwards and never downwards.
+    """Return the smallest x with ``spent(x) <= target``. The result is at most 0.01 % too large, and never too small.
 
-    The function ``spent`` must fall roughly as a power of x.
+    The function ``spent`` must decrease roughly as a power of x.
     """
     high = start
     while spent(high) > target:
@@ -322,7 +320,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
 
 
 def _most(spent: Callable[[int], float], target: float, start: int) -> int:
-    """Return the largest n with ``spent(n) <= target``. The caller must know that ``spent(start) <= target``."""
+    """Return the largest n with ``spent(n) <= target``. Requires ``spent(start) <= target``."""
     fits, stride = start, max(1, start // 16)
     while spent(fits + stride) <= target:
         fits, stride = fits + stride, 2 * stride

@@ -1,9 +1,9 @@
 """Audits of mechanisms: lower bounds on epsilon from many runs on two neighbouring data sets, or from one run.
 
-Privacy-profile audit: the two data sets, called worlds, differ in the audited unit alone, chosen for the worst case:
-world 0 is without this unit, world 1 is with it. P0 and P1 are the probabilities of outputs in world 0 and world 1. A
-claim (epsilon, delta(epsilon)) is refuted if a set of outputs E has, with confidence, P1(E) - e^epsilon P0(E) >
-delta(epsilon). The set E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals,
+Privacy-profile audit: the two data sets, called worlds, differ only in the audited unit, which is a worst case: world 0
+is without this unit, world 1 is with it. P0 and P1 are the probabilities of outputs in world 0 and world 1. A claim
+(epsilon, delta(epsilon)) is refuted if the audit proves, at its confidence, P1(E) - e^epsilon P0(E) > delta(epsilon)
+for a set E of outputs. E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals,
 Bonferroni correction over all sets). If the outputs are likelihood ratios, the sets are fixed, and all runs test them.
 Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
 
@@ -27,7 +27,7 @@ World: TypeAlias = Literal[0, 1]
 """The world of a run: 0 without the audited unit, 1 with this unit."""
 
 Mechanism: TypeAlias = Callable[[World, int], NDArray[np.float64]]
-"""A function (world, number of the run) -> released vector, shape (coordinates,). Runs are independent."""
+"""A function (world, index of the run) -> released vector, shape (coordinates,). Runs are independent."""
 
 EPSILONS: Final = (0.0, 0.5, 1.0, 2.0)
 CONFIDENCE: Final = 0.95
@@ -126,9 +126,9 @@ def audit_ratios(
 
     ``without``, ``with_unit``: the ratios in world 0 and in world 1, shape (runs,).
 
-    The auditor computes the ratios from the mechanism alone. So the sets of outputs are fixed before the runs: for each
-    epsilon, the ratios above epsilon, and those below minus epsilon. No run is needed to find them. Ratios of another
-    mechanism give weaker bounds, and no false ones.
+    The ratios follow from the mechanism's definition, without any run. So the sets of outputs are fixed before the
+    runs: for each epsilon, the ratios above epsilon, and the ratios below minus epsilon. Ratios of a different
+    mechanism give weaker bounds, but no false bounds.
     """
     level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: two directions with two probabilities each
     bounds, estimates, epsilon_bounds = [], [], [0.0]
@@ -149,13 +149,12 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
     """Return the smallest noise multiplier whose claim the runs refute, within 1 %: the tightest bound of this audit.
 
     ``claims`` maps a noise multiplier to the claims of the same mechanism with this noise, a delta for each of
-    ``audit.epsilons``. More noise means smaller claimed deltas. So the mechanism protects no better than with the
-    returned noise multiplier. An accountant turns this noise multiplier into an epsilon. Nasr et al. 2023 fit the
-    mechanism's trade-off curve in the same way.
+    ``audit.epsilons``. More noise means smaller claimed deltas. So the audited mechanism protects at most as well as
+    one with the returned noise multiplier. An accountant turns this noise multiplier into an epsilon. Nasr et al. 2023
+    fit the mechanism's trade-off curve in the same way.
 
-    The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity where
-    even a hundred times this noise is not refuted. Returns a quarter of this noise where this quarter is already
-    refuted.
+    The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity if the
+    claim for 100 times this noise is not refuted, and a quarter of this noise if the claim for a quarter is refuted.
     """
 
     def is_refuted(noise: float) -> bool:
@@ -175,11 +174,11 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
 
 
 def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
-    """Return p-values for the hypothesis that ``residuals`` are independent N(0, 1) numbers, by the name of the test.
+    """Return {test: p-value} for the hypothesis that ``residuals`` are independent N(0, 1) numbers.
 
     ``residuals``: shape (runs, coordinates), in claimed standard deviations. Each p-value is two-sided and corrected
-    for the number of its coordinates. A tiny p-value means that the noise is wrong. The name of the test tells the
-    wrong property, such as "mean" or "independence of runs".
+    for the number of its coordinates. A tiny p-value means that the noise is wrong. The test is named after the wrong
+    property, such as "mean" or "independence of runs".
     """
     runs, coordinates = residuals.shape
     squares = residuals**2
@@ -242,14 +241,13 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
 
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of at least ``correct`` correct guesses about an (epsilon, delta)-private run.
+    """Return an upper bound on the probability of ``correct`` or more correct guesses in an (epsilon, delta)-DP run.
 
     The bound is theorem 5.2. ``guesses``: the number of guesses.
 
-    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the other guesses are.
-    A positive delta adds to the result 2 m delta times the largest P(correct > W >= correct - i) / i over i = 1, 2,
-    .... Here m is the number of canaries, and W is a binomial number of ``guesses`` trials with the probability of a
-    right guess above.
+    At delta 0 each guess is correct with probability at most p = e^epsilon / (1 + e^epsilon), whatever the other
+    guesses are. A positive delta adds to the result 2 m delta times the largest P(correct > W >= correct - i) / i over
+    i = 1, 2, .... Here m is the number of canaries, and W is binomial: ``guesses`` trials with probability p.
     """
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
@@ -258,7 +256,7 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 
 
 def power_limit(num_canaries: int, delta: float) -> float:
-    """Return the epsilon that one run proves if all guesses are correct; the audit cannot refute a larger epsilon."""
+    """Return the epsilon that one run proves if all guesses are correct: the largest epsilon that it can refute."""
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 

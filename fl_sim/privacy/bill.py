@@ -45,7 +45,7 @@ class Payment:
     mapping, or several where the cost differs between units, such as between the records of different clients. There is
     none where the events are unknown, and none where ``epsilon`` is a privacy budget. ``plan``: the planned releases
     within the budget, also where ``charged`` is empty because of a budget. ``simulation_only``: True where the noise
-    comes from a published seed. ``on_records``: False for a release that read synthetic records alone.
+    comes from a published seed. ``on_records``: False for a release that read only synthetic records.
     """
 
     unit: str
@@ -98,9 +98,9 @@ class Bill:
 
     ``clients``: the split into clients, "" where the unit is not the client. ``totals``: the costs of the private
     releases, one for each adjacency. ``bare``: the number of runs that published something without a guarantee.
-    ``elsewhere``: the number of runs whose releases protect other units alone. ``unknown``: the number of runs whose
+    ``elsewhere``: the number of runs whose releases protect only other units. ``unknown``: the number of runs whose
     releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``: other names
-    of the same records. ``by_name``: the number of runs that identify their records by name alone, 0 where all runs are
+    of the same records. ``by_name``: the number of runs that identify their records only by name, 0 where all runs are
     about the same records.
     """
 
@@ -118,7 +118,7 @@ class Bill:
 
     @property
     def epsilon(self) -> float | None:
-        """Return the smallest proven epsilon of all releases together, at ``delta``; None for no guarantee."""
+        """Return the smallest proven joint epsilon of all releases, at ``delta``; None for no guarantee."""
         return None if self.bare or self.unknown else none_if_infinite(self._together[0])
 
     @property
@@ -130,8 +130,8 @@ class Bill:
     def _together(self) -> tuple[float, float]:
         """Return (epsilon, delta) of all releases of the bill, as the sum of the costs under the two adjacencies.
 
-        The sum of costs under both adjacencies holds under replace-one. To replace one unit is to remove it and
-        to add another one. So group privacy for two units first converts the cost under add-or-remove-one.
+        This sum holds under replace-one. To replace one unit is to remove it and to add another one. So group privacy
+        for two units first converts the cost under add-or-remove-one to replace-one.
         """
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
@@ -229,10 +229,7 @@ def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Pa
 
 
 def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
-    """Return the bill of one run alone for the privacy unit ``unit``.
-
-    ``payments``: all payments of this run for the unit.
-    """
+    """Return the bill of a single run for the privacy unit ``unit``. ``payments``: all its payments for this unit."""
     return _bill("", unit, "", [RunPayments("", "", tuple(payments), bare=False)])
 
 
@@ -283,18 +280,12 @@ def _under_replacement(counts: Counts) -> Counts:
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return the guarantee under replace-one that an (epsilon, delta) under add-or-remove-one gives.
-
-    The guarantee follows from group privacy for two units.
-    """
+    """Convert (epsilon, delta) under add-or-remove-one to replace-one, by group privacy for two units."""
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 
 def _by_records(runs: Sequence[RunPayments]) -> list[tuple[dict[str, None], list[RunPayments]]]:
-    """Return (names of the data, runs) for each set of records, in order.
-
-    A run whose records are unknown belongs to every set.
-    """
+    """Return (names of the data, runs) for each set of records. A run whose records are unknown is in every set."""
     groups: list[tuple[dict[str, None], set[str]]] = []
     for run in runs:
         names, contents = {run.data: None} if run.data else {}, {run.content} - {""}
@@ -342,9 +333,9 @@ def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return one payment for each release: the largest of all payments for this release.
+    """Return one payment for each release: the largest one, if several runs paid for this release.
 
-    Several runs may use one release. A run that was interrupted has paid for only a part of the release.
+    An interrupted run has paid for only a part of its release.
     """
     releases: list[Payment] = []
     known: dict[str, int] = {}

@@ -4,11 +4,11 @@ One convention holds everywhere: ``noise_multiplier`` is the standard deviation 
 clipping norm S of ONE unit. The type of an event determines its adjacency (z: the noise multiplier, q: the sampling
 rate):
 
-* ``GaussianDpEvent(z)`` and ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``: to add or remove one unit moves the sum
-  by S.
-* ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: a fixed m of K units without replacement, replace one unit. The
-  sum moves by 2S. The accountant of this event knows that, so the event takes z, not z/2. (``RdpAccountant`` on a
-  ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` would be wrong: it takes z relative to the *sensitivity*.)
+* ``GaussianDpEvent(z)`` and ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``: one unit is added or removed. The
+  sensitivity of the sum is S.
+* ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: m of K units are drawn without replacement, and one unit is
+  replaced. The sensitivity is 2S. Accountants of this event include the factor 2, so the event takes z, not z/2.
+  (``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` would be wrong: its z is relative to the *sensitivity*.)
 * ``SkellamDpEvent`` and ``DiscreteGaussiansDpEvent``: integer noise; their field ``vectors`` determines the adjacency.
 * ``LaplaceDpEvent(scale)``, ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon
   (1 / scale for the first) when one unit is added or removed.
@@ -46,11 +46,11 @@ class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
 
 @dataclass(frozen=True)
 class IntegerNoiseDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
-    """The event of a sum of integer vectors plus integer noise. It is the base class of the events for two noises.
+    """The event of a sum of integer vectors plus integer noise: base class of the two kinds of integer noise.
 
     ``variance``: the variance of the noise on each number of the sum. ``l1`` and ``l2``: the largest L1 norm and L2
-    norm of the vector of one unit. ``vectors``: 1 where the unit's data are replaced by nothing. 2 where they are
-    replaced by other data: the sum then moves by the difference of two such vectors.
+    norm of the vector of one unit. ``vectors``: 1 if adjacency replaces the unit's data by nothing; 2 if it replaces
+    them by other data, so that the sum changes by the difference of two vectors.
     """
 
     variance: float
@@ -68,8 +68,8 @@ class SkellamDpEvent(IntegerNoiseDpEvent):
 class DiscreteGaussiansDpEvent(IntegerNoiseDpEvent):
     """The event of a sum of integer vectors plus the sum of discrete Gaussian noises (``IntegerNoiseDpEvent``).
 
-    ``shares``: the number of independent noises, all with the same parameter, that add up to ``variance``.
-    ``dimension``: the number of numbers in a vector.
+    ``shares``: the number of independent noise vectors, such as one for each client. Each has the variance
+    ``variance`` / ``shares``. ``dimension``: the length of a vector.
     """
 
     shares: int = 1
@@ -134,8 +134,8 @@ def _check_gaussian(event: dp_event.DpEvent, sampling: str) -> None:
 def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
     """Return ``event`` under replace-one adjacency: one unit is replaced, or its data change.
 
-    The sum moves by up to 2S, where S is the clipping norm of one unit. The unit takes part in a step with the same
-    probability as before, rounded up to a multiple of 2^-20.
+    The sensitivity becomes 2S, where S is the clipping norm of one unit. The sampling rate stays the same, rounded up
+    to a multiple of 2^-20.
     """
     step, times = unrolled(event)
     match step:
@@ -155,7 +155,7 @@ def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
     """Return the adjacency of the privacy event ``event``.
 
-    None: the event holds under both adjacencies (a zCDP bound, no guarantee).
+    The result is None if the event holds under both adjacencies: a zCDP bound, or an event without guarantee.
     """
     match unrolled(event)[0]:
         case dp_event.TruncatedSubsampledGaussianDpEvent():
@@ -177,8 +177,8 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
     found = {relation for event in events if (relation := adjacency(event)) is not None}
     if len(found) > 1:
         raise UserError(
-            "add-or-remove-one and replace-one releases cannot be added up: sample every step the same way "
-            "(full participation under replace-one is fixed-size with m = K)"
+            "costs under add-or-remove-one and under replace-one cannot be added up: sample every step the same way "
+            "(full participation under replace-one is fixed-size sampling with m = K)"
         )
     return found.pop() if found else Adjacency.ADD_OR_REMOVE_ONE
 
@@ -197,7 +197,7 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts``, {event: number of releases}, where an event of T releases becomes T releases of one event."""
+    """Return ``counts``, {event: number of releases}, with every repeated event split into its single releases."""
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)
@@ -234,7 +234,7 @@ def noise_multiplier(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_rate(event: dp_event.DpEvent) -> float | None:
-    """Return the probability that a unit takes part in one release; None for events without a known sampling."""
+    """Return the probability that a unit takes part in one release; None if the event does not contain it."""
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)

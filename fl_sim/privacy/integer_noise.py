@@ -1,9 +1,9 @@
 """Integer noise for sums of whole numbers, drawn from secret random words.
 
-* Skellam noise is the difference of two independent Poisson numbers of the same mean. A sum of Skellam numbers is
+* Skellam noise is the difference of two independent Poisson variables of the same mean. A sum of Skellam variables is
   Skellam again (Agarwal, Kairouz, Liu 2021, "The Skellam mechanism for differentially private federated learning").
-* A discrete Gaussian number of parameter s^2 is k with a probability in proportion to exp(-k^2 / (2 s^2)). See Canonne,
-  Kamath, Steinke 2020. A sum of such numbers is only approximately discrete Gaussian. See Kairouz, Liu, Steinke
+* A discrete Gaussian variable of parameter s^2 is k with a probability proportional to exp(-k^2 / (2 s^2)). See
+  Canonne, Kamath, Steinke 2020. A sum of such variables is only approximately so distributed. See Kairouz, Liu, Steinke
   2021, "The distributed discrete Gaussian mechanism for federated learning with secure aggregation".
 
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
@@ -25,14 +25,14 @@ from fl_sim.privacy.mechanisms import Noise
 Mechanism: TypeAlias = Literal["skellam", "discrete-gaussian"]
 
 LEAST_DELTA: Final = 1e-12
-"""The least delta for which the distance of the drawn numbers from the exact distribution is negligible."""
+"""The smallest delta for which the distance of the drawn numbers from the exact distribution is negligible."""
 VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
 _DIGITS: Final = 127  # number of binary digits of a threshold in the table
 _WORKING: Final = 320  # number of binary digits of all numbers while the table is computed
 _MASK: Final = 2**64 - 1
-_TAIL: Final = 100.0  # the tail behind the table is below 2 exp(-100) < 2^-130
+_TAIL: Final = 100.0  # the tail beyond the table is below 2 exp(-100) < 2^-130
 
 
 def drawn(
@@ -70,7 +70,7 @@ class NoiseTable:
     low: NDArray[np.uint64]
 
     def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return, for each number in ``digits`` (63 bits), the number of entries of ``high`` that are at most as large.
+        """Return, for each number in ``digits`` (63 bits), how many entries of ``high`` are at most as large.
 
         For most numbers the first 16 bits suffice: an array with 2^16 entries holds the results for all values of these
         16 bits.
@@ -87,7 +87,7 @@ class NoiseTable:
 
 @lru_cache(maxsize=4)
 def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
-    """Return the table of a noise. It takes about a second for a standard deviation of 40,000 grid steps."""
+    """Return the table of a noise distribution, in about a second for a standard deviation of 40,000 grid steps."""
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
     assert numerator == variance * VARIANCE_STEPS
@@ -106,7 +106,7 @@ def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
 def _skellam_weights(numerator: int, last: int) -> list[int]:
     """Return numbers in proportion to the probabilities of 0, ..., ``last``: the Bessel functions I_k(variance).
 
-    The recurrence I_(k-1) = I_(k+1) + (2 k / variance) I_k is numerically stable if k falls (Miller's algorithm).
+    The recurrence I_(k-1) = I_(k+1) + (2 k / variance) I_k is numerically stable for decreasing k (Miller's algorithm).
     """
     weights = [0, 1 << (_WORKING // 2)]
     for k in range(last, 0, -1):

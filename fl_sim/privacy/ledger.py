@@ -1,4 +1,4 @@
-"""The privacy ledger of one unit, which books or refuses each cost before the release; and its file, the charge log.
+"""The privacy ledger of one unit, which charges or refuses each cost before the release, and its file, the charge log.
 
 A release is one published result, such as a round's noised mean. A charge is the ledger's entry with its cost.
 
@@ -155,13 +155,13 @@ class Ledger:
         return (release, noise) in self._charges
 
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
-        """Book the cost of one release BEFORE it is made, and return the epsilon spent so far (None: no guarantee).
+        """Charge the cost of one release BEFORE it is made, and return the epsilon spent so far (None: no guarantee).
 
         ``release``: the name of the release, such as "round 7". ``noise``: the identity of its noise key. A second
-        charge with the same name and key is free, because the same bits are published. With another key there is a
-        second release, which costs again.
+        charge with the same name and key is free, because it publishes the same bits. With another key it is a second
+        release, which costs again.
 
-        Raises BudgetExhausted, and books nothing, where the cost would exceed the budget. Raises UserError where the
+        Raises BudgetExhausted, and charges nothing, where the cost would exceed the budget. Raises UserError where the
         adjacency of ``event`` is not the ledger's. Raises RunError where the ledger holds another event under the same
         name and key.
         """
@@ -236,7 +236,7 @@ class Ledger:
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # the log names the charged releases, and the ledger computes the cost of these releases
+            if news:  # epsilon is computed from the events, not taken from the log
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append
@@ -308,7 +308,7 @@ class ChargeLog:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-                raise RunError(f"{self._path} is not a privacy ledger, but something else or far too large: {_CURE}")
+                raise RunError(f"{self._path} is no plain file, or too large for a privacy ledger: {_CURE}")
             lock_descriptor(descriptor, poll_interval=_PAUSE)
             yield file
 
@@ -378,7 +378,7 @@ class ChargeLog:
                 raise UserError(
                     f"{self._path} was opened under {terms}, not {self._terms}: use a fresh output directory"
                 )
-        return self._damaged("it is not the head of a privacy ledger")
+        return self._damaged("it is not the first line of a privacy ledger")
 
     def _charge(self, value: dict[str, Any]) -> Charge:
         match value:

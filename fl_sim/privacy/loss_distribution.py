@@ -1,9 +1,9 @@
 """Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, computed by dp_accounting).
 
-dp_accounting represents the privacy loss on a grid. Its estimates are upper bounds for every grid spacing, so the grid
-is chosen so coarse that a computation takes seconds. The Fourier transforms that compose distributions have rounding
-errors in both directions. At small delta these errors are most of the result. So epsilon is computed at delta minus a
-bound on the errors. No PLD is computed where the bound is more than half of delta.
+dp_accounting represents the privacy loss on a grid. Its estimates are upper bounds for every grid spacing. The spacing
+is chosen so large that a computation takes only seconds. The Fourier transforms that compose distributions have
+rounding errors in both directions. At small delta these errors are most of the result. So epsilon is computed at delta
+minus a bound on the errors. No PLD is computed where the bound is more than half of delta.
 """
 
 import math
@@ -37,7 +37,7 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """Raised in place of a PLD computation, if the time of a forecast for PLDs is over."""
+    """Raised instead of computing a PLD, if a forecast has no time left for PLDs."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
     if (error := rounding_error(steps)) > delta / 2:
         return f"no PLD was computed, because its rounding errors, up to {error:.1g}, are too large for delta {delta:g}"
     if by_rdp > _MOST_EPSILON:
-        return f"no PLD was computed, because an epsilon above {_MOST_EPSILON:g} says little either way"
+        return f"no PLD was computed, because an epsilon above {_MOST_EPSILON:g} protects little by any accountant"
     if sum(count for _, count in merged(steps)) > _MOST_STEPS:
         return f"no PLD was computed, because the PLD of more than {_MOST_STEPS} sampled steps takes too long"
     return ""
@@ -177,10 +177,7 @@ def _noise(event: dp_event.DpEvent) -> float:
 
 
 def _widest_loss(event: dp_event.DpEvent) -> float:
-    """Return approximately the width of the range of one release's privacy losses.
-
-    Tails of probability 2^-60 are left out.
-    """
+    """Return the approximate width of the range of one release's privacy loss, without tails of probability 2^-60."""
     if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
         return 0.0
     shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)
@@ -188,12 +185,11 @@ def _widest_loss(event: dp_event.DpEvent) -> float:
 
 
 def _without_amplification(steps: Steps) -> Steps | None:
-    """Return the fixed-size steps as if all units were in every cohort; None where their epsilon cannot be smaller.
+    """Return the fixed-size steps with full participation; None where their epsilon cannot be smaller.
 
-    For a cohort of a fixed size the bounds with and without amplification by sampling both hold. With much noise
-    the means of the amplified pair of distributions differ by 4 q S (q: the sampling rate, S: the clipping norm).
-    The means of the plain pair differ by 2 S. So the plain bound can be smaller only for cohorts of at least half
-    of the population.
+    For a cohort of a fixed size, two bounds hold: with and without amplification by sampling. With much noise the means
+    of the two distributions differ by 4 q S with amplification (q: the sampling rate, S: the clipping norm), and by 2 S
+    without. So the bound without amplification can be smaller only for cohorts of at least half of the population.
     """
     plain: list[tuple[dp_event.DpEvent, int]] = []
     for event, count in steps:

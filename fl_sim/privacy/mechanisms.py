@@ -1,22 +1,22 @@
 """Clipping and noise in float64.
 
-Noise comes from one ChaCha20 stream per purpose and round; sum and noise share a grid.
+Noise comes from one ChaCha20 stream for each purpose and round; sum and noise are rounded to the same grid.
 
-Noise is rounded to the grid exactly, so a release is a rounding of the exact mechanism's result, at no loss of privacy.
+The noise is rounded exactly, so a release is the exact mechanism's result, rounded, and as private as that result.
 Plain float64 noise has no such proof: the low bits of its numbers can distinguish sums (Mironov 2012, "On significance
 of the least significant bits"). Here the clipped sum and the noise are rounded to multiples of one power of two, g. For
 a sum t on the grid, t + g round(N / g) = g round((t + N) / g). So if the noise N is rounded *exactly*, the released
 number is the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding uses nothing private, so the
-release is as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. Two facts are left
-to show:
+release is as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. The proof
+needs two facts:
 
-1. The rounded sum moves by no more than the clipping norm: ``clipping_norm_on_grid``.
+1. The sensitivity of the rounded sum is at most the clipping norm: ``clipping_norm_on_grid``.
 2. round(N / g) is exact. N = Q(U), where Q is the quantile function of the noise, and U is uniform on (0, 1) and known
    by its first 63 binary digits. float64 gives an approximation of N / g. If the distance of this approximation from
-   the nearest boundary k + 1/2 (k: a whole number) exceeds ``TOLERANCE``, its rounding is right. The digits behind
-   those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. For such a small U, and next to a
-   boundary (about one number in 44,000), the probability of the boundary is compared with the first 127 digits of U, in
-   as many digits as needed. Where 127 digits do not decide, further ones are drawn. Next to a boundary the compiled
+   the nearest boundary k + 1/2 (k: a whole number) exceeds ``TOLERANCE``, its rounding is right. The digits after
+   those 63 change N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. For such a small U, and next to a
+   boundary (about one number in 44,000), the probability of the boundary, computed to as many digits as needed, is
+   compared with the first 127 digits of U. Where 127 digits do not decide, further ones are drawn. Next to a boundary the compiled
    code first compares the 63 digits with this probability in float64. The result of this comparison counts where the
    relative difference of the two is more than ``CLOSE``.
 
@@ -48,13 +48,13 @@ DECIDED: Final = 2.0**-17
 """The least uniform number U whose first 63 binary digits suffice to round a noise number to the grid.
 
 The noise number is Q(U), and g is the grid step (see the module). |dQ/dU| is at most 1.3 / U. A standard deviation (the
-scale of a Laplace distribution) is less than 2^21 g. Half a unit of the 63rd digit is 2^-64. So Q(U) / g is known to
-1.3 x 2^-26.
+scale of a Laplace distribution) is less than 2^21 g. Half a unit of the 63rd digit is 2^-64. So the error of
+Q(U) / g is at most 1.3 x 2^-26.
 """
 CLOSE: Final = 2.0**-43
 """The relative difference between U and a boundary's probability above which float64 decides which is larger.
 
-U is above ``DECIDED``, so its digits behind the 63rd are less than 2^-46 of it.
+U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with the digits of U
@@ -80,8 +80,7 @@ class Normals(Protocol):
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
         """Multiply the N(0, 1) numbers by ``ratio``, round the products to whole numbers, and write these to ``out``.
 
-        Returns the indices of the numbers whose rounding the words ``first`` alone do not decide. For these numbers the
-        caller also needs the second word.
+        Returns the indices of the numbers whose rounding also depends on the second word. The caller rounds these.
         """
         ...
 
@@ -279,13 +278,13 @@ def clip_factor(norm: float, clipping_norm: float) -> float:
 
 
 def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, summands: int) -> float:
-    """Return the norm L for clipping, so that a sum *rounded to the grid* moves by at most ``clipping_norm``.
+    """Return the norm L for clipping, so that a sum *rounded to the grid* has the sensitivity ``clipping_norm``.
 
-    The sum has ``dimension`` numbers and at most ``summands`` clipped vectors (a public number n). Two errors make
-    L smaller than ``clipping_norm``. Rounding to the grid moves the difference of two sums by at most one grid step
-    per number. float64, with u = 2^-53, adds the following. A norm is too small by at most (dimension / 2 + 4) u L,
-    its factor and the products included. A sum is off by at most u times the norms of all its partial sums and
-    products, (n^2 / 2 + n) u L, in either of two neighbouring worlds. Twice the float64 error is set aside, to
+    The sum has ``dimension`` numbers and at most ``summands`` clipped vectors (a public number n). L is smaller than
+    ``clipping_norm``, to make up for two errors. Rounding to the grid changes the difference of two sums by at most one
+    grid step in each number. Errors of float64, with u = 2^-53: a norm is too small by at most (dimension / 2 + 4) u L,
+    including the errors of its factor and of the products; a sum is off by at most u times the norms of all its partial
+    sums and products, (n^2 / 2 + n) u L, in each of two neighbouring worlds. Twice the float64 error is subtracted, to
     cover the terms quadratic in u. Raises UserError where L would be at most half of ``clipping_norm``.
     """
     if std == 0:
@@ -326,12 +325,12 @@ def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
 
     With this noise multiplier, the noisy updates and the noisy clipping counts together cost as much as one release
     with noise multiplier z. ``count_std`` is sigma_b, the standard deviation of the noise on the sum of (b_i - 1/2),
-    which one client moves by 1/2. Raises UserError where the noisy counts alone would cost more than z allows.
+    whose sensitivity is 1/2. Raises UserError where the noisy counts by themselves would cost more than z allows.
     """
     if not 2 * count_std > noise_multiplier > 0:
         raise UserError(
-            f"adaptive clipping with count_noise {count_std:g} leaves nothing of noise_multiplier "
-            f"{noise_multiplier:g}: choose a positive noise_multiplier and count_noise above half of it"
+            f"adaptive clipping: noisy counts with count_noise {count_std:g} cost as much as noise_multiplier "
+            f"{noise_multiplier:g} allows, or more: choose a positive noise_multiplier and count_noise above half of it"
         )
     return float((noise_multiplier**-2 - (2 * count_std) ** -2) ** -0.5)
 

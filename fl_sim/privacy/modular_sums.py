@@ -1,16 +1,16 @@
 """Noisy sums of vectors modulo 2^bits, for differential privacy without a trusted server.
 
-A client clips its vector, rotates it, and scales it to a grid of whole numbers. It rounds the vector at random, adds
-integer noise, and sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and
-nothing else. The server takes the sum as a number around 0, and undoes scale and rotation. These are algorithms 1 and 2
-of Kairouz, Liu, Steinke 2021.
+A client clips its vector, rotates and scales it, and rounds it randomly to whole numbers. It adds integer noise, and
+sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and nothing else. The server
+shifts the sum into a range around 0, and undoes scale and rotation. These are algorithms 1 and 2 of Kairouz, Liu,
+Steinke 2021.
 
 * The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. The rotation spreads a vector
   evenly over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
 * Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound. At least 39 % of the
   tries reach this bound (in the paper: conditional rounding with beta = e^(-1/2)). The bound is the sensitivity: a
   client without data sends a rounded vector of zeros.
-* With the scale, ``headroom`` standard deviations of the sum fit into half of the modulus. This holds also if all
+* The scale is chosen so that ``headroom`` standard deviations of the sum fit into half of the modulus, even if all
   clients send the same vector.
 """
 
@@ -31,21 +31,21 @@ from fl_sim.privacy.mechanisms import Noise, clip_factor
 from fl_sim.seeding import rng
 
 MOST_TRIES: Final = 500
-"""The number of tries of rounding, which fail together with a probability below 10^-100. Then zeros are sent."""
+"""The largest number of tries of random rounding. If all fail (probability below 10^-100), zeros are sent."""
 
 _BLOCK: Final = 2**15  # numbers per block: a multiple of 8, so that a block fills whole bytes
 
 EDGE: Final = 0.75
-"""A number of the sum lies near the edge if it exceeds this part of half of the modulus."""
+"""A number of the sum is near the edge if its absolute value exceeds this fraction of half of the modulus."""
 
 
 @dataclass(frozen=True)
 class SumGrid:
-    """The grid of a noisy sum, and its noise. All fields are public.
+    """The rounding grid and the noise of a noisy sum. All fields are public.
 
-    ``dimension``: the number of numbers in a client's vector. ``shares``: the number of clients whose noise adds up to
-    the planned noise. ``clipping_norm``: the largest L2 norm of a client's vector. ``noise_multiplier``: the planned
-    standard deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``mechanism``: the law of
+    ``dimension``: the length of a client's vector. ``shares``: the number of clients whose noise adds up to the planned
+    noise. ``clipping_norm``: the largest L2 norm of a client's vector. ``noise_multiplier``: the planned standard
+    deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``mechanism``: the distribution of
     the noise. ``bits``: the number of bits of a sent number. ``headroom``: see the module.
     """
 
@@ -59,7 +59,7 @@ class SumGrid:
 
     @property
     def padded(self) -> int:
-        """Return the dimension after zeros are added, a power of two."""
+        """Return the length of a vector that is filled up with zeros, a power of two."""
         return 1 << (self.dimension - 1).bit_length()
 
     @property
@@ -115,9 +115,9 @@ class SumGrid:
         return math.ceil(wanted * VARIANCE_STEPS) / VARIANCE_STEPS
 
     def event(self, present: int) -> dp_event.DpEvent:
-        """Return the privacy event of a sum of which ``present`` clients added their noise.
+        """Return the privacy event of a sum that contains the noise of ``present`` clients.
 
-        Noise of more clients than ``shares`` is not counted. Unit: one client. Adjacency: its data are replaced by
+        At most the noise of ``shares`` clients is counted. Unit: one client. Adjacency: its data are replaced by
         nothing, while it still takes part.
         """
         assert present > 0
@@ -131,19 +131,19 @@ class SumGrid:
 
     @property
     def std_of_mean(self) -> float:
-        """Return the standard deviation of the noise and the rounding on each number of the mean, at most."""
+        """Return an upper bound on the standard deviation of noise and rounding in each number of the mean."""
         variance = self.shares * (self.share_variance + 0.25)
         return math.sqrt(variance) / self.scale / self.shares
 
 
 def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
-    """Return the least noise multiplier with which ``rounds`` sums of all shares cost at most ``epsilon`` at ``delta``.
+    """Return the least noise multiplier with which ``rounds`` sums without drop-outs cost ``epsilon`` at ``delta``.
 
-    The noise multiplier in the argument ``grid`` is not read. Raises UserError if no noise reaches ``epsilon``.
+    The noise multiplier in ``grid`` is ignored. Raises UserError if no noise reaches ``epsilon``.
     """
 
     def spent(noise_multiplier: float, accountant: object) -> float:
-        del accountant  # the PLD accountant does not know integer noise
+        del accountant  # the PLD accountant does not support integer noise
         tried = replace(grid, noise_multiplier=noise_multiplier)
         return epsilon_of_counts({tried.event(tried.shares): rounds}, delta)
 
@@ -153,8 +153,8 @@ def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float
     except UserError as error:
         raise UserError(
             f"epsilon {epsilon:g} at delta {delta:g} is out of reach with {grid.bits} bits for {grid.dimension:,} "
-            f"numbers of {grid.shares:,} clients: the rounding alone costs more. Set more bits, a larger epsilon, or "
-            "fewer rounds"
+            f"numbers of {grid.shares:,} clients: because of the rounding, no noise is enough. Set more bits, a larger "
+            "epsilon, or fewer rounds"
         ) from error
     return math.ceil(found * 1e6) / 1e6
 
@@ -184,7 +184,7 @@ def rotated(values: NDArray[np.float64], grid: SumGrid, *, seed: int, server_rou
 
 
 def rounded_to_grid(scaled: NDArray[np.float64], grid: SumGrid, noise: Noise, server_round: int) -> NDArray[np.int64]:
-    """Return ``scaled`` rounded at random to whole numbers, of a squared norm of at most ``grid.most_squared``."""
+    """Return ``scaled``, rounded randomly to whole numbers with a squared norm of at most ``grid.most_squared``."""
     below = np.floor(scaled)
     upwards = scaled - below
     for number in range(MOST_TRIES):
@@ -221,8 +221,8 @@ def signed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
 def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
     """Return True if many numbers of the sum lie near the edge of the modulus, so that some probably passed the edge.
 
-    If ``headroom`` standard deviations fit into half of the modulus, numbers seldom lie near the edge. The answer is
-    computed from the released sum alone.
+    If ``headroom`` standard deviations fit into half of the modulus, numbers seldom lie near the edge. The answer
+    depends only on the released sum.
     """
     near = int((np.abs(centred(total, grid)) > EDGE * grid.modulus / 2).sum())
     expected = grid.padded * math.erfc(EDGE * max(grid.headroom, 3.0) / math.sqrt(2))

@@ -28,7 +28,7 @@ from fl_sim.privacy.events import (
 )
 
 Curve: TypeAlias = NDArray[np.float64]
-"""Renyi divergences at ``ORDERS``. The curve of several releases together is the sum of their curves."""
+"""Renyi divergences at ``ORDERS``. The joint curve of several releases is the sum of their curves."""
 
 ORDERS: Final = (
     *(1 + 10 ** (eighth / 8 - 4) for eighth in range(16)),
@@ -68,7 +68,7 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return an upper bound on the Renyi divergences of ``rdp_curve``, for searches, in a fifth of the time.
+    """Return an upper bound on ``rdp_curve`` in a fifth of its time, for the search of a noise multiplier.
 
     The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Far
     from that order, straight lines between whole orders replace the slow series.
@@ -193,7 +193,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
 
 
 def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bound of Kairouz, Liu and Steinke 2021 for sums of discrete Gaussians, the least of three bounds."""
+    """Return the bound of Kairouz, Liu and Steinke 2021 for sums of discrete Gaussians: the minimum of three bounds."""
     l1, l2, d = event.vectors * event.l1, event.vectors * event.l2, event.dimension
     each = event.variance / event.shares
     if not each >= _LEAST_STD**2:
@@ -212,7 +212,7 @@ def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[n
 def _gaussian_curve(noise: float) -> Curve:
     """Return the Renyi divergences of the Gaussian mechanism, order / (2 z^2), for add-or-remove-one.
 
-    z is the noise multiplier. Adding or removing one unit moves the mean by one clipping norm.
+    z is the noise multiplier. The sensitivity is one clipping norm.
     """
     return np.asarray(_ORDERS / 2 / np.float64(noise) / np.float64(noise))
 
@@ -224,9 +224,9 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
     D_a). At a whole order A - 1 is a sum of positive terms, so a tiny divergence keeps its digits. log A is a convex
     function of a, so a straight line between its values at two whole orders is an upper bound between these orders.
     """
-    # dp_accounting alone is not an upper bound. The library computes A (see the docstring) instead of A - 1. So where A
-    # is near 1, its divergence is rounded, also downwards. The relative error is 1e-9 at a rate of 0.01, 1e-5 at 1e-6,
-    # and 1 between orders 1 and 2.
+    # The result of dp_accounting is no upper bound. The library computes A (see the docstring) instead of A - 1. So
+    # where A is near 1, its divergence is rounded, also downwards. The relative error is 1e-9 at a sampling rate of
+    # 0.01, 1e-5 at a rate of 1e-6, and 1 between orders 1 and 2.
     logs = _log_moments(rate, noise)
     below = np.floor(_ORDERS).astype(int)
     share = _ORDERS - below
@@ -266,9 +266,9 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
     """Return an upper bound on the Renyi divergences of a Gaussian release on a cohort of fixed size, for replace-one.
 
     Let q be the sampling rate, z the noise multiplier and S the clipping norm. A unit in the cohort takes the place of
-    another unit, so the sum moves by at most 2S. The pair that dominates sampling without replacement is (1-q) N(0,
-    z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in both directions. Without
-    amplification, replacing one unit moves the sum by 2S: divergence 2 a / z^2 at order a. Both bounds hold, so the
+    another unit, so the sensitivity is 2S. The dominating pair of distributions for sampling without replacement is
+    (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in both
+    directions. Without amplification by sampling, the divergence at order a is 2 a / z^2. Both bounds hold, so the
     smaller bound holds.
     """
     if event.sampling_probability != 1:

@@ -62,7 +62,7 @@ class UncoveredFacts:
 
     ``read_off``: facts that were computed from the private records without noise, in words. ``tested_on``: the public
     test records, in words; empty where nothing is measured on them. ``tuned_on``: a sentence on settings that were
-    chosen earlier by means of the same records. ``beside``: further sentences, from round layers.
+    chosen earlier by means of the same records. ``beside``: further sentences, from layers.
     """
 
     read_off: tuple[str, ...] = ()
@@ -86,9 +86,9 @@ class UncoveredFacts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
-    """Return copies of the privacy statements with a longer text ``does_not_cover``.
+    """Return copies of the privacy statements, with more sentences in ``does_not_cover``.
 
-    The text is extended by ``facts``, and by a sentence on the cost for a person whose data are in several units.
+    These are ``facts``, and a sentence on the cost for a person whose data are in several units.
     """
     more = facts.in_words()
     return [
@@ -144,7 +144,7 @@ class _Account:
 
     ``spent``: all charges so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases that were fixed
     beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only a budget was
-    fixed. ``again``: the number of repeated charges: the same release was booked a second time.
+    fixed. ``again``: the number of charges for a release that was charged before.
     """
 
     spent: _Counts
@@ -159,9 +159,9 @@ def promised_releases(
 ) -> _Counts:
     """Return all releases that were fixed beforehand: the planned ones, or fewer where the budget ends earlier.
 
-    Releases that were booked again after an interruption are added to the plan. Suppose that all releases are of one
-    kind. Then the number of releases that the budget allows is certain before the first release. This number depends
-    neither on the outputs nor on the end of the run. ``charges``: all charges so far, as (name of the release, event).
+    Releases that were charged again after an interruption are added to the plan. If all releases have the same event,
+    the number of releases that the budget allows is certain before the first release: it depends neither on outputs nor
+    on the end of the run. ``charges``: all charges so far, as (name of the release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again
@@ -211,7 +211,7 @@ def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) ->
 
 
 def _used_up(terms: Terms, spent: _Counts) -> bool:
-    """Return True if all releases are of one kind, and the privacy budget does not allow one more of this kind."""
+    """Return True if all releases have the same event, and the privacy budget does not allow one more of them."""
     return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
 
 

@@ -39,7 +39,7 @@ Counts: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
 _ORDERS: Final = np.array(ORDERS)
-_CHUNK: Final = 2048  # number of queries that are processed together, so that their curves fit in memory
+_CHUNK: Final = 2048  # number of queries in a batch, so that their curves fit in memory
 _MOST_VOTES: Final = 2**31
 
 
@@ -57,7 +57,7 @@ class Cost(ABC):
 
     @abstractmethod
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return the privacy events of one answered query, which are the most that one query can cost for any votes."""
+        """Return the privacy events of one answered query: the highest cost of a query, for any votes."""
 
     @abstractmethod
     def chance_of_answer(self, counts: Counts) -> Floats:
@@ -117,7 +117,7 @@ class AnswerCost(Cost):
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the Renyi curve of a query on which all teachers agree: then any other label is least likely."""
+        """Return the Renyi curve of a query on which all teachers agree, so that another label is least likely."""
         return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
@@ -139,13 +139,13 @@ class LNMaxCost(AnswerCost):
         """Return the Renyi curve of one query for any votes.
 
         The label is computed from the noisy counts, of which two change by 1. So the curve is at most the curve of two
-        Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This is less than any bound from (2
-        gamma, 0)-privacy alone.
+        Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This is less than any bound that
+        follows only from (2 gamma, 0)-privacy.
         """
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return two Laplace mechanisms, because one record changes two counts by 1."""
+        """Return two Laplace mechanisms of sensitivity 1: one record changes two counts by 1 each."""
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
@@ -179,7 +179,7 @@ class GNMaxCost(AnswerCost):
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return one Gaussian mechanism, because one record moves the vector of counts by sqrt 2."""
+        """Return one Gaussian mechanism. The L2 sensitivity of the vote counts is sqrt 2."""
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
@@ -212,7 +212,7 @@ class ConfidentCost(Cost):
 
     @property
     def test(self) -> GNMaxCost:
-        """Return the cost of the test, as the GNMax cost with the same Renyi curve: order / (2 sigma_threshold^2)."""
+        """Return the cost of the test: a GNMax cost with the Renyi curve order / (2 sigma_threshold^2)."""
         return GNMaxCost(np.sqrt(2) * self.sigma_threshold)
 
     @property
@@ -221,11 +221,11 @@ class ConfidentCost(Cost):
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the Renyi curve of a test and an answer together, for any votes."""
+        """Return the Renyi curve of one test plus one answer, for any votes."""
         return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return the privacy event of the test, in which one count changes by 1, and the events of the answer."""
+        """Return the privacy event of the test, which has sensitivity 1, and the events of the answer."""
         return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
 
     def chance_of_answer(self, counts: Counts) -> Floats:
@@ -262,10 +262,10 @@ class ConfidentCost(Cost):
 
 @dataclass(frozen=True)
 class QueryCosts:
-    """The epsilons of the queries of a labelling, all at one delta.
+    """The epsilons of all queries, at one delta.
 
-    ``per_query``: epsilon of each query alone, shape (queries,). ``cumulative``: epsilon of each query and all
-    queries before it, shape (queries,). ``curve``: the Renyi curve of all queries together at ``ORDERS``.
+    ``per_query``: epsilon of each single query, shape (queries,). ``cumulative``: joint epsilon of each query and all
+    queries before it, shape (queries,). ``curve``: the joint Renyi curve of all queries at ``ORDERS``.
     """
 
     per_query: Floats
@@ -274,7 +274,7 @@ class QueryCosts:
 
     @property
     def total(self) -> float:
-        """Return the epsilon of all queries together."""
+        """Return the joint epsilon of all queries."""
         return float(self.cumulative[-1])
 
 
@@ -410,9 +410,9 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
 
 
 def _gaps_to_the_top(counts: Counts) -> Floats:
-    """Return the largest number of votes of a query minus the votes of each class; ``inf`` for the class with the most.
+    """Return each query's largest number of votes minus the votes of each class, shape (queries, classes).
 
-    If several classes have the most votes, only the first one gets ``inf``. Shape: (queries, classes).
+    The class with the most votes gets ``inf``; of several such classes, only the first one.
     """
     top = counts.argmax(axis=1)[:, None]
     gaps = (np.take_along_axis(counts, top, axis=1) - counts).astype(np.float64)

@@ -97,9 +97,9 @@ class PublicationTerms:
 class PublishedCost:
     """A data-dependent PATE cost that may be published.
 
-    ``epsilon`` at ``delta`` covers the labels AND this publication. This epsilon holds for the given votes, unless the
-    noise was beyond its quantile. That has probability ``failure``. ``divergence``: the published bound on the Renyi
-    divergence of labels and publication together, at ``order``.
+    ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes, except with
+    probability ``failure``: if the noise is beyond its quantile. ``divergence``: the published bound on the joint Renyi
+    divergence of labels and publication, at ``order``.
     """
 
     epsilon: float
@@ -110,9 +110,9 @@ class PublishedCost:
 
 
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
-    """Return the terms of a publication that give the smallest epsilon if all teachers agree on every query.
+    """Return the terms of publication with the smallest epsilon, assuming that all teachers agree on every query.
 
-    The terms do not depend on the votes: they are computed as if every query were answered.
+    The terms do not depend on the votes. All queries are assumed to be answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
@@ -235,7 +235,7 @@ def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
     votes smaller.
     """
     if (np.diff(beta) > 1e-12).any():
-        raise ArithmeticError("the data-dependent divergence does not fall with the gap: its sensitivity is not known")
+        raise ArithmeticError("the data-dependent divergence rises with the gap: its sensitivity is not known")
     rise = np.maximum(before[:-1] - beta[1:], 0.0)
     local = np.max([_from(rise, ahead) for ahead in range(_SHIFT + 1)], axis=0)
     while True:

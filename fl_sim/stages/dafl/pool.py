@@ -228,7 +228,9 @@ def _of_absent_classes(pool: Pool, job: Job) -> str:
         return ""
     names = ", ".join(map(str, absent[:_FEW])) + (", ..." if len(absent) > _FEW else "")
     alone = settings_of(job.experiment).train_on == "synthetic"
-    effect = "models train only on it and never see these classes" if alone else "it teaches nothing about these classes"
+    effect = (
+        "models train only on it and never see these classes" if alone else "it teaches nothing about these classes"
+    )
     return (
         f"the pool of {pool.num_synthetic:,} synthetic records has none of {len(absent)} of {len(counts)} classes "
         f"({names}): {effect}; {_cure(job)}"

@@ -171,7 +171,9 @@ def test_a_damaged_pool_is_refused_in_one_sentence_whichever_byte_is_wrong(tmp_p
         ]
         for case in cases:
             (tmp_path / "pool" / name).write_bytes(case)
-            with pytest.raises(UserError, match="is damaged: delete that folder; the pool is then made again") as caught:
+            with pytest.raises(
+                UserError, match="is damaged: delete that folder; the pool is then made again"
+            ) as caught:
                 load(tmp_path / "pool", job_of(_order()), reused=True)
             assert "\n" not in str(caught.value)
         (tmp_path / "pool" / name).unlink()

@@ -135,9 +135,7 @@ def test_labels_that_nobody_paid_for_are_refused(tmp_path: Path) -> None:
     labels = first.labelled.labels.tolist()
     labels[silent] = 1
     changed(kept(tmp_path, "labels.json"), labels=labels)
-    with pytest.raises(
-        RunError, match=rf"contains 1 labels without a charge in .* \(first: query {silent}\)"
-    ):
+    with pytest.raises(RunError, match=rf"contains 1 labels without a charge in .* \(first: query {silent}\)"):
         released(tmp_path, CONFIDENT)
 
 
@@ -193,7 +191,7 @@ def test_a_published_figure_comes_out_the_same_however_often_it_is_asked_for(tmp
     assert publish_cost(SETTINGS, votes, labels) == said
     for damage in (b"", b"{}", bytes(300), path.read_bytes().replace(b'"epsilon": ', b'"epsilon": NaN, "a": ')):
         path.write_bytes(damage)
-        with pytest.raises(RunError, match=r"published.json is damaged: delete it, and the same epsilon"):
+        with pytest.raises(RunError, match=r"published.json is damaged: delete it; the same epsilon"):
             publish_cost(SETTINGS, votes, labels)
     path.unlink()
     with pytest.raises(RunError, match="cost-key is damaged, or the votes have changed since"):
