@@ -16,9 +16,9 @@ needs two facts:
    the nearest boundary k + 1/2 (k: a whole number) exceeds ``TOLERANCE``, its rounding is right. The digits after
    those 63 change N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. For such a small U, and next to a
    boundary (about one number in 44,000), the probability of the boundary, computed to as many digits as needed, is
-   compared with the first 127 digits of U. Where 127 digits do not decide, further ones are drawn. Next to a boundary the compiled
-   code first compares the 63 digits with this probability in float64. The result of this comparison counts where the
-   relative difference of the two is more than ``CLOSE``.
+   compared with the first 127 digits of U. Where 127 digits do not decide, further ones are drawn. Next to a boundary
+   the compiled code first compares the 63 digits with this probability in float64. The result of this comparison counts
+   where the relative difference of the two is more than ``CLOSE``.
 
 Assumptions: ChaCha20 under a random key gives random bits. ``scipy.special.ndtri``, ``numpy.log`` and the compiled
 quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. This is some 400 times their

@@ -1,1 +1,1 @@
-"""Threats to a finished run and answers to them: unlearning of a client, and the membership of records."""
+"""Attacks on finished runs, such as membership inference and gradient inversion, and the unlearning of a client."""

@@ -1,4 +1,4 @@
-"""Approximate unlearning: a method changes the finished model. There is no guarantee that the records are forgotten."""
+"""Approximate unlearning: a method changes the final model, without a guarantee that the records are forgotten."""
 
 import json
 import time
@@ -33,15 +33,15 @@ def unlearn_approximately(
 ) -> dict[str, Any]:
     """Write the model that ``method`` makes into the directory ``out``; return the measures of the unlearning.
 
-    ``name``: the name of the method. ``exact``: the directory in which the run that never knew ``client`` may be. If it
-    is there, its measures and the distance to its model are returned, too. Raises UserError as ``check_client`` and
+    ``name``: the name of the method. ``exact``: the directory of the retraining without ``client``. If it contains this
+    run, the result includes its measures, and the distance to its model. Raises UserError as ``check_client`` and
     ``check_replayable`` do, and RunError if the model is not finite.
     """
     check_client(finished, client)
     without = settings_without(finished.job.experiment, client)
     job_of(without, finished.job.root)  # raises UserError if no other client has records
     if out.exists() and (others := {path.name for path in out.iterdir()} - {run_directory.MODEL, FACTS}):
-        raise UserError(f"{out} holds other files ({min(others)}): choose another --out")
+        raise UserError(f"{out} already contains other files ({min(others)}): choose another --out")
     with replay_of(finished) as replay:
         first = first_round(finished.job, client, replay.num_rounds)
         assert first is not None  # ``check_client`` raises UserError otherwise
@@ -72,7 +72,7 @@ def unlearn_approximately(
 
 
 def _against_exact(finished: FinishedRun, client: int, params: Params, before: Params, exact: Path) -> dict[str, Any]:
-    """Return the measures of the run that never knew the client, and L2 distances to its model; {} if it is unknown."""
+    """Return the measures of retraining without the client, and L2 distances to its model; {} without such a run."""
     experiment = settings_without(finished.job.experiment, client)
     try:
         facts = finished_result(experiment, exact, identity_of(experiment, finished.job.root))

@@ -1,10 +1,10 @@
 """One-run audit: the guesses about a finished run's own records prove a lower bound on its epsilon.
 
-Each canary of Steinke, Nasr, Jagielski 2023, algorithm 1, takes part in the run with probability 1/2, by a random
-number of its own. The setting ``left_out=0.5`` does this with all training records, so a finished run of that setting
-is such an experiment, and its records are the canaries. The auditor guesses "in" for the records with the smallest
-losses, "out" for those with the largest losses, and abstains on the rest. If too many guesses are right, a claimed
-epsilon is false (theorem 5.2). Ordinary records are weak canaries: records with wrong labels prove more.
+Each canary of Steinke, Nasr, Jagielski 2023, algorithm 1, takes part in the run with probability 1/2, independently of
+all others. The setting ``left_out=0.5`` does this with all training records: in a finished run with this setting, all
+records are canaries. The auditor guesses "in" for the records with the smallest losses, "out" for the records with the
+largest losses, and abstains on the rest. If too many guesses are correct, a claimed epsilon is false (theorem 5.2).
+Ordinary records are weak canaries: records with wrong labels prove more.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ _DELTA_WITHOUT_CLAIM = 1e-5
 class Proven:
     """The result of a one-run audit: epsilon is at least ``epsilon_lower_bound`` at ``delta``, with 95 % confidence.
 
-    ``claimed``: the epsilon of the run at ``delta``, None without a claim about records. ``canaries``: their number.
-    ``guesses``, ``correct``: the number of guesses, and of right ones among them, that prove the bound. ``limit``: the
-    largest epsilon that this number of canaries can prove.
+    ``claimed``: the epsilon of the run at ``delta``, None without a claim about records. ``canaries``: the number of
+    canaries. ``guesses``: the number of guesses that prove the bound. ``correct``: the number of correct guesses among
+    them. ``limit``: the largest epsilon that this number of canaries can prove.
     """
 
     claimed: float | None
@@ -38,9 +38,9 @@ class Proven:
 
 
 def audit(finished: FinishedRun) -> Proven:
-    """Return the bound that the final model of ``finished`` proves.
+    """Return the lower bound on epsilon that the final model of ``finished`` proves.
 
-    Raises UserError unless the run left out its records with probability 1/2, and as ``Audited.of`` does.
+    Raises UserError as ``Audited.of`` does, and if the run does not leave out each record with probability 1/2.
     """
     if finished.job.experiment.left_out != 0.5:
         raise UserError(

@@ -1,15 +1,15 @@
-"""Which of k records made a noisy gradient, and how often any attacker can be right about it.
+"""An attacker guesses which of k records made a noisy gradient; a bound on its success holds for every attacker.
 
-The attacker knows k candidates, and all other records of the batch, which it subtracts. It sees the clipped gradient of
-one candidate, chosen at random, with the noise of a step of DP-SGD, and names the candidate whose gradient is nearest.
-No attacker is right more often: this is the most likely candidate.
+The attacker has k candidates, and all other records of the batch, whose gradients it subtracts. It sees the clipped
+gradient of one candidate, chosen at random, with the noise of a DP-SGD step, and guesses the candidate with the nearest
+gradient. This is the most likely candidate, so no attacker is right more often.
 
-The noise bounds this share for any candidates and any attacker. Without the record, the step's sum is a Gaussian around
-0, and names the chosen record with probability 1 / k. With the record, the sum is shifted by at most the clipping norm,
-1 / z standard deviations for the noise multiplier z. So a guess is right with probability at most
+The noise bounds the probability of a right guess, for any candidates. Without the record, the step's sum is a Gaussian
+around 0, and a guess is right with probability 1 / k. With the record, the sum is shifted by at most the clipping norm,
+which is 1 / z standard deviations for the noise multiplier z. So a guess is right with probability at most
 Phi(Phi^-1(1 / k) + 1 / z), where Phi is the normal distribution function (Hayes et al. 2023, "Bounding Training Data
-Reconstruction in DP-SGD", theorem 2, for one step; see also Balle et al. 2022). The random choice of batches does not
-count here, because the attacker is told that the record is in the batch.
+Reconstruction in DP-SGD", theorem 2, for one step; see also Balle et al. 2022). There is no amplification by sampling
+here, because the attacker is told that the record is in the batch.
 """
 
 from collections.abc import Mapping
@@ -24,20 +24,20 @@ from fl_sim.types import Params
 
 
 class Noisy(Protocol):
-    """The gradients of a client's steps (``fl_sim.threats.observed.Observed``)."""
+    """The gradients that an attacker sees (class ``fl_sim.threats.observed.Observed``)."""
 
     def summed(self, inputs: torch.Tensor, labels: torch.Tensor) -> Params:
         """Return the sum of the clipped gradients of n records."""
 
     def noisy(self, total: Params, draw: int) -> Params:
-        """Return ``total`` with the noise of a step."""
+        """Return ``total`` with the noise of a step. ``draw``: the index of the noise."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """In ``right`` of ``draws`` draws of the noise, the attacker names the right one of ``candidates`` records.
+    """The success of an attacker that guesses one of ``candidates`` records: ``right`` of ``draws`` guesses are right.
 
-    ``allowed``: the largest expected number of right draws of any attacker.
+    ``allowed``: an upper bound on the expected number of right guesses, for any attacker.
     """
 
     candidates: int
@@ -46,7 +46,7 @@ class Recognised:
     allowed: float
 
     def __add__(self, other: "Recognised") -> "Recognised":
-        """Return the result of both series of draws together, with equally many candidates."""
+        """Return the sum of two series of draws. Both must have the same number of candidates."""
         assert self.candidates == other.candidates
         return Recognised(
             self.candidates, self.draws + other.draws, self.right + other.right, self.allowed + other.allowed
@@ -54,12 +54,12 @@ class Recognised:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of 95 % confidence for the probability of a right draw, by Clopper and Pearson."""
+        """The 95 % confidence interval of the probability of a right guess, by Clopper and Pearson."""
         return share_interval(self.right, self.draws)
 
 
 def most_found(noise_multiplier: float, candidates: int) -> float:
-    """Return the largest probability of naming the right one of ``candidates`` records, at least 2, by any attacker.
+    """Return an upper bound on any attacker's probability to guess the right one of ``candidates`` (2 or more) records.
 
     >>> round(most_found(1.0, 2), 4)
     0.8413
@@ -72,13 +72,13 @@ def most_found(noise_multiplier: float, candidates: int) -> float:
 def recognised(
     seen: Noisy, inputs: torch.Tensor, labels: torch.Tensor, *, noise_multiplier: float, draws: int
 ) -> Recognised:
-    """Name the record behind a noisy gradient, among k records, in ``draws`` draws of the noise.
+    """Guess which of k records made a noisy gradient, in ``draws`` draws of the noise, and count the right guesses.
 
-    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). Each record is behind every k-th draw, because
-    the bound holds on average over the records and not for the most conspicuous one.
+    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). Each record makes the gradient of every k-th draw: the
+    bound holds on average over the records, not for the most conspicuous one.
     """
     each = [seen.summed(inputs[[one]], labels[[one]]) for one in range(len(labels))]
-    names = seen.noisy(each[0], 0).keys()  # parameters that stay on the client tell the attacker nothing
+    names = seen.noisy(each[0], 0).keys()  # the attacker sees only parameters that leave the client
     vectors = torch.stack([_flat({name: one[name] for name in names}) for one in each])
     halves = vectors.square().sum(1) / 2
     right = 0

@@ -1,4 +1,4 @@
-"""The cohorts of a finished run, as far as they follow from its seed, and the clients' local steps in them."""
+"""The cohorts of a finished run, if they follow from its seed, and the numbers of local steps of their clients."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from strategies.samplers import AnySampler
 
 
 def cohorts_known(job: Job) -> bool:
-    """Return True if the cohorts of a run of ``job`` follow from its seed alone, and not from clients' answers."""
+    """Return True if the cohorts of a run of ``job`` follow only from its seed, and not from answers or times."""
     experiment = job.experiment
     drawn = isinstance(experiment.sampler, AnySampler) and not experiment.is_timed and experiment.is_synchronous
     kinds = layer_kinds(experiment)
@@ -30,7 +30,7 @@ def cohort_of(job: Job, server_round: int) -> list[int]:
 
 
 def first_round(job: Job, client: int, rounds: int) -> int | None:
-    """Return the first round in which ``client`` takes part, of ``rounds`` rounds in all; None if there is none.
+    """Return the first of ``rounds`` rounds in which ``client`` takes part; None if it never takes part.
 
     The cohorts must be known (``cohorts_known``).
     """
@@ -43,7 +43,7 @@ def num_steps(job: Job, client: int) -> int:
 
 
 def steps_in(job: Job, rounds: Iterable[int], without: int) -> int | None:
-    """Return the number of local steps of all clients but ``without`` in ``rounds``; None if cohorts are unknown."""
+    """Return the number of local steps in ``rounds``, of all clients except ``without``; None for unknown cohorts."""
     if not cohorts_known(job):
         return None
     return sum(num_steps(job, one) for server_round in rounds for one in cohort_of(job, server_round) if one != without)

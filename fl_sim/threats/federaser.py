@@ -1,9 +1,9 @@
 """FedEraser: approximate unlearning from the stored updates of some rounds (Liu et al. 2021, algorithm 1).
 
-The server stores the clients' updates U_k of every few rounds. To unlearn client u, these rounds are made again without
+The server stores the clients' updates U_k of every few rounds. To unlearn client u, these rounds are repeated without
 u, from a calibrated model. In each of them, every other client k trains for fewer steps, which gives a calibration
 update V_k. The server then uses the update |U_k| V_k / |V_k|: the length of the stored update with the new direction.
-In the first of these rounds, the model knows nothing of u, so the stored updates are used as they are.
+In the first of these rounds, the model does not depend on u yet, so the stored updates are used unchanged.
 """
 
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ from strategies.algorithm import payload_template
 
 @dataclass(frozen=True)
 class FedEraser:
-    """The settings of FedEraser. ``calibration``: the share of a round's local steps in a calibration, in (0, 1].
+    """The settings of FedEraser. ``calibration``: the fraction of a round's local steps in a calibration, in (0, 1].
 
-    A run keeps server states (the setting ``keep_every``), and no updates of clients. The stored updates of the round
-    after a kept state are computed again from this state, which gives the same numbers. ``LocalSteps.recomputed``
-    counts the steps for this. A server that stores updates does not need them.
+    A run stores server states (the setting ``keep_every``), but no updates. The updates of the round after a stored
+    state are computed again from this state, with the same result. ``LocalSteps.recomputed`` counts these steps, which
+    a server with stored updates would not need.
     """
 
     calibration: float = 0.5
 
     def unlearned(self, replay: Replay, client: int, first: int) -> tuple[ServerState, LocalSteps]:
-        """Return the server state without ``client``, and the work. ``first``: the first round of ``client``."""
+        """Return the server state without ``client``, and the work. ``first``: the client's first round in the run."""
         states = list(self.states(replay, client, stored_rounds(replay.finished, first)))
         return states[-1][0], sum((work for _, work in states), LocalSteps())
 
     def states(self, replay: Replay, client: int, kept: list[int]) -> Iterator[tuple[ServerState, LocalSteps]]:
-        """Yield the calibrated server state, and the work, for each of the rounds after the states ``kept``."""
+        """Yield (calibrated server state, work) for the round after each stored state in ``kept``."""
         like, found = replay.finished.procedure.beginning(), replay.finished.out
         [group] = payload_template(replay.strategy.algorithm, like)
         server: ServerState | None = None
@@ -58,9 +58,9 @@ class FedEraser:
 
 
 def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
-    """Return the kept states, by their rounds, whose next rounds are calibrated; 0 is the initial model.
+    """Return the rounds of the stored server states from which FedEraser repeats the next round; 0: initial model.
 
-    The first one is the latest state before round ``first``. Raises UserError without a kept state after it.
+    The first one is the latest state before round ``first``. Raises UserError if there is no later stored state.
     """
     rounds = int(finished.facts["rounds"])
     kept = [0, *(one for one in run_directory.kept_rounds(finished.out) if one < rounds)]
@@ -76,7 +76,7 @@ def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
 def calibrated(stored: Reply, new: Reply, group: str) -> Reply:
     """Return the update ``new`` with the length of the update ``stored`` of the same client.
 
-    ``group``: the name of the payload with the change of the model. An update ``new`` of length 0 has no direction, and
+    ``group``: the name of the payload with the change of the model. If ``new`` has length 0, it has no direction, and
     ``stored`` is returned.
     """
     lengths = [inner_product(reply.payloads[group], reply.payloads[group]) ** 0.5 for reply in (stored, new)]

@@ -1,4 +1,4 @@
-"""A finished run as an object: its experiment, its records by client, and its model."""
+"""A finished run as an object: its experiment, the records of each client, and its model."""
 
 import math
 from collections.abc import Mapping
@@ -52,8 +52,8 @@ class FinishedRun:
         """
         if not (out / run_directory.CONFIG).exists():
             raise UserError(
-                f"{out} holds no run ({run_directory.CONFIG} is missing): give the run directory, as in --out of the "
-                "run"
+                f"{out} holds no run ({run_directory.CONFIG} is missing): give the run directory, as in --out of "
+                "the run"
             )
         job = job_of(experiment_of_run(read_table(out / run_directory.CONFIG)), data_root)
         facts = finished_result(job.experiment, out, identity_of(job.experiment, data_root))
@@ -67,8 +67,8 @@ class FinishedRun:
             )
         if not job.predicts_classes or isinstance(job.body, FrozenBody):
             raise UserError(
-                f"the model {job.experiment.model.name} of {out} has a loss of its own or a frozen body: give the run "
-                "of a classifier whose parameters are all trained"
+                f"the model {job.experiment.model.name} of {out} has its own loss function or a frozen body: give the "
+                "run of a classifier whose parameters are all trained"
             )
         return cls(out, job, procedure, facts)
 
@@ -81,8 +81,8 @@ class FinishedRun:
     def covering(self) -> list[PrivacyStatement]:
         """The privacy statements about a record, if they hold for the model; empty otherwise.
 
-        They hold for the model if clients protect their training, or train on synthetic records alone. A statement
-        about synthetic records says nothing about a model that is trained on raw records, too.
+        They hold for the model if clients add noise in training, or train only on synthetic records. A statement about
+        synthetic records does not cover a model that is also trained on raw records.
         """
         experiment = self.job.experiment
         is_covered = replaces_records(experiment.preprocess) or not is_none(experiment.local.privacy)
@@ -107,13 +107,13 @@ class FinishedRun:
         if self.job.experiment.is_private and is_own(self.job.experiment.data):
             raise UserError(
                 f"'fl-sim {verb}' reads the records of {without_settings(self.job.experiment.data)} without noise, and "
-                f"the run in {self.out} promises privacy for these records: no epsilon would cover what the command "
-                "prints; try it on a run of a public data set"
+                f"the run in {self.out} promises privacy for these records: no epsilon would cover the output of the "
+                "command; try it on a run of a public data set"
             )
 
 
 def logits_of(model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the logits, float64 of shape (n, classes), of ``model`` with the tensors ``params``, on the CPU.
+    """Return the logits of ``model`` with the tensors ``params``: float64, shape (n, classes), on the CPU.
 
     ``inputs``: (n, *input shape), at least one record. The tensors of ``model`` are overwritten.
     """
@@ -148,5 +148,5 @@ class Judged:
 
     @property
     def accuracy(self) -> float:
-        """The share of right predictions, in [0, 1]; NaN without records."""
+        """The fraction of right predictions, in [0, 1]; NaN without records."""
         return float(self.right.mean()) if len(self.right) else math.nan

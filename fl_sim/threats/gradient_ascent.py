@@ -1,11 +1,11 @@
-"""Gradient ascent: approximate unlearning by the client itself, then by rounds without it (Halimi et al. 2022).
+"""Gradient ascent: approximate unlearning by the client, then rounds without this client (Halimi et al. 2022).
 
 Client u raises the loss of its records by projected gradient ascent. The model must stay in a ball around a reference:
 an estimate of the mean of the other clients' models, w_ref = w - p / (1 - p) (w_u - w). Here w is the final model, w_u
 is the model of u after one more local training from w, and p is the weight of u. (Equation 2 of the paper has the same
-form for N clients of equal weight, with w_u from the last round. A finished run does not keep this model.) The ascent
-begins at w_ref. The radius is a share of the mean distance from w_ref to random initial models. The ascent ends early
-if the accuracy on a batch is at most chance. Some rounds of the other clients follow.
+form for N clients of equal weight, but takes w_u from the last round. A finished run does not store this model.) The
+ascent begins at w_ref. The radius is a fraction of the mean distance from w_ref to random initial models. The ascent
+ends early if the accuracy on a batch is not above chance level. Some rounds of the other clients follow.
 """
 
 import math
@@ -25,16 +25,16 @@ from fl_sim.types import Params, ServerState
 from strategies.algorithm import payload_template, weighting_of
 
 _RANDOM_MODELS = 10
-_LARGEST_GRADIENT = 5.0  # the L2 norm in the authors' program
+_LARGEST_GRADIENT = 5.0  # largest L2 norm of a gradient, as in the authors' code
 
 
 @dataclass(frozen=True)
 class GradientAscent:
     """The settings of gradient ascent.
 
-    ``radius``: the radius of the ball, as a share of the mean distance from the reference to random models; 1/3 in the
-    paper. ``epochs``: the most epochs of ascent over the client's records. ``rounds``: the number of rounds of the
-    other clients after the ascent.
+    ``radius``: the radius of the ball, as a fraction of the mean distance from the reference to random models; 1/3 in
+    the paper. ``epochs``: the maximum number of epochs of ascent over the client's records. ``rounds``: the number of
+    rounds of the other clients after the ascent.
     """
 
     radius: float = 1 / 3
@@ -65,7 +65,7 @@ class GradientAscent:
         return {name: value - change[name] * (weight / (1 - weight)) for name, value in server.params.items()}
 
     def ascended(self, replay: Replay, client: int, reference: Params) -> tuple[Params, int]:
-        """Return the parameters after the ascent, and the number of its steps."""
+        """Return the parameters after the ascent, and the number of ascent steps."""
         job = replay.finished.job
         local, model = job.experiment.local, job.model().to(job.device)
         inputs, labels = replay.finished.held_by(client)
@@ -90,7 +90,7 @@ class GradientAscent:
 
 
 def distance(left: Params, right: Params) -> float:
-    """Return the L2 distance of two models. Tensors of ``left`` that ``right`` lacks are left out."""
+    """Return the L2 distance of two models, over the tensors of ``left`` that ``right`` also has."""
     both = [name for name in left if name in right]
     gap = subtract({name: left[name] for name in both}, {name: right[name] for name in both})
     return math.sqrt(inner_product(gap, gap))

@@ -1,10 +1,10 @@
 """Gradient inversion by optimisation (Geiping et al. 2020, "Inverting Gradients", section 4, equation 4).
 
-The attacker looks for inputs x whose gradient has the direction of the gradient g that it saw, and which look like
-images: it minimises 1 - cos(gradient of the loss at x, g) + ``variation`` * TV(x) over images with pixels in [0, 1].
-TV, the total variation, is the mean absolute difference of neighbouring pixels. The minimiser is Adam, which gets only
-the sign of each derivative. Its learning rate is .1, and falls to a tenth after 3/8, 5/8 and 7/8 of all steps. The
-labels are known, or inferred before (``fl_sim.threats.labels``).
+The attacker searches for inputs x that look like images, and whose gradient has the direction of the seen gradient g.
+It minimises 1 - cos(gradient of the loss at x, g) + ``variation`` * TV(x) over images with pixels in [0, 1]. TV, the
+total variation, is the mean absolute difference of neighbouring pixels. The optimiser is Adam on the sign of each
+derivative. Its learning rate is 0.1, and is divided by 10 after 3/8, 5/8 and 7/8 of all steps. The labels are known, or
+inferred before (``fl_sim.threats.labels``).
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from fl_sim.training.optimizer import Moments
 from fl_sim.types import Params
 
 LEARNING_RATE = 0.1
-"""The first learning rate of the optimiser, in units of normalised inputs."""
+"""The initial learning rate of the optimiser, in units of normalised inputs."""
 _FALLS = 3 / 8, 5 / 8, 7 / 8
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class PixelBounds:
-    """The smallest and the largest normalised value of an input, tensors that broadcast with (n, *input shape).
+    """The smallest and the largest normalised value of an input, as tensors that broadcast with (n, *input shape).
 
-    Inputs that are no images have no bounds; then both are None.
+    Both are None for inputs that are no images, because these have no bounds.
     """
 
     low: torch.Tensor | None = None
@@ -52,10 +52,10 @@ def matched(
     bounds: PixelBounds,
     show: Callable[[int], object] = lambda step: step,
 ) -> torch.Tensor:
-    """Return inputs whose gradient has the direction of ``seen``, {name: gradient}; scale and batch size do not matter.
+    """Return inputs whose gradient has the direction of ``seen``, {name: gradient}. Its length is ignored.
 
-    ``model``: the model of the gradient, in evaluation mode. ``labels``: (n,). ``start``: (n, *input shape), the inputs
-    before the first of ``steps`` steps. ``show``: a function that is called with the number of each step.
+    ``model``: the model that the gradient belongs to, in evaluation mode. ``labels``: (n,). ``start``: (n, *input
+    shape), the inputs before the first of ``steps`` steps. ``show``: a function that is called with each step's index.
     """
     weights = {name: weight for name, weight in model.named_parameters() if name in seen}
     wanted = {name: seen[name].to(weight) for name, weight in weights.items()}

@@ -2,8 +2,8 @@
 
 The analytic form is for models whose first layer is linear. For a linear layer z = W x + b and one record, dL/dW =
 (dL/dz) x^T and dL/db = dL/dz. So row c of dL/dW divided by entry c of dL/db is x, for each c with dL/db_c != 0 (Phong
-et al. 2018, section 3). For all other models, an optimiser looks for records with the seen gradient
-(``fl_sim.threats.gradient_matching``). Labels are read off first (``fl_sim.threats.labels``).
+et al. 2018, section 3). For all other models, an optimiser searches for records with the seen gradient
+(``fl_sim.threats.gradient_matching``). Labels are inferred first (``fl_sim.threats.labels``).
 """
 
 import math
@@ -27,22 +27,23 @@ from fl_sim.training.records import Scale
 from fl_sim.types import Params
 
 CANDIDATES = 10
-"""The number of records among which the attacker looks for the record behind a noisy gradient."""
+"""The number of records among which the attacker searches for the record that made a noisy gradient."""
 _ANALYTIC, _OPTIMISED = 20, 4
-"""The default numbers of records to try, by method."""
+"""The default number of attacked records: for the analytic form, and for the optimiser."""
 _STEPS, _VARIATION = 400, 0.1
 """The default number of steps of the optimiser, and its weight of the total variation."""
 _DRAWS, _MOST_NUMBERS = 100, 10**8
-"""Draws of the noise for each record, and the largest amount of random numbers for all draws together."""
+"""The number of noise draws for each gradient, and the largest total of random numbers in all draws."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asks for.
+    """The user's options for the attack.
 
-    ``records``: the number of records to try; 0 means the default of the method. ``batch``: the number of records in
-    one gradient. ``method``: "auto" takes the analytic form where it is possible. ``steps`` and ``variation``: of the
-    optimiser, None for the defaults. ``at``: the attacked model, before the first or after the last round.
+    ``records``: the number of attacked records; 0 means the default of the method. ``batch``: the number of records in
+    one gradient. ``method``: "auto" takes the analytic form where it is possible. ``steps``: the number of optimiser
+    steps. ``variation``: the weight of the total variation. Both are None for the defaults. ``at``: the attacked model,
+    before the first or after the last round.
     """
 
     records: int = 0
@@ -57,9 +58,9 @@ class Asked:
 class Inverted:
     """One record and its reconstruction.
 
-    ``record``, ``found``: pixels in [0, 1] or numbers of the data set, of the shape of one record. ``error``: the
-    largest absolute difference of the two after normalisation, divided by the largest absolute value of the record.
-    ``label_found``: True if the label was read off the gradient. ``typical``: the mean of the test records, a guess
+    ``record``, ``found``: the record and its reconstruction, as pixels in [0, 1] or numbers of the data set. ``error``:
+    the largest absolute difference of the two after normalisation, divided by the largest absolute value of the record.
+    ``label_found``: True if the label was inferred correctly. ``typical``: the mean of the test records, a guess
     without any gradient.
     """
 
@@ -72,7 +73,7 @@ class Inverted:
 
     @property
     def squared(self) -> float:
-        """The mean squared error."""
+        """The mean squared error of the reconstruction."""
         return float((self.record - self.found).square().mean())
 
     @property
@@ -94,8 +95,8 @@ def _psnr(squared: float) -> float:
 class Attempt:
     """The attack on one gradient: the reconstructions of its records.
 
-    ``noise_multiplier``: the noise of the step, None without noise. ``recognised``: with noise, the draws in which a
-    noisy gradient was traced to its record among ``CANDIDATES`` records.
+    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: how often the attacker
+    finds the record of a noisy gradient among ``CANDIDATES`` records, None without noise.
     """
 
     found: list[Inverted]
@@ -104,9 +105,9 @@ class Attempt:
 
 
 def linear_first(model: nn.Module) -> str:
-    """Return the name of the first layer of ``model``, a linear layer with a bias.
+    """Return the name of the first layer of ``model`` with parameters, which must be a linear layer with a bias.
 
-    This layer must receive the record itself. Raises UserError if the first layer with parameters is no such layer.
+    This layer must receive the unchanged record. Raises UserError if the layer is of another kind.
     """
     modules: list[tuple[str, nn.Module]] = [*model.named_modules()]
     name, part = next((name, part) for name, part in modules if [*part.parameters(recurse=False)])
@@ -127,10 +128,10 @@ def quotient(gradient: Params, layer: str) -> torch.Tensor:
 
 
 def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = str) -> tuple[str, list[Attempt]]:
-    """Attack the gradients of ``asked.batch`` records each, of as many clients as needed.
+    """Attack one gradient of ``asked.batch`` records per client, for as many clients as needed.
 
-    Return the method and the attempts. ``show``: a function that is called with a line about the progress. Raises
-    UserError for a run whose gradients no attacker sees, and for a method that does not fit the model or the batch.
+    Return the method and one attempt for each gradient. ``show``: a function that is called with progress messages.
+    Raises UserError if an attacker sees no gradients in this run, or if the method does not fit the model or the batch.
     """
     job, layer = finished.job, _layer(finished.runtime.model, asked)
     wanted = asked.records or (_ANALYTIC if layer is not None else _OPTIMISED)
@@ -160,7 +161,7 @@ def _layer(model: nn.Module, asked: Asked) -> str | None:
     """Return the first layer for the analytic form; None for the optimiser."""
     if asked.method == "analytic" and asked.batch > 1:
         raise UserError(
-            f"--method analytic takes the gradient of one record, and --batch is {asked.batch}: leave one of them out"
+            f"--method analytic needs the gradient of one record, but --batch is {asked.batch}: leave one of them out"
         )
     if asked.method == "optimise" or asked.batch > 1:
         return None
@@ -172,8 +173,8 @@ def _layer(model: nn.Module, asked: Asked) -> str | None:
         return None
     if asked.steps is not None or asked.variation is not None:
         raise UserError(
-            "--steps and --variation belong to the optimiser, and the analytic form is exact without one: leave them "
-            "out, or add --method optimise"
+            "--steps and --variation are for the optimiser, and the analytic form uses no optimiser: leave them out, "
+            "or add --method optimise"
         )
     return layer
 
@@ -196,7 +197,7 @@ def _reconstructed(
         if f"{layer}.weight".lstrip(".") not in gradient:
             raise UserError(
                 f"the first layer ({layer or 'the model'}) stays on the clients of this run, and analytic inversion "
-                "reads records off its gradient: give a run whose clients send this layer"
+                "needs its gradient: give a run whose clients send this layer"
             )
         made = quotient(gradient, layer).to(inputs).reshape(inputs.shape)
     else:
@@ -214,7 +215,7 @@ def _compared(
     client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units",
     typical: torch.Tensor,
 ) -> list[Inverted]:  # fmt: skip
-    """Assign reconstructions to records such that the sum of squared errors is smallest; return them in their order."""
+    """Match reconstructions to records with the smallest sum of squared errors; return them in the records' order."""
     from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 (the import takes half a second)
 
     distances = (true[0].double().flatten(1)[:, None] - made[0].double().flatten(1)[None]).square().sum(2)
@@ -229,7 +230,7 @@ def _compared(
 
 
 def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradients: int) -> Attempt:
-    """Return ``attempt`` with the draws in which noisy gradients of its client are traced to their records.
+    """Return ``attempt`` with the field ``recognised``, if the steps have noise.
 
     ``gradients``: the number of gradients in the whole attack.
     """
@@ -237,7 +238,7 @@ def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradien
         return attempt
     rounds = max(1, min(_DRAWS, _MOST_NUMBERS // (gradients * observed.step.size)) // CANDIDATES)
     inputs, labels = finished.held_by(attempt.found[0].client)
-    more = CANDIDATES - min(CANDIDATES, len(labels))  # a client with few records: test records complete the candidates
+    more = CANDIDATES - min(CANDIDATES, len(labels))  # if the client has too few records, test records are added
     tests, test_labels = finished.test
     noise = observed.private.noise_multiplier
     found = recognised(
@@ -251,7 +252,7 @@ def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradien
 class Units:
     """The conversion of normalised inputs to the units of a data set: pixels in [0, 1], or numbers.
 
-    ``scale``: the public constants, in units of 1. ``is_image``: True for images, whose inputs are clipped to [0, 1].
+    ``scale``: the public constants of normalisation. ``is_image``: True for images, whose pixels are clipped to [0, 1].
     """
 
     scale: Scale

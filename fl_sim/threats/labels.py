@@ -3,9 +3,9 @@
 For cross-entropy, the bias gradient of one record is p - e_y: p is the record's softmax, and e_y the unit vector of its
 label y. So the sum over a batch is (sum of p) - counts, and with the exact sum of p the counts are exact
 (``exact_counts``). For a single record, the label is the only class with a negative entry (iDLG, Zhao et al. 2020,
-section 3.1). For a batch, the attacker does not know p, but estimates it (LLG, Wainakh et al. 2022, section 4): it has
-other records of the same kind, and computes from them the mean bias gradient of each class, as it leaves a client. The
-counts are then the non-negative numbers whose combination of these means is nearest to the seen sum
+section 3.1). For a batch, the attacker does not know p, but estimates it (LLG, Wainakh et al. 2022, section 4): from
+similar records of its own, it computes the mean bias gradient of each class, in the form that leaves a client. It then
+chooses non-negative counts, so that the sum of these means, weighted by the counts, is nearest to the seen gradient
 (``estimated_counts``).
 """
 
@@ -24,15 +24,15 @@ from fl_sim.threats.observed import Observed, server_of
 _MOST_HELPERS = 100
 """The largest number of the attacker's own records of each class."""
 _KNOWN_SIZE = 10.0
-"""The weight of the equation "the counts add up to the batch size", relative to each equation of a bias."""
+"""The weight of the equation "the counts add up to the batch size", relative to the equation of each bias entry."""
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """The records of one client by class, shape (classes,) each.
+    """The counts of one client's records in each class; all arrays have shape (classes,).
 
-    ``true``: the counts. ``estimated``: the attacker's estimate, whole numbers with the same sum. ``guessed``: the same
-    number of records, by the class shares of all clients' records.
+    ``true``: the true counts. ``estimated``: the attacker's estimate, whole numbers with the same sum. ``guessed``: a
+    baseline with the same sum, in proportion to the classes of all clients' records.
     """
 
     client: int
@@ -47,17 +47,17 @@ class Counted:
 
     @property
     def error_of_guess(self) -> float:
-        """The mean absolute error of the guess, in records per class."""
+        """The mean absolute error of the baseline ``guessed``, in records per class."""
         return float(np.abs(self.guessed - self.true).mean())
 
     @property
     def right(self) -> float:
-        """The share of the labels that the estimate has right, in [0, 1]."""
+        """The fraction of labels that the estimate has right, in [0, 1]."""
         return float(np.minimum(self.estimated, self.true).sum() / self.true.sum())
 
     @property
     def right_by_guess(self) -> float:
-        """The share of the labels that the guess has right, in [0, 1]."""
+        """The fraction of labels that the baseline ``guessed`` has right, in [0, 1]."""
         return float(np.minimum(self.guessed, self.true).sum() / self.true.sum())
 
 
@@ -66,16 +66,16 @@ def head_bias(observed: Observed) -> str:
     bias = f"{head_weight(dict(observed.model.named_parameters())).removesuffix('weight')}bias"
     if bias not in observed.sent & observed.trained.keys():
         raise UserError(
-            f"labels are read off the gradient of the last layer's bias ({bias}), which no client of this run sends: "
-            "the bias does not exist, is frozen, or stays on the client; give a run without this"
+            f"label inference needs the gradient of the last layer's bias ({bias}), which no client of this run sends: "
+            "the bias does not exist, is frozen, or stays on the client; give a run whose clients send it"
         )
     return bias
 
 
 def exact_counts(summed: NDArray[np.float64], softmax: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the counts of labels in a batch, (classes,). ``summed``: the sum of the bias gradients of its records.
+    """Return the exact counts of labels in a batch, (classes,).
 
-    ``softmax``: the sum of the softmax of its records.
+    ``summed``: the sum of its records' bias gradients. ``softmax``: the sum of its records' softmax outputs.
     """
     return softmax - summed
 
@@ -107,10 +107,10 @@ def whole(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
 
 
 def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor]) -> NDArray[np.float64]:
-    """Return the mean bias gradient of a record of each class as it leaves a client, (classes, classes), without noise.
+    """Return each class's mean bias gradient of a record, (classes, classes), in the form that leaves a client.
 
-    ``records``: the attacker's own records, inputs and labels. A class without records gets the mean softmax of all
-    records instead of its own.
+    The gradients have no noise. ``records``: the attacker's own records, inputs and labels. For a class without
+    records, the mean softmax of all classes is used.
     """
     inputs, labels = records
     name = head_bias(observed)
@@ -128,7 +128,7 @@ def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor
 def infer(
     finished: FinishedRun, clients: int, at: str, show: Callable[[str], object] = str
 ) -> tuple[list[Counted], list[Counted]]:
-    """Return the estimates for up to ``clients`` clients: from one batch's gradient, and from a round's update.
+    """Return two lists of estimates for up to ``clients`` clients: from a batch's gradient, and from a round's update.
 
     ``at``: the attacked model, "initial" or "final". A list is empty if no such gradient or update leaves a client.
     """
@@ -161,9 +161,9 @@ def counted_in_update(
 ) -> Counted | None:
     """Estimate the labels of all records of ``client`` from its update of a round.
 
-    The attacker takes the update for steps along the mean gradient of all records, between the received model and the
-    sent one. It uses the mean of ``by_class`` at both models. None if the update has another form than a change of the
-    model, or if the optimiser is no SGD.
+    The attacker assumes that all local steps use the mean gradient of all records. For this gradient, it takes the mean
+    of ``by_class`` at the received and at the sent model. The result is None if the update is no change of the model,
+    or if the optimiser is not SGD.
     """
     task, name = observed.training.job.task, head_bias(observed)
     settings, update = task.settings, observed.update()

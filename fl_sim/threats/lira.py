@@ -1,23 +1,24 @@
-"""Membership inference by a likelihood ratio per record: LiRA (Carlini et al. 2022, section IV, algorithm 1).
+"""Membership inference by a likelihood ratio for each record: LiRA (Carlini et al. 2022, section IV, algorithm 1).
 
-**Shadow runs** have the settings of the audited run and other seeds, but the same partition and initial model, which
+**Shadow runs** have the settings of the audited run with other seeds, but the same partition and initial model, which
 the server of a federation knows. A shadow run leaves each record out with the probability ``left_out`` of the audited
-run, or with 1/2. So each record is in some shadow runs and out of the others. The confidence of a model in the label of
-a record, log(p / (1 - p)), is about normal over runs. LiRA fits one normal distribution to the runs with the record and
-one to the runs without it. The score is the logarithm of the ratio of both densities at the audited model's confidence.
+run, or with 1/2 if this is 0. So some shadow runs contain a record, and others do not. The confidence of a model in the
+label of a record, log(p / (1 - p)), is approximately normally distributed over runs. LiRA fits one normal distribution
+to the runs with the record and one to the runs without it. The score is the logarithm of the ratio of both densities at
+the audited model's confidence.
 
-**Members and non-members** must come from one distribution, or the test would measure another difference. If the
-audited run leaves records out, they are the non-members: a random number of each record alone decides on which side it
-is. Without such records, the non-members are test records. No shadow run trains on test records, so the score must not
-use the runs with a record. Then it is the offline form (also section IV): minus the logarithm of the probability that
-a model without the record has a higher confidence. For equal errors of the fits, each shadow run is ignored for a test
-record with the probability with which it contains a training record.
+**Members and non-members** must come from the same distribution, or the test would measure another difference. If the
+audited run leaves records out, these are the non-members: for each record, only a random number decides. Otherwise, the
+non-members are test records. No shadow run trains on test records, so there are no runs with the record, and the score
+has the offline form (also section IV): minus the logarithm of the probability that a model without the record has a
+higher confidence. To give all fits equal errors, each shadow run is ignored for a test record with the probability with
+which it contains a training record.
 
-**Over rounds**, the scores of all kept models (the setting ``keep_every``) are added. The sum is the likelihood ratio
-of these models together if their confidences are independent, given the membership of the record. In the offline form,
-it is Fisher's combination of p-values. The models of one run are not independent, and the fits of early rounds add
-errors. The sum is still a valid score, as members and non-members are treated alike, but it may be weaker than the
-score of the final model alone. So both are reported.
+**Over rounds**, the scores of all stored models (the setting ``keep_every``) are added. The sum is the joint likelihood
+ratio of these models if their confidences are independent, given the membership of the record. In the offline form, it
+is Fisher's combination of p-values. The models of one run are not independent, and the fits of early rounds add errors.
+The sum is still a valid score, because members and non-members are treated alike, but it may be weaker than the score
+of only the final model. So both are reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,12 +47,12 @@ LEAST_SHADOWS = 8
 """The smallest number of shadow runs. With fewer runs, many records would be in none of them or in all of them."""
 
 OWN_VARIANCE_FROM = 64
-"""The smallest number of shadow runs for a variance of each record; with fewer runs, all records share the variances.
+"""The smallest number of shadow runs for separate variances of each record (Carlini et al. 2022, section VI).
 
-The number is that of Carlini et al. 2022, section VI."""
+With fewer runs, all records have common variances."""
 
 _AT_ONCE = 2_000
-"""The number of records that are normalised at the same time, to bound the memory."""
+"""The number of records in a batch for predictions, to bound the memory."""
 
 Floats = NDArray[np.float64]
 
@@ -91,9 +92,9 @@ class Audited:
 class Scored:
     """The result of LiRA for all records of ``audited``, first members, then non-members.
 
-    ``by_score``: the records with minus the score of the final model in place of the loss; NaN for records without a
-    score, which are in all shadow runs or in none of them. ``over_rounds``: the same with the sum of the scores of
-    ``rounds``. ``by_loss``: the records with the loss of the final model.
+    ``by_loss``: the final model's predictions and losses. ``by_score``: the same with minus the final model's score in
+    place of the loss; NaN for records without a score, which are in all shadow runs or in none of them.
+    ``over_rounds``: the same with minus the sum of the scores of ``rounds``.
     """
 
     audited: Audited
@@ -123,7 +124,7 @@ def check_shadows(shadows: int) -> None:
 
 
 def shadow_of(experiment: Experiment, number: int) -> Experiment:
-    """Return the settings of the shadow run ``number`` of a run of ``experiment``."""
+    """Return the experiment of shadow run ``number``, from 1, for a run of ``experiment``."""
     return changed(
         experiment, seed=int(rng(experiment.seed, "shadow run", number).integers(2**31)),
         partition_seed=experiment.seed_of_partition, model_seed=experiment.seed_of_model,
@@ -134,9 +135,9 @@ def shadow_of(experiment: Experiment, number: int) -> Experiment:
 def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable[[str], object]) -> Scored:
     """Make the shadow runs of ``finished`` in ``folder``, and return the scores of all records.
 
-    Finished shadow runs in ``folder`` are used again, and an unfinished one is resumed. ``progress``: receives lines of
-    text. Raises UserError as ``check_shadows`` and ``Audited.of`` do, if all records have the same membership in all
-    shadow runs, and if a model is no longer finite.
+    Finished shadow runs in ``folder`` are used again, and an unfinished one is resumed. ``progress``: a function that
+    receives progress messages. Raises UserError as ``check_shadows`` and ``Audited.of`` do, if no member or no
+    non-member has a score, and if the confidences of a model are not finite.
     """
     check_shadows(shadows)
     audited, job = Audited.of(finished), finished.job
@@ -169,8 +170,8 @@ def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable
     scored = Scored(audited, by_score, over_rounds, by_loss, tuple(rounds))
     if not all(len(some.losses) for some in scored.split(scored.by_score)):
         raise UserError(
-            f"each member or each non-member is in all of {shadows} shadow runs or in none of them, so there is "
-            "nothing to compare: take more --shadows, or a run with a left_out nearer to .5"
+            f"every member, or every non-member, is in all {shadows} shadow runs or in none of them, so there is "
+            "nothing to compare: take more --shadows, or a run with left_out nearer to 0.5"
         )
     return scored
 
@@ -226,7 +227,7 @@ def _check_records(job: Job) -> None:
     }
     if what := next((what for what, holds in changes.items() if holds), ""):
         raise UserError(
-            f"LiRA compares the records of the data set, and clients of this run hold changed records ({what}): take "
+            f"LiRA compares the records of the data set, but clients of this run hold changed records ({what}): take "
             "--method loss, or a run without this setting"
         )
 
@@ -237,7 +238,7 @@ def _examples(audited: Audited, job: Job) -> list[Examples]:
 
 
 def _taught(shadow: Job, audited: Audited) -> NDArray[np.bool_]:
-    """Return True for each record that the shadow run contains, or that is treated as if it contained the record."""
+    """Return the mask of the records that the shadow run contains, or that are treated as if it contained them."""
     members = np.isin(audited.members, shadow.shards.records)
     if audited.is_online:
         return np.concatenate([members, np.isin(audited.others, shadow.shards.records)])
@@ -246,9 +247,9 @@ def _taught(shadow: Job, audited: Audited) -> NDArray[np.bool_]:
 
 
 def _models(finished: FinishedRun, out: Path) -> Iterator[tuple[int, Params]]:
-    """Yield (round, parameters) of all models in the directory ``out`` of the run or of a shadow run.
+    """Yield (round, parameters) of all models in ``out``, the directory of the run or of a shadow run.
 
-    The final model comes last. Its round is that of ``finished``, also if a shadow run stopped earlier.
+    The final model comes last. Its round is the last round of ``finished``, even if a shadow run stopped earlier.
     """
     beginning, last = finished.procedure.beginning(), int(finished.facts["rounds"])
     for server_round in kept_rounds(out):
@@ -270,7 +271,7 @@ def _logits(job: Job, params: Params, audited: Audited) -> torch.Tensor:
 def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> Floats:
     """Return log(p / (1 - p)), (n,), for the probability p of the true class. ``logits``: (n, classes), float64.
 
-    It is the logit of the class minus the log of the summed exponentials of all other logits, without cancellation.
+    It is computed without cancellation: the class's logit minus the log of the other logits' summed exponentials.
     """
     own = logits.gather(1, labels[:, None])
     others = logits.scatter(1, labels[:, None], -torch.inf)
@@ -284,5 +285,5 @@ class _Shown(Silent):
         self._progress, self._said = progress, said
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Report the number of the round."""
+        """Report the index of the round."""
         self._progress(f"{self._said}: round {record.round}")

@@ -1,4 +1,4 @@
-"""Membership inference by a threshold of the loss (Yeom et al. 2018): members have smaller losses than others."""
+"""Membership inference by a threshold on the loss (Yeom et al. 2018): members have smaller losses than non-members."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _NORMAL_95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Area:
-    """The area under the ROC curve of a membership test, and its interval of 95 % confidence.
+    """The area under the ROC curve of a membership test, and its 95 % confidence interval.
 
     ``area``: the probability that a member has a smaller loss than a non-member of the same classes; 0.5 is chance.
     ``low``, ``high``: the interval by Hanley and McNeil 1982, equation 2.
@@ -25,13 +25,13 @@ class Area:
 
 
 def area_by_loss(members: Judged, others: Judged) -> Area | None:
-    """Return the area for the test of membership by the loss; None if there is nothing to compare.
+    """Return the area under the ROC curve of a membership test by the loss; None if there is nothing to compare.
 
     ``members``, ``others``: the predictions on members and on non-members.
 
-    Members of one client may have few classes. So each record of ``others`` is weighted by the share of its class among
-    the members, and members of classes without non-members are left out. In the interval, the number of non-members is
-    the effective sample size of these weights, (sum w)^2 / sum w^2.
+    Members of one client may have few classes. So the weights of ``others`` give each class the same proportion as
+    among the members, and members of classes without non-members are left out. For the interval, the number of
+    non-members is the effective sample size of these weights, (sum w)^2 / sum w^2.
     """
     size = 1 + int(max(members.labels.max(initial=0), others.labels.max(initial=0)))
     wanted, there = (np.bincount(one.labels, minlength=size) for one in (members, others))
@@ -49,7 +49,7 @@ def area_by_loss(members: Judged, others: Judged) -> Area | None:
 
 
 def _weighted_area(small: NDArray[np.float64], large: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """Return the weighted probability that a number in ``small`` is below one in ``large``; ties count one half."""
+    """Return the weighted probability that a number in ``small`` is below a number in ``large``; ties count 1/2."""
     order = np.argsort(large)
     total = np.concatenate([[0.0], np.cumsum(weights[order])])
     below, upto = (np.searchsorted(large[order], small, side) for side in ("left", "right"))
@@ -58,11 +58,11 @@ def _weighted_area(small: NDArray[np.float64], large: NDArray[np.float64], weigh
 
 @dataclass(frozen=True)
 class Rate:
-    """The true-positive rate of a membership test at a false-positive rate, with its interval of 95 % confidence.
+    """The true-positive rate of a membership test at a false-positive rate, with its 95 % confidence interval.
 
-    ``false_positives``: the largest allowed share of non-members that the test calls members. ``rate``: the share of
-    members that the test calls members. ``low``, ``high``: the interval by Clopper and Pearson. The threshold is chosen
-    on non-members, and their sampling error is not part of the interval.
+    ``false_positives``: the largest allowed false-positive rate. ``rate``: the true-positive rate. ``low``, ``high``:
+    the interval by Clopper and Pearson. It does not contain the sampling error of the non-members, on which the
+    threshold is chosen.
     """
 
     false_positives: float
@@ -74,9 +74,9 @@ class Rate:
 def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | None:
     """Return the true-positive rate of the test "the loss is below a threshold"; None for too few records.
 
-    ``false_positives``: the largest allowed share of non-members (``others``) that the test calls members, in (0, 1).
-    At least 1 / ``false_positives`` non-members are needed. The threshold is the largest loss of a non-member such that
-    at most the share ``false_positives`` of the non-members has a smaller loss.
+    ``false_positives``: the largest allowed false-positive rate, in (0, 1). At least 1 / ``false_positives``
+    non-members (``others``) are needed. The threshold is the largest loss of a non-member for which the test keeps this
+    false-positive rate.
     """
     allowed = int(false_positives * len(others.losses))
     if not allowed or not len(members.losses):
@@ -86,10 +86,7 @@ def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | N
 
 
 def share_interval(hits: int, count: int) -> tuple[float, float]:
-    """Return the interval of 95 % confidence for a probability after ``hits`` of ``count`` trials.
-
-    The interval is that of Clopper and Pearson.
-    """
+    """Return the 95 % confidence interval by Clopper and Pearson, after ``hits`` successes in ``count`` trials."""
     from scipy.stats import beta  # noqa: PLC0415 (the import takes half a second)
 
     low = float(beta.ppf(0.025, hits, count - hits + 1)) if hits else 0.0
@@ -98,7 +95,7 @@ def share_interval(hits: int, count: int) -> tuple[float, float]:
 
 
 def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:
-    """Return the largest true-positive rate of any test about an (``epsilon``, ``delta``)-private record.
+    """Return the largest true-positive rate of any membership test about an (``epsilon``, ``delta``)-private record.
 
     The rate is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1,
     where FPR is the false-positive rate. The rate is 1 if ``epsilon`` is None (no guarantee).

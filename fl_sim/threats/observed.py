@@ -1,8 +1,8 @@
-"""What an attacker sees of one client of a finished run: the gradients of its local steps, and its update of a round.
+"""The observations of an attacker on one client of a finished run: gradients of local steps, and a round's update.
 
-All of it is computed by the client's own code. The algorithm makes the local plan, and the round layers change and
-protect it, as in the run. Only the payment is left out: the noise comes from a seed, and no privacy ledger is charged.
-So nothing here may be shown about records that a run promises to protect (``FinishedRun.refuse_private_records``).
+They are computed by the client's own code. The algorithm makes the local plan, and the layers change and protect it, as
+in the run. There is one difference: the noise comes from a seed, and no privacy ledger is charged. So these
+observations must not be shown for records that a run promises to protect (``FinishedRun.refuse_private_records``).
 """
 
 from dataclasses import dataclass, replace
@@ -60,16 +60,16 @@ class Observed:
 
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
-        """Return ``client`` in the round after ``server``. Raises UserError if the server sees no single client."""
+        """Return ``client`` in the round after ``server``. Raises UserError if nothing useful can be observed."""
         experiment, runtime = finished.job.experiment, finished.runtime.of_client(client)
         if any(layer.only_sums for layer in runtime.layers):
             raise UserError(
-                f"the run in {finished.out} has aggregator={kind_of(experiment.aggregator)}, by which the server sees "
-                "sums over clients alone, and this attack needs what a single client sends: give a run without it"
+                f"the run in {finished.out} has aggregator={kind_of(experiment.aggregator)}: its server sees only sums "
+                "over clients, and this attack needs a single client's update: give a run without this aggregator"
             )
         if not runtime.trains_on_own("synthetic records"):
             raise UserError(
-                f"the clients of {finished.out} train on synthetic records alone "
+                f"the clients of {finished.out} train only on synthetic records "
                 f"(preprocess={kind_of(experiment.preprocess)}), so no gradient of a training record leaves a client: "
                 "give a run whose clients train on their own records"
             )
@@ -111,22 +111,22 @@ class Observed:
 
     @cached_property
     def step(self) -> StepPlan | None:
-        """The numbers of a step with noise, such as the standard deviation of its noise; None without noise."""
+        """The parameters of a step with noise, such as its standard deviation; None without noise."""
         if self.private is None:
             return None
         return StepPlan.of(self.private, self.training.job.task.settings, self.num_records, layout_of(self.trained))
 
     @property
     def shows_gradients(self) -> bool:
-        """False if the client protects its whole update, and not the gradients of its steps."""
+        """False if the client adds noise to its whole update instead of the gradients of its steps."""
         return self.private is not None or not self.training.paid
 
     def refuse_protected_updates(self, finished: FinishedRun) -> None:
-        """Raise UserError if the client protects its whole update, and not the gradients of its steps."""
+        """Raise UserError if the client adds noise to its whole update instead of the gradients of its steps."""
         if not self.shows_gradients:
             raise UserError(
                 f"the run in {finished.out} has local.privacy={kind_of(finished.job.experiment.local.privacy)}, which "
-                "adds noise to whole updates, so no gradient of a step leaves a client, and this attack is one on "
+                "adds noise to whole updates, so no gradient of a step leaves a client, and this attack needs "
                 "gradients: give a run whose steps have noise (local.privacy=dp-sgd), or a run without local.privacy"
             )
 
@@ -147,7 +147,7 @@ class Observed:
     def noisy(self, total: Params, draw: int) -> Params:
         """Return the part of ``total`` that leaves the client, with the noise of a step if the run has noise.
 
-        ``total``: a result of ``summed``. ``draw``: the number of the noise.
+        ``total``: a result of ``summed``. ``draw``: the index of the noise; equal indices give equal noise.
         """
         if self.private is None or self.step is None:
             return self._visible(total)
@@ -167,9 +167,9 @@ class Observed:
         return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}
 
     def update(self) -> Params | None:
-        """Return the change of the model in the client's update of the round, as it leaves the client.
+        """Return the change of the model that the client sends in the round; None for another form of the update.
 
-        None if the update has another form, such as a compressed one.
+        A compressed update, for example, has another form.
         """
         sent = self.training.updated(self.training.client.runtime.prepare(self.training.jobs)())
         delta = sent.payloads.get("delta")

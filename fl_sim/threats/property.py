@@ -1,11 +1,11 @@
-"""Property inference on a pool of synthetic records: what it tells about the class proportions of each client.
+"""Property inference on a pool of synthetic records: an attacker estimates the class proportions of each client.
 
-Property inference (Ateniese et al. 2015; Wang et al. 2019 for federated learning) asks for a fact about all records of
-a client together. In a method such as DA-FL, each client publishes synthetic records. Their numbers per class are
-proportional to the client's own numbers, up to the noise of a label selection. So the attacker reads the class
-proportions off the pool. The epsilon of the pool does not forbid this. It bounds what one record changes, and the
-proportions of n records are a fact about the whole client, for which only n epsilon is promised (group privacy; Dwork,
-Roth 2014, theorem 2.2).
+Property inference (Ateniese et al. 2015; Wang et al. 2019 for federated learning) attacks a property of a client's
+whole set of records. In a method such as DA-FL, each client publishes synthetic records. Their number in each class is
+proportional to the client's own number, up to the noise of a label selection. So the attacker takes the class
+proportions from the pool. The epsilon of the pool does not prevent this: it protects single records. The proportions
+depend on all n records of a client, for which only n epsilon is promised (group privacy; Dwork, Roth 2014, theorem
+2.2).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from fl_sim.threats.finished import FinishedRun
 class SelectsLabels(Protocol):
     """A settings class of a stage in which clients publish synthetic records, with privately selected labels.
 
-    The part ``preprocess`` of the run's result holds the published numbers of records of each client i and each class,
+    In the run's result, ``preprocess`` contains the published number of records of each client i in each class:
     ``clients[i].counts``.
     """
 
@@ -33,14 +33,14 @@ class SelectsLabels(Protocol):
 
 @dataclass(frozen=True)
 class Guessed:
-    """The success of property inference over K clients with records, and that of guesses without the pool.
+    """The success of property inference over K clients with records, and of baselines that do not use the pool.
 
-    ``clients``: K. ``silent``: the clients among them without synthetic records; for these, the attacker guesses the
-    proportions of the whole pool. ``held``: the share of the pairs (client, class) in which the attacker rightly says
-    whether the client holds the class. ``held_by_chance``: the same for the better one of the answers "all" and "none".
-    ``largest``: the share of clients whose largest class is found. ``largest_by_chance``: the same for the best answer
-    that is equal for all clients. ``distance``: the mean total variation distance between guessed and true proportions,
-    in [0, 1]. ``distance_by_chance``: the same if the proportions of all clients' records together are guessed.
+    ``clients``: K. ``silent``: the number of clients without synthetic records; for these, the attacker guesses the
+    proportions of the whole pool. ``held``: the fraction of pairs (client, class) for which the attacker guesses
+    correctly whether the client holds the class. ``held_by_chance``: the same for the better one of the guesses "all"
+    and "none". ``largest``: the fraction of clients whose largest class is found. ``largest_by_chance``: the same for
+    the best guess that is equal for all clients. ``distance``: the mean total variation distance between guessed and
+    true proportions, in [0, 1]. ``distance_by_chance``: the same for the guess "the proportions of all records".
     """
 
     clients: int
@@ -80,7 +80,7 @@ def held_by_clients(finished: FinishedRun) -> NDArray[np.int64]:
 def infer(published: NDArray[np.int64], held: NDArray[np.int64]) -> Guessed:
     """Return the success of the attacker. ``published``, ``held``: numbers of records, (clients, classes).
 
-    Clients without own records are left out. At least one client must have records, and one a published record.
+    Clients without own records are left out. There must be at least one own and one published record.
     """
     there = held.sum(1) > 0
     published, held = published[there], held[there]

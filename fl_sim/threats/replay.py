@@ -1,4 +1,4 @@
-"""Rounds of a finished run, made again: any clients train from any server state, and the run's layers aggregate."""
+"""The repetition of a finished run's rounds: any clients train from any server state, with the run's layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +31,12 @@ def asks_clients(stage: Stage) -> bool:
 
 
 def check_replayable(finished: FinishedRun) -> None:
-    """Raise UserError if rounds of the run cannot be made again from a server state alone."""
+    """Raise UserError if rounds of the run cannot be repeated from only a server state."""
     experiment, server = finished.job.experiment, finished.procedure.beginning()
     sent = [dict(layout_of(one)) for one in payload_template(finished.procedure.algorithm, server).values()]
     obstacles = {
         "its cohorts may depend on clients' answers or times": not cohorts_known(finished.job),
-        "its clients answer before the first round or beside the rounds":
+        "its clients also answer requests outside the rounds":
             any(map(asks_clients, stages_of(finished.job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(server)),
         f"clients of algorithm {kind_of(experiment.algorithm)} send more than one change of the model":
@@ -44,7 +44,7 @@ def check_replayable(finished: FinishedRun) -> None:
     }  # fmt: skip
     if why := next((reason for reason, holds in obstacles.items() if holds), ""):
         raise UserError(
-            f"the rounds of {finished.out} cannot be made again from its server states: {why}; take --method exact"
+            f"the rounds of {finished.out} cannot be repeated from its server states: {why}; take --method exact"
         )
 
 
@@ -52,8 +52,8 @@ def check_replayable(finished: FinishedRun) -> None:
 class LocalSteps:
     """The work of unlearning. ``rounds``: the number of changes of the server's model.
 
-    ``steps``: the local steps of all clients together. ``recomputed``: the local steps that only compute again what a
-    server could have stored.
+    ``steps``: the total number of local steps of all clients. ``recomputed``: the number of local steps that only
+    recompute updates which a server could have stored.
     """
 
     rounds: int = 0
@@ -66,7 +66,7 @@ class LocalSteps:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The server's side of a finished run, whose rounds are made again. The run directory stays as it is.
+    """The server of a finished run, for repeating its rounds. The run directory is not changed.
 
     ``run``: the run as an object, in a temporary directory. ``last``: the server state after the run's last round.
     """
@@ -94,7 +94,7 @@ class Replay:
         return num_steps(self.finished.job, client)
 
     def rate(self, server_round: int) -> float:
-        """Return the learning rate of a round. After the last round of the run, its learning rate stays."""
+        """Return the learning rate of a round. Rounds after the run's last round use the last round's learning rate."""
         experiment = self.finished.job.experiment
         return experiment.local.rate_in(min(server_round, experiment.rounds), experiment.rounds)
 
@@ -107,7 +107,7 @@ class Replay:
     ) -> tuple[Reply, ...]:
         """Return the updates of ``clients`` in round ``server_round`` from the state ``server``, sorted by client.
 
-        ``most_steps``: {client: its number of local steps}, for fewer steps than in the run.
+        ``most_steps``: {client: maximum number of local steps}, to take fewer steps than in the run.
         """
         strategy, timeout = self.strategy, self.finished.job.experiment.round_timeout
         strategy.server = server
@@ -130,7 +130,7 @@ class Replay:
         return server if aggregate is None else strategy.layer.merge(strategy.algorithm, server, aggregate)
 
     def model(self, server: ServerState) -> Params:
-        """Return all tensors of the model that the run would publish with the state ``server``."""
+        """Return all tensors of the model that the run would publish for the server state ``server``."""
         self.strategy.server = server
         return self.finished.job.whole({**self.finished.job.fixed, **self.run.model()})
 
@@ -142,9 +142,9 @@ class Replay:
 
 @contextmanager
 def replay_of(finished: FinishedRun) -> Iterator[Replay]:
-    """Start the engine of a finished run, and yield the run for a replay of its rounds.
+    """Start the engine of a finished run inside a ``with`` block, and yield the object that repeats its rounds.
 
-    Raises UserError as ``check_replayable`` does, and if the run has not kept its last server state.
+    Raises UserError as ``check_replayable`` does, and if the run has not stored its last server state.
     """
     check_replayable(finished)
     job, procedure = finished.job, finished.procedure

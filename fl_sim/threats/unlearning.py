@@ -1,16 +1,16 @@
-"""Unlearning: a finished run without the records of one client, as if the run had never known these records.
+"""Unlearning: it removes the influence of one client's records from a finished run.
 
-**The run that never knew client u** has the same settings as the run, and u holds no records in it (the setting
-``forgotten``). The clients keep their numbers, so all random numbers, which are derived from purpose, client and round,
-stay the same: the partition of the other records, the cohorts, the batches, the hostile clients. A client without
-records is sampled like any other, sends its blank update with weight 0, and changes no bit of a model (the laws in
+**Retraining without client u** is a run with the same settings in which u holds no records (the setting ``forgotten``).
+The clients keep their IDs. Random numbers are derived from purpose, client and round, so they stay the same: the
+partition of the other records, the cohorts, the batches, the hostile clients. A client without records is sampled like
+any other, sends its blank update with weight 0, and changes no bit of a model (checked in
 tests/fl_sim/simulation/test_empty_clients.py). Public facts about the data set, such as the constants of normalisation
 and the number of classes, also stay the same.
 
-**Exact unlearning** trains this run. If u took part for the first time in round t, the rounds before t are the same in
-both runs, so training continues from the latest kept state of a round before t (the setting ``keep_every``). Without
-such a state it begins with round 1. In both cases the model is equal, bit for bit, to the model of the run that never
-knew u.
+**Exact unlearning** makes the result of this retraining. If u took part for the first time in round t, the rounds
+before t are the same in both runs. So training continues from the latest stored state of a round before t (the setting
+``keep_every``), or begins with round 1 if there is no such state. In both cases the model is bit-identical to the model
+of the full retraining.
 """
 
 import time
@@ -46,7 +46,7 @@ _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("c
 class KnownStart:
     """The state from which exact unlearning continues: after round ``last_round`` (0: the initial model).
 
-    ``why``: the reason, in words.
+    ``why``: the reason, as text.
     """
 
     last_round: int
@@ -54,7 +54,7 @@ class KnownStart:
 
 
 def check_client(finished: FinishedRun, client: int) -> None:
-    """Raise UserError if ``client`` cannot be unlearned: unknown, without records, forgotten, or in a private run."""
+    """Raise UserError if ``client`` cannot be unlearned, for example because it is unknown or never took part."""
     experiment, out = finished.job.experiment, finished.out
     if not 0 <= client < experiment.num_clients:
         raise UserError(
@@ -62,17 +62,19 @@ def check_client(finished: FinishedRun, client: int) -> None:
             "these numbers"
         )
     if client in experiment.forgotten:
-        raise UserError(f"{out} never knew client {client} (forgotten={client} in its settings): nothing is to be done")
+        raise UserError(
+            f"{out} was trained without client {client} (forgotten={client} in its settings): nothing can be unlearned"
+        )
     if experiment.is_private:
         bill = "; ".join(f"unit {one['unit']}: {one['guarantee']}" for one in finished.facts["privacy"])
         raise UserError(
             f"the run in {out} promises privacy ({bill}): its published models are nearly as likely without the unit, "
-            "so unlearning would show nothing new. Published models stay published, so no privacy ledger is "
-            f"refunded; a run with forgotten={client} and another --out would publish further models, at a further "
-            "cost for all other clients"
+            "so unlearning would change little. Published models stay published, so no privacy ledger is refunded; a "
+            f"run with forgotten={client} and another --out would publish further models, at a further privacy cost "
+            "for all other clients"
         )
     if not finished.job.shards.sizes[client]:
-        raise UserError(f"client {client} of {out} holds no training records, so no model knows any: take another one")
+        raise UserError(f"client {client} of {out} has no training records to unlearn: take another client")
     if experiment.num_members < experiment.num_clients and client not in finished.job.members:
         raise UserError(
             f"client {client} of {out} is held out (evaluate.held_out_clients) and never took part: take another client"
@@ -80,21 +82,21 @@ def check_client(finished: FinishedRun, client: int) -> None:
     rounds = cohorts_known(finished.job) and finished.facts["rounds"]
     if rounds and first_round(finished.job, client, rounds) is None:
         raise UserError(
-            f"client {client} took part in none of the {rounds} rounds of {out}, so the model knows nothing of its "
+            f"client {client} took part in none of the {rounds} rounds of {out}, so the model does not depend on its "
             "records: take another client"
         )
 
 
 def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
-    """Return the last round whose state does not depend on ``client`` (0: the initial model), and the reason in words.
+    """Return the latest usable state that does not depend on ``client``, and the reason as text.
 
-    The run without this client continues from that state.
+    The retraining without this client continues from that state.
     """
     job, experiment = finished.job, finished.job.experiment
     kinds = [*map(type, (experiment.algorithm, experiment.aggregator, experiment.attack)), *layer_kinds(experiment)]
     obstacles = {
         "the cohorts may depend on clients' answers or times": not cohorts_known(job),
-        "clients answer before the first round or beside the rounds": any(map(asks_clients, stages_of(job))),
+        "clients also answer requests outside the rounds": any(map(asks_clients, stages_of(job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(
             finished.procedure.beginning())),
         "early stopping depends on records that clients hold out": experiment.evaluate.validation not in {0.0, "given"},
@@ -113,18 +115,18 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
 
 
 def settings_without(experiment: Experiment, client: int) -> Experiment:
-    """Return the experiment of the run that never knew ``client``."""
+    """Return the experiment of the retraining without ``client``."""
     return changed(experiment, forgotten=(*experiment.forgotten, client))
 
 
 def unlearn(finished: FinishedRun, client: int, out: Path, observer: Observer | None = None) -> dict[str, Any]:
-    """Make the run that never knew ``client`` in the directory ``out``; return the measures of the unlearning.
+    """Retrain without ``client`` in the directory ``out``, and return the measures of the unlearning.
 
     An unfinished run in ``out`` is resumed. Raises UserError as ``check_client`` does, and RunError for a failed run.
     """
     check_client(finished, client)
     if out.resolve() == finished.out.resolve():
-        raise UserError(f"--out {out} is the run itself, which stays as it is: choose another directory")
+        raise UserError(f"--out {out} is the directory of the run, which is not changed: choose another directory")
     beginning, experiment = beginning_of(finished, client), settings_without(finished.job.experiment, client)
     start = time.perf_counter()
     if beginning.last_round and not (out / run_directory.CONFIG).exists():
@@ -147,11 +149,11 @@ def unlearn(finished: FinishedRun, client: int, out: Path, observer: Observer | 
 
 
 def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, Any]:
-    """Return accuracies in [0, 1] and the membership of the forgotten records, for the model ``params``.
+    """Return accuracies in [0, 1] and the success of membership inference, for the model ``params``.
 
     ``test_accuracy``: on the test records. ``kept_accuracy``: on the training records of all other clients.
-    ``forgotten_accuracy``: on the records of ``client``. ``membership``: the area under the ROC curve with which the
-    loss tells the client's records from test records of the same classes, None without such records.
+    ``forgotten_accuracy``: on the records of ``client``. ``membership``: the area under the ROC curve of a test that
+    separates the client's records from test records of the same classes by the loss, None without such records.
     """
     model = finished.job.whole_model()
     inputs, labels = finished.test
@@ -174,7 +176,7 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
 
 
 def further_in(out: Path) -> dict[str, Any]:
-    """Return the further measures of the last round of the run in ``out``, {"further": {name: number}}.
+    """Return the additional measures of the last round of the run in ``out``, {"further": {name: number}}.
 
     These are the measures of the run's stages, such as the success rate of an attack, and the user's own metrics.
     """
@@ -183,17 +185,15 @@ def further_in(out: Path) -> dict[str, Any]:
 
 
 def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:
-    """Write rounds 1 to ``last_round`` of a run into the directory ``out``, with the kept states of these rounds.
+    """Write rounds 1 to ``last_round`` of a run into the directory ``out``, with the stored states of these rounds.
 
-    The rounds are stored as rounds of the experiment ``experiment``.
-
-    Measures that depend on the records of all clients are left out of these rounds, because they would tell something
-    about the forgotten records.
+    The rounds are stored as rounds of ``experiment``. Measures that depend on the records of all clients are left out,
+    because they could reveal something about the forgotten records.
     """
     job = job_of(experiment, finished.job.root)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
-        raise UserError(f"{out} is not empty and holds no run: choose another --out")
+        raise UserError(f"{out} is not empty and contains no run: choose another --out")
     like = finished.procedure.beginning()
     kept = [one for one in run_directory.kept_rounds(finished.out) if one <= last_round]
     states = {one: read_kept(finished.out, one, like) for one in kept}

@@ -151,7 +151,7 @@ def test_what_cannot_be_replayed_is_refused_in_words(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match=why):
             unlearn_approximately(where, 0, method, "x", tmp_path / "out", tmp_path / "never")
-    with pytest.raises(UserError, match="holds other files"):
+    with pytest.raises(UserError, match="already contains other files"):
         unlearn_approximately(bare, 0, GradientAscent(), "x", bare.out, tmp_path / "never")
     (bare.out / "checkpoint.safetensors").unlink()
     with pytest.raises(UserError, match="has not kept the server state after its last round"):

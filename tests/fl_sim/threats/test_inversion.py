@@ -201,20 +201,20 @@ def test_what_leaves_no_client_is_not_attacked(tmp_path: Path) -> None:
     assert "has local.privacy=local-dp, which adds noise to whole updates" in refused("inversion", tmp_path / "local")
     finished(tmp_path / "sums", aggregator={"kind": "distributed-dp", "noise_multiplier": 1.0, "noise": "seeded"})
     for verb in ("inversion", "labels"):
-        assert "sees sums over clients alone" in refused(verb, tmp_path / "sums")
+        assert "sees only sums over clients" in refused(verb, tmp_path / "sums")
     finished(tmp_path / "masks", aggregator="secure-sum")
-    assert "sees sums over clients alone" in refused("inversion", tmp_path / "masks")
+    assert "sees only sums over clients" in refused("inversion", tmp_path / "masks")
     made = {
         "kind": "da-fl", "epsilon": 10, "generator": "mean-embedding", "train_on": "synthetic", "noise": "seeded",
     }  # fmt: skip
     finished(tmp_path / "synthetic", preprocess=made)
-    assert "train on synthetic records alone" in refused("inversion", tmp_path / "synthetic")
+    assert "train only on synthetic records" in refused("inversion", tmp_path / "synthetic")
     finished(tmp_path / "open")
     assert "no client of" in refused("inversion", tmp_path / "open", "--batch", "5000")
-    assert "takes the gradient of one record" in refused(
+    assert "needs the gradient of one record" in refused(
         "inversion", tmp_path / "open", "--method", "analytic", "--batch", "2"
     )
-    assert "belong to the optimiser" in refused("inversion", tmp_path / "open", "--steps", "9")
+    assert "are for the optimiser" in refused("inversion", tmp_path / "open", "--steps", "9")
     finished(tmp_path / "head", model="mlp", local={"batch_size": 32, "personal": "head"})
     for verb in ("inversion", "labels"):
         assert "which no client of this run sends" in refused(verb, tmp_path / "head")

@@ -133,12 +133,12 @@ def test_what_cannot_be_unlearned_is_refused_in_words(tmp_path: Path) -> None:
     took = next(client for client in range(12) if client != idle and first_round(before.job, client, 1))
     for client, out, why in (
         (12, "without", "the clients of .* are 0 to 11"), (idle, "without", "took part in none of the 1 rounds"),
-        (took, "all", "is the run itself"),
+        (took, "all", "is the directory of the run"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=why):
             unlearn(before, client, tmp_path / out)
     unlearn(before, took, tmp_path / "without")
-    with pytest.raises(UserError, match="never knew client"):
+    with pytest.raises(UserError, match="was trained without client"):
         unlearn(FinishedRun.of(tmp_path / "without"), took, tmp_path / "again")
     private = finished(
         tmp_path / "private", aggregator="global-dp", sampler="poisson:0.2", keep_every=0, rounds=1, evaluate_every=1
