@@ -57,7 +57,7 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
     if accountant == "rdp" or math.isinf(by_rdp):
         return by_rdp
     if unknown := _unknown_to_pld(counts):
-        raise UserError(f"the PLD accountant does not know {unknown}: use the RDP accountant")
+        raise UserError(f"the PLD accountant does not support {unknown}: use the RDP accountant")
     return bounds(counts, delta).least
 
 
@@ -110,7 +110,7 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
     """Return the joint epsilon of several releases by the RDP and the PLD accountant. The PLD takes seconds."""
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
-        return Bounds(by_rdp, None, f"the PLD accountant does not know {unknown}")
+        return Bounds(by_rdp, None, f"the PLD accountant does not support {unknown}")
     if by_rdp == 0 or math.isinf(by_rdp):
         return Bounds(by_rdp, by_rdp)
     steps = tuple(single_steps(counts).items())

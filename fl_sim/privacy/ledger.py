@@ -211,7 +211,7 @@ class Ledger:
     def _epsilon_after(self, event: dp_event.DpEvent) -> float:
         counts = self._counts + single_steps({event: 1})
         if self.terms.accountant == "pld" and not supports_pld(event):
-            raise UserError(f"the PLD accountant does not know {type(event).__name__}: choose the RDP accountant")
+            raise UserError(f"the PLD accountant does not support {type(event).__name__}: choose the RDP accountant")
         return epsilon_of_counts(counts, self.terms.delta, accountant=self.terms.accountant)
 
     def _check_adjacency(self, event: dp_event.DpEvent) -> None:

@@ -91,7 +91,7 @@ class DistributedSumsBill(Stage):
         length = grid.std_of_mean * grid.dimension**0.5 / grid.clipping_norm
         said = (
             f"aggregator=distributed-dp: each number of the sum has noise of {grid.noise_multiplier:.4g} clipping "
-            f"norms, the total of {grid.shares:,} clients. The mean's noise has the length of {length:.3g} "
+            f"norms, the total of {grid.shares:,} clients. The noise of the mean has the length of {length:.3g} "
             f"clipping norms, a clipped update of at most 1. A client sends {grid.padded:,} numbers of "
             f"{grid.bits} bits; one rounding step is {1 / (grid.scale * grid.clipping_norm):.3g} clipping norms. All "
             f"rounds cost {cost} at delta {settings.delta:g} if no client drops out. Secure aggregation is simulated "

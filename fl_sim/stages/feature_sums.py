@@ -69,7 +69,7 @@ class FeatureSums(Protocol):
 class Summarise:
     """The client task that returns sums of the features of the client's records, with or without noise.
 
-    ``setting``: the setting whose value is ``sums``, such as "calibrate".
+    ``setting``: the name of the setting that contains ``sums``, such as "calibrate".
     """
 
     job: Job

@@ -40,7 +40,7 @@ MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 _BEST: Final = tuple(
     f"{OWN}_{name}" for name in ("accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "worst_tenth")
 )
-"""The measures whose values in the best round are in the result, too."""
+"""Measures of which the result also contains the value in the best round, such as ``best_own_accuracy``."""
 
 
 class OwnModels(Stage):

@@ -52,9 +52,9 @@ class PrivateStepsBill(PaidRoundsBill):
             return []
         noises, rates = zip(*((group.cost.noise_multiplier, group.cost.rate) for group in self.groups), strict=True)
         said = (
-            f"local.privacy=dp-sgd: {range_in_words(noises)} times the clipping norm is the noise on a sum of "
-            f"gradients (clipping {self.settings.clipping_in_words}), and {range_in_words(rates)} the probability with "
-            f"which a record joins a batch; {self.rounds_of(worst):,} rounds of {worst.cost.num_steps:,} steps cost "
+            f"local.privacy=dp-sgd: each sum of gradients has noise of {range_in_words(noises)} clipping norms "
+            f"(clipping {self.settings.clipping_in_words}), and a record joins a batch with probability "
+            f"{range_in_words(rates)}; {self.rounds_of(worst):,} rounds of {worst.cost.num_steps:,} steps cost "
             f"each record at most epsilon {rounded_up(self.spent_by(worst))} at delta {self.settings.delta:g}"
         )
         advice = delta_advice(self.settings.delta, min(group.num_records for group in self.groups))

@@ -45,9 +45,9 @@ class PrivateUpdatesBill(PaidRoundsBill):
         cohort = max(1.0, experiment.sampler.expected_size(len(group.clients)))
         length = group.std * (group.size / cohort) ** 0.5 / settings.clipping_norm
         said = (
-            f"local.privacy=local-dp: {group.std / settings.clipping_norm:.4g} times the clipping norm is the noise on "
-            f"each number of an update. In the mean of {cohort:g} updates it is {length:.3g} clipping norms long, and "
-            f"a clipped update is at most one; {self.rounds_of(group):,} rounds cost each client at most epsilon "
+            f"local.privacy=local-dp: each number of an update has noise of {group.std / settings.clipping_norm:.4g} "
+            f"clipping norms. The noise of the mean of {cohort:g} updates has the length of {length:.3g} clipping "
+            f"norms, a clipped update of at most 1; {self.rounds_of(group):,} rounds cost each client at most epsilon "
             f"{rounded_up(self.spent_by(group))} at delta {settings.delta:g}"
         )
         advice = delta_advice(settings.delta, len(group.clients))

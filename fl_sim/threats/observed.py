@@ -60,7 +60,7 @@ class Observed:
 
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
-        """Return ``client`` in the round after ``server``. Raises UserError if nothing useful can be observed."""
+        """Return ``client`` in the round after ``server``. Raises UserError if its update reveals nothing to attack."""
         experiment, runtime = finished.job.experiment, finished.runtime.of_client(client)
         if any(layer.only_sums for layer in runtime.layers):
             raise UserError(

@@ -49,7 +49,7 @@ def test_the_forecast_is_the_bill_and_the_ledger(algorithm: str, tmp_path: Path)
     assert (said["steps"], said["steps_planned"]) == (2, 2)
     assert said["epsilon"] == said["epsilon_realised"] == payment.epsilon
     assert said["noise_multiplier"] == pytest.approx(3.0, rel=0.01)
-    assert "PLD accountant does not know SkellamDpEvent" in said["guarantee"]
+    assert "PLD accountant does not support SkellamDpEvent" in said["guarantee"]
     assert "replacing all data of one client by nothing" in said["guarantee"]
     assert (
         said["sampling"] == "public: the server sees which clients take part, so sampling them does not reduce the cost"

@@ -158,9 +158,9 @@ def test_a_run_with_secret_noise_pays_again_for_what_it_releases_again(
 
 def test_a_run_says_how_long_the_noise_in_the_mean_is(tmp_path: Path) -> None:
     said = " ".join(ran(tmp_path / "run")["warnings"])
-    assert "3 times the clipping norm is the noise on each number of an update" in said
+    assert "each number of an update has noise of 3 clipping norms" in said
     length = 3.0 * (650 / 3) ** 0.5  # z sqrt(d / m): 650 numbers, 3 clients
-    assert f"In the mean of 3 updates it is {length:.3g} clipping norms long" in said
+    assert f"The noise of the mean of 3 updates has the length of {length:.3g} clipping norms" in said
 
 
 @pytest.mark.parametrize(
