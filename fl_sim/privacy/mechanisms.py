@@ -329,8 +329,9 @@ def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
     """
     if not 2 * count_std > noise_multiplier > 0:
         raise UserError(
-            f"adaptive clipping: noisy counts with count_noise {count_std:g} cost as much as noise_multiplier "
-            f"{noise_multiplier:g} allows, or more: choose a positive noise_multiplier and count_noise above half of it"
+            f"adaptive clipping with count_noise {count_std:g} leaves no privacy budget for the updates at "
+            f"noise_multiplier {noise_multiplier:g}: choose a positive noise_multiplier, and count_noise above half of "
+            "it"
         )
     return float((noise_multiplier**-2 - (2 * count_std) ** -2) ** -0.5)
 

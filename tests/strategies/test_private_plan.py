@@ -104,7 +104,7 @@ def test_delta_at_an_epsilon_counts_the_private_start() -> None:
         (("--groups", "2", "--noise-bands", "3", *NOISE), "at most once in any 3 rounds"),
         (("--sampling-rate", "0.5", "--noise-bands", "3", *NOISE), "at most once in any 3 rounds"),
         (("--sampling-rate", "0.5", "--adaptive-clipping", *NOISE), "give --clients"),
-        (("--sampling-rate", "0.5", "--count-noise", "1", *NOISE), "cost as much as noise_multiplier 3 allows"),
+        (("--sampling-rate", "0.5", "--count-noise", "1", *NOISE), "for the updates at noise_multiplier 3"),
         (
             ("--sampling-rate", "0.5", "--start-noise", "0.5", "--rounds", "3", "--epsilon", "1"),
             "the private start alone costs",

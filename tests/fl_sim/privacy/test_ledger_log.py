@@ -174,9 +174,9 @@ def test_epsilon_in_the_log_is_not_believed(path: Path) -> None:
     ("content", "match"),
     [
         (b'{"ledger": 1, "unit": "client"}\n', "older version.*fresh directory"),
-        (b'{"ledger": 3, "id": "0123456789abcdef", "terms": {}}\n', "line 1: it is not the head"),
-        (b'{"ledger": 2, "id": "", "terms": {}}\n', "line 1: it is not the head"),
-        (b'{"ledger": 2, "id": "0123456789abcdef", "terms": {}, "more": 1}\n', "line 1: it is not the head"),
+        (b'{"ledger": 3, "id": "0123456789abcdef", "terms": {}}\n', "line 1: it is not the first line"),
+        (b'{"ledger": 2, "id": "", "terms": {}}\n', "line 1: it is not the first line"),
+        (b'{"ledger": 2, "id": "0123456789abcdef", "terms": {}, "more": 1}\n', "line 1: it is not the first line"),
         (b"[]\n", "line 1: it is not as this program"),
         (b"not a ledger, and without an end", "line 1: it is not as this program"),
         (b"\xff\xfe\n", "line 1: it is not JSON"),
@@ -198,12 +198,12 @@ def test_what_is_no_file_is_refused_at_once(path: Path, tmp_path: Path) -> None:
     assert not target.exists()
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(RunError, match="is not a privacy ledger"):
+    with pytest.raises(RunError, match="is no plain file, or too large for a privacy ledger"):
         Ledger(TERMS, path)
     path.unlink()
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(RunError, match="far too large"):
+    with pytest.raises(RunError, match="too large for a privacy ledger"):
         Ledger(TERMS, path)
 
 
@@ -310,7 +310,7 @@ def test_a_charge_in_the_log_is_of_the_ledgers_adjacency(path: Path) -> None:
 def test_a_log_that_is_far_too_large_is_refused_unread(path: Path) -> None:
     charged(path)
     os.truncate(path, 256 * 1024**2 + 1)
-    with pytest.raises(RunError, match="far too large"):
+    with pytest.raises(RunError, match="too large for a privacy ledger"):
         Ledger(TERMS, path)
 
 

@@ -204,7 +204,7 @@ def test_update_and_count_noise_together_are_worth_the_noise_multiplier() -> Non
 
 @pytest.mark.parametrize(("noise", "count"), [(1.0, 0.5), (1.0, 0.1), (0.0, 1.0)])
 def test_counts_that_cost_more_than_everything_are_refused(noise: float, count: float) -> None:
-    with pytest.raises(UserError, match="leaves nothing"):
+    with pytest.raises(UserError, match="leaves no privacy budget"):
         update_noise_multiplier(noise, count)
 
 

@@ -182,7 +182,7 @@ def test_public_test_records_are_counted_exactly_and_cost_nothing(tmp_path: Path
     own_metric = {**public, "count_noise": 4.0, "metrics": "fl_sim.testing:check"}
     with pytest.raises(UserError, match="on the clients' test records without noise"):
         ran(tmp_path / "metric", **changes, evaluate=own_metric)
-    with pytest.raises(UserError, match="source with several clients by their labels"):
+    with pytest.raises(UserError, match="source among its clients by their labels"):
         ran(tmp_path / "shared", **{**changes, "partition": "domain"}, clients=6, evaluate=private)
 
 

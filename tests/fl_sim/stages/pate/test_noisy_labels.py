@@ -200,7 +200,7 @@ def test_a_published_figure_comes_out_the_same_however_often_it_is_asked_for(tmp
 
 ORDER = TaskConfig("", 0, 0.0, "", "")
 EXPERIMENT = experiment_from({"algorithm": {"kind": "pate", "public_records": 40, "queries": 10}, "clients": 5})
-DAMAGED = r"the votes in .* are damaged: delete votes.npy and votes.json there, .* keep the folders of labels there"
+DAMAGED = r"the votes in .* are damaged: delete votes.npy and votes.json there; .* keep the folders of labels there"
 
 
 @pytest.fixture
