@@ -108,7 +108,10 @@ def prototypes_of(weights: Params) -> torch.Tensor:
 
 
 def contrast(prototypes: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor, margin: float) -> torch.Tensor:
-    """Return the mean cross-entropy of ``labels`` (n,). The logits are minus the distances to ``prototypes`` (C, d)."""
+    """Return the mean cross-entropy of ``labels`` (n,).
+
+    The logit of a class is minus the distance to its prototype. For the label, ``margin`` is subtracted, too.
+    """
     distances = torch.cdist(inputs, prototypes)
     own = torch.nn.functional.one_hot(labels, len(prototypes)).to(distances.dtype)
     return torch.nn.functional.cross_entropy(-(distances + margin * own), labels)

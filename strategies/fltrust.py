@@ -50,7 +50,7 @@ class FLTrust(Robust):
         return self.records if isinstance(self.records, int) else 0
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError also for private runs, and if the server's update would lack tensors of clients' updates."""
+        """Raise ValueError also for private runs, and if server and clients would send updates of different tensors."""
         super().check(experiment)
         reason = ""
         if experiment.is_private:

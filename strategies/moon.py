@@ -11,7 +11,7 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class MOON(Averaging):
-    """Clients pull features towards the received model's features and away from those of their own last model.
+    """Clients pull features towards those of the received model, and away from those of their own last model.
 
     Adds mu times -log(exp(cos(z, z_x) / tau) / (exp(cos(z, z_x) / tau) + exp(cos(z, z_prev) / tau))) to the loss. The
     features z, z_x and z_prev are those of the trained model, the received model, and the client's model after its last

@@ -18,7 +18,7 @@ _PERCENTILE: Final = 95.0
 
 
 class Oort(GuidedSampler):
-    """A share of the cohort are new clients; the others are drawn from the best known clients by utility.
+    """A part of the cohort are new clients; the others are drawn from the known clients with the highest utilities.
 
     The utility of client i is (U_i + sqrt(0.1 log t / t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the
     round, t_i the last round with an update of the client, and s_i the virtual duration of its work in that round

@@ -37,7 +37,10 @@ UNCOVERED: Final = (
 
 
 class OwnPart(Layer):
-    """The server half of personal parameters. It only checks settings and warns users; rounds are unchanged."""
+    """The server half of personal parameters.
+
+    It only checks settings and warns users, and changes nothing in rounds.
+    """
 
     reserved: ClassVar[str] = OWN
 

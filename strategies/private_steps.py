@@ -26,7 +26,10 @@ from strategies.layer import Beginning, Layer
 
 
 class PrivateTraining(Layer):
-    """Counts the rounds in which each client trained: {client: number of rounds}. Rounds are unchanged."""
+    """Counts the rounds in which each client trained, {client: number of rounds}.
+
+    The layer changes nothing in a round.
+    """
 
     def __init__(self, counts: Mapping[int, int]) -> None:
         self.counts = Counter(counts)

@@ -18,7 +18,7 @@ from strategies.private_steps import PrivateTraining, digest_of
 
 
 class PrivateUpdates(PrivateTraining):
-    """Counts the rounds in which each client sent an update, as ``PrivateTraining`` does. Rounds are unchanged."""
+    """Counts the rounds in which each client sent an update, as ``PrivateTraining`` does for training."""
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:

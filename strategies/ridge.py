@@ -98,7 +98,7 @@ class Ridge(SumsOfFeatures):
         return private_products(features, labels, num_classes, clipping_norm, self.protection, noise)
 
     def _longest(self, num_features: int, num_classes: int) -> float:
-        """Return the largest norm of a vector z. Raises UserError if the noise is too coarse."""
+        """Return the largest norm that a vector z may have. Raises UserError if the noise's rounding is too coarse."""
         if self.protection is None:
             return 1.0
         from clients.private_gram import longest_private  # noqa: PLC0415 (the accountants load slowly)

@@ -59,7 +59,7 @@ class VotingMechanism(Protocol):
         ...
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
-        """Return the label: the class of the largest noisy count."""
+        """Return the label: the class with the largest noisy count."""
         ...
 
 

@@ -314,7 +314,10 @@ def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torc
 
 
 class Batches:
-    """An endless sequence of batches of ``batch_size`` records (or of all, if fewer); a pass has every record once."""
+    """An endless sequence of batches of ``batch_size`` records, or of all if there are fewer.
+
+    Each pass contains every record once, in random order.
+    """
 
     def __init__(self, num_records: int, batch_size: int, generator: torch.Generator) -> None:
         self._num_records, self._size, self._generator = num_records, min(batch_size, num_records), generator
