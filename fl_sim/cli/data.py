@@ -147,7 +147,7 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return ``value`` with all line breaks in its texts removed, because names from files may contain some."""
+    """Return ``value`` with each text as a single line, because names from files may contain line breaks."""
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):

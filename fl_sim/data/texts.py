@@ -1,4 +1,4 @@
-"""Reads csv and parquet files: a table with a column of texts becomes sequences of tokens, any other table a vector.
+"""Reads csv and parquet files: a table with a column of texts becomes sequences of tokens, any other table vectors.
 
 ``data.text=COLUMN`` names the column of texts. Columns of label, client and split are as in fl_sim.data.table. All
 other columns are left out.
@@ -86,9 +86,9 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
     """Return the column of texts that become tokens; empty if the records are vectors.
 
-    ``data.text`` names such a column if ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set, or if it
-    names a single column that contains words. Columns of numbers as names (postal codes) are no such columns, and
-    neither are columns of words and numbers with at most 200 different texts. Raises UserError if one of the three
+    ``data.text`` must name only this column, and the column must contain words. In addition, ``data.tokenizer``,
+    ``data.max_length`` or ``data.alphabet`` is set, or the column contains no numbers, or it has over 200 different
+    texts. Any other column in ``data.text`` contains names, such as postal codes. Raises UserError if one of the three
     settings is set, and ``data.text`` names no column of texts.
     """
     listed, first = listed_columns(own, "text", tables[0]), tables[0]

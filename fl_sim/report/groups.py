@@ -140,7 +140,7 @@ def group(runs: Sequence[SavedRun]) -> tuple[list[SeedGroup], list[Problem]]:
 def panels(groups: Sequence[SeedGroup]) -> list[Panel]:
     """Return one panel for each data set and partition.
 
-    Centralized training is the last line of every panel of its data set.
+    Centralized training is the last curve in every panel of its data set.
     """
     bounds = [one for one in groups if one.is_bound]
     lines: dict[tuple[str, str, str], list[SeedGroup]] = {}

@@ -341,7 +341,7 @@ def _mean_of(name: str, results: list[SeedResult]) -> str:
 def _has(one: SeedResult, name: str) -> bool:
     """Return True if a run has the measure ``name``.
 
-    A run of fewer than ten rounds lacks the mean of the last ten rounds.
+    The mean of the last ten rounds counts as missing if the run has fewer rounds.
     """
     return name in one.measures and (name != _LAST_TEN or one.measures.get("rounds_done", _TEN) >= _TEN)
 

@@ -1,4 +1,4 @@
-"""The layout of a table's heat maps: the map and the place in it of each row of the table."""
+"""The layout of a table's heat maps: for each row of the table, its heat map and its place there."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Figures that compare each client's model in a row of a table with the model that the client trains alone.
+"""Figures that compare each client's model in a row of a table with one that it trains without federation.
 
 A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. Stages compute
 the accuracies (``fl_sim.simulation.stage.Stage.titles``).
@@ -51,7 +51,7 @@ class ClientPanel:
 
     @property
     def below(self) -> float:
-        """Return the percentage of clients whose model in this row is worse than the model they trained alone."""
+        """Return the percentage of clients whose model in this row is worse than the one trained without federation."""
         return 100 * sum(own < alone for alone, own in self.pairs) / len(self.pairs)
 
 
