@@ -285,6 +285,15 @@ class Supplying(Protocol):
 
 
 @runtime_checkable
+class UsingPool(Protocol):
+    """A settings class whose server may learn from the synthetic records that the stage before the rounds supplies."""
+
+    @property
+    def uses_pool(self) -> bool:
+        """True if the server learns from these records."""
+
+
+@runtime_checkable
 class SettingAside(Protocol):
     """A settings class that gives training records to the server. No client then holds these records."""
 

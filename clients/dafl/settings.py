@@ -19,7 +19,7 @@ from clients.dafl.marginals import Marginals
 from clients.dafl.noisy_moments import Gaussian, MeanEmbedding
 from fl_sim.data.dataset import check_unit_range
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, UsingPool, kind_of
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import Dataset
 
@@ -36,11 +36,11 @@ class DaFl(Settings):
     number of synthetic records of each class. ``client_gammas``: one gamma per client, in place of ``gamma``.
     ``train_on``: the training records in the rounds: the client's own records and the pool of all synthetic records
     (the default), only the pool ("synthetic"), or only its own records ("own"). With "synthetic", the whole run is
-    private by post-processing. With "own", only the server trains on the pool, for ``server_epochs``; the rounds may
-    then use another protection, such as local.privacy=dp-sgd. ``server_epochs``: the number of epochs for which the
-    server trains the first model on the pool before the first round; 0, as in the paper, means a start from random
-    weights (the server receives the pool nevertheless). ``noise``: "secret" protects the records and differs from run
-    to run; "seeded" repeats in every run, for simulations only, and protects nobody.
+    private by post-processing. With "own", only the server uses the pool, for ``server_epochs`` or as a proxy; the
+    rounds may then use another protection, such as local.privacy=dp-sgd. ``server_epochs``: the number of epochs for
+    which the server trains the first model on the pool before the first round; 0, as in the paper, means a start from
+    random weights (the server receives the pool nevertheless). ``noise``: "secret" protects the records and differs
+    from run to run; "seeded" repeats in every run, for simulations only, and protects nobody.
     """
 
     kind: Literal["da-fl"] = "da-fl"
@@ -75,8 +75,9 @@ class DaFl(Settings):
         return [line]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if ``client_gammas`` has not one value for each client, or if nobody trains on the pool."""
-        if self.train_on == "own" and not self.server_epochs:
+        """Raise ValueError if ``client_gammas`` has not one value for each client, or if nobody uses the pool."""
+        used = isinstance(experiment.algorithm, UsingPool) and experiment.algorithm.uses_pool
+        if self.train_on == "own" and not self.server_epochs and not used:
             raise ValueError(
                 "preprocess.train_on=own without preprocess.server_epochs leaves the pool of synthetic records without "
                 "a use: set preprocess.server_epochs=5, or another number"

@@ -36,7 +36,7 @@ from strategies.layer import Layer, layer_kinds
 
 @dataclass(frozen=True)
 class Pooled:
-    """The pool of synthetic records that all clients train on: ``count`` records, in the file ``path``."""
+    """A pool of synthetic records: ``count`` records, in the file ``path``."""
 
     path: Path
     count: int
@@ -65,10 +65,11 @@ class RunLog:
     ``engine``: the kind of the engine. ``trainer``: a description of the clients' trainer. ``stopped``: the reason if
     the run ended early. ``stopped_by_observer``: the reason if an observer ended the run. ``measured``: the measures of
     the last measured model. ``measured_again``: the measures of a model that changed, or was first tested, after the
-    last round. ``pooled``: the synthetic records that all clients train on. ``layer``: the outermost layer (layers wrap
-    every round, such as Global DP). ``layer_states``: {name of a layer: its state in the checkpoint}. ``traffic``: the
-    bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all clients before and
-    after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records. ``facts`` and
+    last round. ``pooled``: the synthetic records that all clients train on. ``released``: the synthetic records that
+    the server has received, even if clients do not train on them. ``layer``: the outermost layer (layers wrap every
+    round, such as Global DP). ``layer_states``: {name of a layer: its state in the checkpoint}. ``traffic``: the bytes
+    of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all clients before and after
+    the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records. ``facts`` and
     ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself. ``seal``: the
     checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint. ``versions``:
     {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that divides by the
@@ -87,6 +88,7 @@ class RunLog:
     stopped_by_observer: str = ""
     layer: Layer | None = None
     pooled: Pooled | None = None
+    released: Pooled | None = None
     stages: tuple[FactSource, ...] = ()
     measured: Measured | None = None
     measured_again: Measured | None = None

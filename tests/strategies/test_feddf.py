@@ -16,7 +16,8 @@ from fl_sim.simulation.run import run
 from fl_sim.simulation.stage import titles_of
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.types import Params
-from strategies.feddf import FedDF, distilled, ensemble_logits
+from strategies.ensemble import ensemble_logits
+from strategies.feddf import FedDF, distilled
 
 QUICK = {
     "model": "logistic", "engine": "inprocess", "clients": 3, "partition": "dirichlet:0.1", "rounds": 2,
@@ -126,7 +127,7 @@ def test_a_proxy_changes_the_model_the_same_way_each_time(tmp_path: Path, digits
     [
         ({"aggregator": {"kind": "global-dp", "noise_multiplier": 1}}, "hides these models"),
         ({"aggregator": {"kind": "distributed-dp", "noise_multiplier": 1}}, "hides these models"),
-        ({"aggregator": "median"}, "distils all models of the round"),
+        ({"aggregator": "median"}, "keeps all models of the round"),
         ({"local": {"batch_norm": "average"}}, "no running statistics"),
         ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "no statement covers both"),
         ({"server": "fedbuff", "devices": "log-normal"}, "begin from different ones"),
@@ -145,13 +146,37 @@ def test_a_proxy_that_is_missing_or_of_another_shape_or_kind_is_refused(
     for number, (name, why) in enumerate(
         [
             (str(tmp_path / "nothing.npz"), "nothing"),
-            (digits_proxy((9, 9)), r"shape \(1, 9, 9\), and those of digits have shape \(1, 8, 8\)"),
+            (digits_proxy((9, 9)), r"shape \(1, 9, 9\), and digits has records of shape \(1, 8, 8\)"),
         ]
     ):
         proxy = name if name.startswith("npz:") else f"npz:{name}"
         with pytest.raises(UserError, match=why):
             run(experiment_from(QUICK | {"algorithm": {"kind": "feddf", "proxy": proxy}}), tmp_path / str(number))
     assert load("digits").input_shape == (1, 8, 8)
+
+
+def test_the_runs_synthetic_records_are_a_proxy_even_if_clients_do_not_train_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / "pools"))
+    monkeypatch.setenv("FL_SIM_LEDGERS", str(tmp_path / "ledgers"))
+    made = {"kind": "da-fl", "generator": "mean-embedding", "noise": "seeded", "gamma": 0.1}
+    algorithm = {"kind": "feddf", "proxy": "pool", "steps": 10}
+    for train_on in ("own", "synthetic"):
+        preprocess = made | {"train_on": train_on}
+        result = run(
+            experiment_from(QUICK | {"rounds": 1, "algorithm": algorithm, "preprocess": preprocess}),
+            tmp_path / train_on,
+        )
+        assert [one["unit"] for one in result["privacy"]] == ["record"]
+        assert result["ensemble"]["accuracy"] > 0.2
+    run(experiment_from(QUICK | {"rounds": 1, "algorithm": "fedavg"}), tmp_path / "plain")
+    distilled_one, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "plain"))
+    assert not torch.equal(distilled_one["1.weight"], plain["1.weight"])
+    with pytest.raises(UserError, match="this run makes none"):
+        experiment_from(QUICK | {"algorithm": algorithm})
+    with pytest.raises(UserError, match="without a use"):
+        experiment_from(QUICK | {"algorithm": "feddf", "preprocess": made | {"train_on": "own"}})
 
 
 def test_tables_have_the_ensemble_as_a_table_of_its_own() -> None:

@@ -138,8 +138,9 @@ class SynthesisStage(Stage):
         counts = [part.counts for part in pool.parts]
         if len(job.dataset.input_shape) == 3:
             log.warnings += write_samples(run.out, pool.path, counts, job.experiment.model_dump(), job.dataset.note)
+        log.released = Pooled(pool.path, pool.num_synthetic)
         if self.settings.supplies_rounds:
-            log.pooled = Pooled(pool.path, pool.num_synthetic)
+            log.pooled = log.released
             run.strategy.order = replace(run.order, synthetic=str(pool.path))
         if (epochs := self.settings.server_epochs) and not log.rounds:
             start_from(run, pool.path, epochs)

@@ -1,0 +1,87 @@
+"""The base class of stages that look at the models of a round's clients: it measures their ensemble.
+
+The round layer ``strategies.server_step`` keeps the models.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from fl_sim.errors import UserError
+from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of
+from fl_sim.simulation.stage import Run, Stage
+from fl_sim.training.features import Network
+from fl_sim.types import Params
+from strategies.ensemble import ensemble_logits
+from strategies.layer import found_in
+from strategies.server_step import StepOnModels
+
+_BATCH = 500
+"""Records per forward pass of the ensemble."""
+
+
+class MeasuresEnsemble(Stage):
+    """The base class. ``weights``: those of the ensemble's models, empty for equal weights."""
+
+    titles: ClassVar[Mapping[str, str]] = {
+        "ensemble.accuracy_percent": "Accuracy of the ensemble of the last round's models, an upper bound that keeps "
+        "all of them"
+    }
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.kept = StepOnModels()
+        self.weights: tuple[float, ...] = ()
+        self._accuracy: float | None = None
+
+    def before(self, run: Run) -> None:
+        """Find the round layer. Raises UserError for a model that does not predict classes."""
+        if not self.job.predicts_classes:
+            kind = kind_of(self.job.experiment.algorithm)
+            raise UserError(f"algorithm {kind} needs class predictions, and this model has none: take fedavg")
+        self.kept = found_in(run.strategy.layer, StepOnModels)
+
+    @property
+    def network(self) -> Network:
+        """Return the model as a function, on the job's device."""
+        return Network(self.job.model().to(self.job.device).eval())
+
+    def models(self) -> list[Params]:
+        """Return the models of the last round's clients with records, on the job's device."""
+        return [on_device(self.job.device, one) for one in self.kept.models]
+
+    def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
+        """Return the accuracy of the ensemble of the round's models, in rounds whose model is tested."""
+        experiment = self.job.experiment
+        due = is_last or server_round % experiment.evaluate_every == 0
+        if not (due and self.kept.models and experiment.evaluate.tests(is_last=is_last)):
+            return {}
+        models, test, network, right = self.models(), run.measuring.test, self.network, 0
+        with torch.no_grad():
+            for start in range(0, len(test.labels), _BATCH):
+                rows = slice(start, start + _BATCH)
+                records = test.normalised(test.inputs[rows])
+                logits = ensemble_logits(models, records, network.logits_of, self.weights)
+                right += int((logits.argmax(1) == test.labels[rows]).sum())
+        self._accuracy = right / len(test.labels)
+        return {"ensemble_accuracy": self._accuracy}
+
+    def trains_model(self) -> bool:
+        """Return True, because the server needs the whole model of each client."""
+        return True
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``ensemble`` for ``result.json``: the last accuracy of the ensemble, and its weights."""
+        found: dict[str, Any] = {"accuracy": self._accuracy}
+        found |= {"weights": list(self.weights)} if self.weights else {}
+        if self._accuracy is not None:
+            said = "the ensemble of the last round's models, an upper bound that keeps all of them"
+            found["in_words"] = f"{said}: {100 * self._accuracy:.1f} %"
+        return {"ensemble": found}
+
+
+def on_device(device: torch.device, params: Params) -> Params:
+    """Return ``params`` on ``device``."""
+    return {name: value.to(device) for name, value in params.items()}

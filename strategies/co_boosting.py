@@ -1,0 +1,109 @@
+"""Co-Boosting: DENSE with harder images, and clients weighted by the images (Dai et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.types import Params
+from strategies.ensemble import Lesson, Taught, ensemble_logits
+from strategies.generated_images import Album, ImageStudent, OnMadeImages, divergence
+
+_GENERATORS_TEMPERATURE, _DIRECTIONS_TEMPERATURE = 3.0, 4.0
+_LONGEST, _WEIGHT_DECAY, _DECAY = 10.0, 1e-4, 0.99
+
+
+class CoBoosting(OnMadeImages):
+    """FedAvg, and then the mean model learns from a weighted ensemble on images that the server makes.
+
+    f(x) = sum_k w_k f_k(x) / sum_k w_k are the logits of the ensemble, s(x) those of the student. w_k starts at 1/m. In
+    each epoch a new generator G takes ``generator_steps`` steps of Adam with the rate ``generator_rate`` on
+    (1 - p)^``hardness`` CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) at T = 3, p the ensemble's probability of
+    the label y. Labels are uniform. Of all steps, the ``images`` images with the lowest loss are kept. From the second
+    epoch t on, w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1) on each batch of the earlier images. The student
+    passes once over all images by SGD with momentum .9 and weight decay 1e-4, on T² KL at ``temperature`` T. Each batch
+    is moved by ``pixels``/255 in the direction of the sign of a random direction's slope in the ensemble's softmax.
+
+    ``epochs``: the released code has 200; 0 leaves FedAvg, bit for bit. ``channels``: the width of the generator,
+    before its last layer. ``mu``: 0 keeps equal weights. ``distillation_rate``: the student's learning rate, with a
+    cosine schedule over all epochs. ``distillation_batch``: images in a step. The other defaults are those of the
+    released code. Deviations: the student starts from the mean model, in the released code from random weights. The
+    model is that of the last epoch, not of the best epoch on test records. Models with BatchNorm are refused.
+
+    A further table has the accuracy of the weighted ensemble. It is an upper bound that keeps the models of all
+    clients. ``result.json`` has the weights.
+    """
+
+    kind: Literal["co-boosting"] = "co-boosting"
+    title: ClassVar[str] = "Co-Boosting"
+    images: int = Field(128, ge=2)
+    hardness: float = Field(1.0, ge=0)
+    mu: float = Field(0.01, ge=0)
+    pixels: float = Field(8.0, ge=0, le=255)
+    temperature: float = Field(4.0, gt=0)
+    distillation_rate: float = Field(0.01, gt=0)
+    distillation_batch: int = Field(128, ge=1)
+
+    def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
+        """Return the student after ``epochs`` epochs, and the weights of the clients."""
+        learner = ImageStudent(student, lesson, self.distillation_rate, _WEIGHT_DECAY)
+        album, weights = Album.empty(lesson), (1 / len(models),) * len(models)
+        for epoch in range(self.epochs):
+            made = album.made(self.making(_LONGEST), partial(self._loss, models, weights, learner, lesson))
+            for _, images, labels in album.batches(self.distillation_batch):
+                weights = self.weighed(weights, _logits_of_each(models, images, lesson), labels, epoch)
+            album.add(*made)
+            rate = self.distillation_rate * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+            for _, images, _ in album.batches(self.distillation_batch):
+                moved = images + album.step_of(self.pixels) * self._direction(images, models, weights, lesson)
+                with torch.no_grad():
+                    goal = ensemble_logits(models, moved, lesson.logits_of, weights)
+                learner.step(moved, goal, self.temperature, rate)
+        return Taught(learner.trained(), weights)
+
+    def _loss(
+        self,
+        models: Sequence[Params],
+        weights: Sequence[float],
+        learner: ImageStudent,
+        lesson: Lesson,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        teacher = ensemble_logits(models, images, lesson.logits_of, weights)
+        each = torch.nn.functional.cross_entropy(teacher, labels, reduction="none")
+        hard = (1 - (-each.detach()).exp()) ** self.hardness
+        return (hard * each - divergence(learner.logits(images), teacher, _GENERATORS_TEMPERATURE)).mean()
+
+    def weighed(
+        self, weights: tuple[float, ...], logits: torch.Tensor, labels: torch.Tensor, epoch: int
+    ) -> tuple[float, ...]:
+        """Return the clients' weights after a step on a batch.
+
+        ``logits``: those of each client's model, (clients, n, classes). ``labels``: (n,). ``epoch``: from 0 on.
+        """
+        held = torch.tensor(weights, dtype=torch.float64, device=logits.device, requires_grad=True)
+        together = (held[:, None, None] * logits.double()).sum(0) / held.sum()
+        [slope] = torch.autograd.grad(torch.nn.functional.cross_entropy(together, labels), [held])
+        moved = (held.detach() - self.mu * _DECAY**epoch * slope.sign()).clamp(0, 1)
+        return tuple(moved.tolist()) if float(moved.sum()) > 0 else weights
+
+    def _direction(
+        self, images: torch.Tensor, models: Sequence[Params], weights: Sequence[float], lesson: Lesson
+    ) -> torch.Tensor:
+        """Return the sign of the slope, at ``images``, of a random mixture of the ensemble's softmax, same shape."""
+        moved = images.detach().clone().requires_grad_()
+        soft = (ensemble_logits(models, moved, lesson.logits_of, weights) / _DIRECTIONS_TEMPERATURE).softmax(1)
+        mixture = torch.from_numpy(lesson.generator.uniform(-1, 1, soft.shape)).to(soft)
+        [slope] = torch.autograd.grad((mixture * soft).sum(), [moved])
+        return slope.sign()
+
+
+def _logits_of_each(models: Sequence[Params], images: torch.Tensor, lesson: Lesson) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.stack([lesson.logits_of(model, images) for model in models])

@@ -1,0 +1,60 @@
+"""DENSE: the server makes images from the clients' models, and distils the ensemble on them (Zhang et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.types import Params
+from strategies.ensemble import Lesson, Taught, ensemble_logits
+from strategies.generated_images import Album, ImageStudent, OnMadeImages, divergence
+
+
+class Dense(OnMadeImages):
+    """FedAvg, and then the mean model learns from the ensemble of the round's models on images that the server makes.
+
+    No record and no public data are needed. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the
+    student. In each epoch a new generator G takes ``generator_steps`` steps of Adam with the rate ``generator_rate`` on
+    CE(f(G(z)), y) - ``divergence`` mean of KL(softmax f || softmax s) where f and s predict different classes. The
+    labels y are uniform. Of all steps, the ``images`` images with the lowest loss are kept. The student then passes
+    once over the images of all epochs, by SGD with momentum .9 on T² KL(softmax f/T || softmax s/T).
+
+    ``epochs``: the released code has 200; 0 leaves FedAvg, bit for bit. ``channels``: the width of the generator,
+    before its last layer. ``temperature``: T. ``distillation_rate``: the student's learning rate.
+    ``distillation_batch``: images in a step. The other defaults are those of the released command. Deviations: the
+    paper's loss has a term for BatchNorm statistics, which is 0 here, because models with BatchNorm are refused. The
+    student starts from the mean model, in the released code from random weights. Images are not cropped or mirrored.
+    The model is that of the last epoch, not of the best epoch on test records.
+
+    A further table has the accuracy of the ensemble itself. It is an upper bound that keeps the models of all clients.
+    """
+
+    kind: Literal["dense"] = "dense"
+    title: ClassVar[str] = "DENSE"
+    divergence: float = Field(1.0, ge=0)
+    temperature: float = Field(20.0, gt=0)
+    distillation_rate: float = Field(5e-3, gt=0)
+    distillation_batch: int = Field(256, ge=1)
+
+    def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
+        """Return the student after ``epochs`` epochs."""
+        learner, album = ImageStudent(student, lesson, self.distillation_rate), Album.empty(lesson)
+        goals = torch.zeros(0, lesson.dataset.num_classes, device=lesson.device)
+
+        def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            teacher, own = ensemble_logits(models, images, lesson.logits_of), learner.logits(images)
+            differ = (teacher.argmax(1) != own.argmax(1)).float()
+            apart = (divergence(own, teacher, 1.0) * differ).mean()
+            return torch.nn.functional.cross_entropy(teacher, labels) - self.divergence * apart
+
+        for _ in range(self.epochs):
+            made, labels = album.made(self.making(), loss_of)
+            album.add(made, labels)
+            with torch.no_grad():  # the ensemble's logits of an image stay the same in all epochs
+                goals = torch.cat([goals, ensemble_logits(models, album.shown(made), lesson.logits_of)])
+            for rows, images, _ in album.batches(self.distillation_batch):
+                learner.step(images, goals[rows], self.temperature, self.distillation_rate)
+        return Taught(learner.trained())

@@ -1,0 +1,137 @@
+"""Methods whose server learns from the ensemble of a round's models: their base class, and the ensemble's logits."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, Supplying, hides_clients, is_none, kind_of, path_in
+from fl_sim.types import Dataset, Params
+from strategies.algorithm import Averaging
+
+if TYPE_CHECKING:
+    from fl_sim.training.records import Source
+
+LogitsOf = Callable[[Params, "torch.Tensor"], "torch.Tensor"]
+"""A function (weights, normalised records (n, *input shape)) -> logits (n, classes)."""
+
+POOL = "pool"
+"""The name of the run's own pool of synthetic records, in place of a data set."""
+
+UPPER_BOUND = "the ensemble's accuracy is an upper bound that keeps the models of all clients"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The server's means to learn after a round.
+
+    ``logits_of``: the model as a function. ``dataset``: the experiment's data set, for shapes and public constants; its
+    records are not used. ``public``: unlabelled records for the server, None without them. ``device``: the device of
+    the computation. ``generator``: the random numbers of the round.
+    """
+
+    logits_of: LogitsOf
+    dataset: Dataset
+    public: Source | None
+    device: torch.device
+    generator: np.random.Generator
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The result of learning: ``params``, the model after the round, and the ensemble's weights, one for each client.
+
+    ``weights`` is empty for equal weights.
+    """
+
+    params: Params
+    weights: tuple[float, ...] = ()
+
+
+class SeesModels(Averaging):
+    """Base class of methods whose server sees the model of each client of a round."""
+
+    kind: str = ""
+    title: ClassVar[str] = ""
+    layer: ClassVar[str] = "strategies.server_step:StepOnModels"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError if the server does not see single models, or if a statement would not cover the method."""
+        seen, reason = f"algorithm {self.kind} looks at the model of each client", ""
+        if hides_clients(experiment.aggregator):
+            reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
+        elif path_in(type(experiment.server), "procedure"):
+            reason = f"with server={kind_of(experiment.server)} they begin from different ones: leave server out"
+        elif experiment.local.batch_norm != "none":
+            reason = "its ensemble has no running statistics: leave local.batch_norm out"
+        elif not is_none(experiment.local.privacy):
+            reason = "no statement covers both here: leave local.privacy out"
+        if reason:
+            raise ValueError(f"{seen}, and {reason}")
+
+    def mean_only(self) -> str:
+        """Return the reason why robust aggregators do not fit."""
+        return "its server keeps all models of the round, also those that a robust aggregator leaves out"
+
+
+class OnEnsemble(SeesModels):
+    """Base class of methods whose server learns from the models of all clients of a round."""
+
+    stage: ClassVar[str] = "fl_sim.stages.distillation:EnsembleDistillation"
+
+    @property
+    @abstractmethod
+    def learns(self) -> bool:
+        """Return True if the server learns after a round. Otherwise the method is FedAvg, bit for bit."""
+
+    @abstractmethod
+    def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
+        """Return the model after the round. ``student``: the mean model. ``models``: those of clients with records."""
+
+    @property
+    def public_records(self) -> str:
+        """Return the name of the data set with public records; "pool" for the run's synthetic records, or "none"."""
+        return "none"
+
+    @property
+    def uses_pool(self) -> bool:
+        """Return True if the server learns from the run's synthetic records."""
+        return self.public_records == POOL
+
+    def further_data(self) -> str:
+        """Return the name of the data set with the public records; "" for none, and for the run's own pool."""
+        return "" if self.public_records in {"none", POOL} else self.public_records
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError as ``SeesModels`` does, and for public records that do not fit."""
+        super().check(experiment)
+        if self.public_records == getattr(experiment, "data", ""):
+            raise ValueError(
+                f"algorithm {self.kind}: {self.public_records} is what clients hold: algorithm.proxy must be another "
+                "data set, of public records"
+            )
+        if self.uses_pool and not isinstance(experiment.preprocess, Supplying):
+            raise ValueError(
+                f"algorithm {self.kind}: algorithm.proxy=pool needs a pool of synthetic records, and this run makes "
+                "none: take preprocess=da-fl, or a data set as proxy"
+            )
+
+
+def ensemble_logits(
+    models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf, weights: Sequence[float] = ()
+) -> torch.Tensor:
+    """Return the mean of the models' logits, (n, classes). The mean of equal logits is exact.
+
+    ``weights``: if given, the mean has these weights, which need not add up to 1.
+    """
+    logits = [logits_of(model, records) for model in models]
+    stacked = torch.stack([one.double() for one in logits])
+    if weights:
+        shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device)[:, None, None]
+        return ((shares * stacked).sum(0) / shares.sum()).to(logits[0].dtype)
+    return stacked.mean(0).to(logits[0].dtype)

@@ -1,0 +1,218 @@
+"""Images that the server makes without data: a small generator learns what an ensemble of models recognises.
+
+The generator is that of DENSE (Zhang et al. 2022), whose released code Co-Boosting (Dai et al. 2024) uses, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from fl_sim.errors import UserError
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.types import Dataset, Params
+from strategies.algorithm import FEDAVG
+from strategies.ensemble import UPPER_BOUND, Lesson, OnEnsemble
+
+_NOISE, _STD, _SLOPE = 256, 0.02, 0.2
+"""The length of a noise vector, the standard deviation of the first weights, and the slope of the leaky ReLU."""
+
+_BETAS = (0.5, 0.999)  # of Adam
+
+_LONGEST = 10.0
+"""Gradients of a student are clipped to this L2 norm, as in Co-Boosting's released code."""
+
+LossOf = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+"""A function (normalised images (n, *input shape), labels (n,)) -> the generator's loss, a number."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """The making of images: ``steps`` of Adam with the learning rate ``rate`` for ``count`` images.
+
+    ``channels``: the number of channels before the generator's last layer. ``longest``: the L2 norm to which the
+    generator's gradients are clipped.
+    """
+
+    steps: int
+    rate: float
+    count: int
+    channels: int
+    longest: float = math.inf
+
+
+@dataclass
+class Album:
+    """All images made so far, as bytes, (n, *input shape), with their labels (n,)."""
+
+    lesson: Lesson
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def empty(cls, lesson: Lesson) -> Album:
+        """Return an album without images."""
+        images = torch.zeros(0, *lesson.dataset.input_shape, dtype=torch.uint8, device=lesson.device)
+        return cls(lesson, images, torch.zeros(0, dtype=torch.int64, device=lesson.device))
+
+    def made(self, making: Making, loss_of: LossOf) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new images, as bytes, from a new generator, with their labels, drawn uniformly.
+
+        The result has the images of the step with the lowest loss.
+        """
+        lesson, draw = self.lesson, torch.Generator().manual_seed(int(self.lesson.generator.integers(2**62)))
+        labels = torch.randint(lesson.dataset.num_classes, (making.count,), generator=draw).to(lesson.device)
+        weights = {
+            name: value.to(lesson.device).requires_grad_()
+            for name, value in _first_weights(lesson.dataset.input_shape, making.channels, draw).items()
+        }
+        noise = torch.randn(making.count, _NOISE, generator=draw).to(lesson.device).requires_grad_()
+        adam = torch.optim.Adam([*weights.values(), noise], lr=making.rate, betas=_BETAS)
+        best, kept = math.inf, None
+        for _ in range(making.steps):
+            made = _generated(weights, noise, lesson.dataset.input_shape)
+            loss = loss_of(self._normalised(made), labels)
+            if kept is None or float(loss.detach()) < best:
+                best, kept = float(loss.detach()), made.detach()
+            adam.zero_grad()
+            torch.autograd.backward(loss)
+            if making.longest < math.inf:
+                torch.nn.utils.clip_grad_norm_(list(weights.values()), making.longest)
+            adam.step()
+        assert kept is not None
+        return (255 * kept).round().to(torch.uint8), labels
+
+    def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add new images, as bytes."""
+        self.images, self.labels = torch.cat([self.images, images]), torch.cat([self.labels, labels])
+
+    def batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield (rows, normalised images, labels) of all images, in a new random order, ``size`` images at a time."""
+        order = torch.from_numpy(self.lesson.generator.permutation(len(self.labels))).to(self.lesson.device)
+        for rows in torch.split(order, size):
+            yield rows, self.shown(self.images[rows]), self.labels[rows]
+
+    def shown(self, images: torch.Tensor) -> torch.Tensor:
+        """Return ``images``, bytes, as normalised float32."""
+        return self._normalised(images.float() / 255)
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        mean, std = (
+            torch.tensor(one, dtype=torch.float32, device=images.device).reshape(1, -1, 1, 1)
+            for one in (self.lesson.dataset.mean, self.lesson.dataset.std)
+        )
+        return (images - mean) / std
+
+    def step_of(self, pixels: float) -> torch.Tensor:
+        """Return the change of a normalised image, (1, channels, 1, 1), that is ``pixels`` of 255 in the image."""
+        std = torch.tensor(self.lesson.dataset.std, dtype=torch.float32, device=self.lesson.device)
+        return pixels / 255 / std.reshape(1, -1, 1, 1)
+
+
+class OnMadeImages(OnEnsemble):
+    """Base class of methods whose student learns from the ensemble on images that the server makes.
+
+    ``epochs``: the number of times that images are made and learned from; 0 is FedAvg. ``generator_steps``,
+    ``generator_rate``: steps and learning rate of each generator. ``channels``: the width of a generator.
+    """
+
+    epochs: int = Field(0, ge=0, le=10**5)
+    generator_steps: int = Field(30, ge=1, le=10**5)
+    generator_rate: float = Field(1e-3, gt=0)
+    channels: int = Field(64, ge=1)
+    images: int = Field(256, ge=2)
+
+    @property
+    def learns(self) -> bool:
+        """Return True if there are epochs."""
+        return self.epochs > 0
+
+    def check_data(self, dataset: Dataset, features: str) -> None:
+        """Raise UserError for records that are no images."""
+        del features
+        if len(dataset.input_shape) != 3:
+            raise UserError(
+                f"algorithm {self.kind} makes images, and records of {dataset.name} have shape {dataset.input_shape}: "
+                "take algorithm=feddf with a proxy, or leave features out"
+            )
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a warning if there are no epochs."""
+        del experiment
+        return [] if self.learns else [off("algorithm.epochs=0", FEDAVG)]
+
+    def making(self, longest: float = math.inf) -> Making:
+        """Return the settings of the generator. ``longest``: the norm to which gradients are clipped."""
+        return Making(self.generator_steps, self.generator_rate, self.images, self.channels, longest)
+
+    def note(self) -> str:
+        """Return the note for tables."""
+        made = f"{self.epochs} epochs of {self.images} made images, the last epoch's model"
+        return f"{type(self).title}: {made if self.learns else 'no distillation'}; {UPPER_BOUND}."
+
+
+class ImageStudent:
+    """A model that learns from a teacher's logits by SGD with momentum .9, and with gradients of norm 10 at most."""
+
+    def __init__(self, params: Params, lesson: Lesson, rate: float, weight_decay: float = 0.0) -> None:
+        self._lesson = lesson
+        self.params = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+        self._sgd = torch.optim.SGD(list(self.params.values()), lr=rate, momentum=0.9, weight_decay=weight_decay)
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the student's logits, (n, classes)."""
+        return self._lesson.logits_of(self.params, images)
+
+    def step(self, images: torch.Tensor, teacher: torch.Tensor, temperature: float, rate: float) -> None:
+        """Take one step with learning rate ``rate`` on the divergence from the ``teacher``'s logits."""
+        loss = divergence(self.logits(images), teacher, temperature).mean()
+        self._sgd.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(list(self.params.values()), _LONGEST)
+        self._sgd.param_groups[0]["lr"] = rate
+        self._sgd.step()
+
+    def trained(self) -> Params:
+        """Return the student's parameters."""
+        return {name: value.detach() for name, value in self.params.items()}
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return T² KL(softmax(teacher / T) || softmax(student / T)) of each record, (n,), from logits (n, classes)."""
+    own, goal = ((one / temperature).log_softmax(1) for one in (student, teacher))
+    return temperature**2 * (goal.exp() * (goal - own)).sum(1)
+
+
+def _first_weights(shape: tuple[int, ...], channels: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    colours, height, width = shape
+    wide, first = 2 * channels, -(-height // 4) * -(-width // 4)
+
+    def normal(*size: int, mean: float = 0.0) -> torch.Tensor:
+        return mean + _STD * torch.randn(*size, generator=draw)
+
+    weights = {"linear": normal(wide * first, _NOISE), "linear bias": torch.zeros(wide * first)}
+    for name, size in (("norm 0", wide), ("norm 1", wide), ("norm 2", channels)):
+        weights |= {name: normal(size, mean=1.0), f"{name} bias": torch.zeros(size)}
+    weights |= {"1": normal(wide, wide, 3, 3), "2": normal(channels, wide, 3, 3)}
+    return weights | {"last": normal(colours, channels, 3, 3), "last bias": torch.zeros(colours)}
+
+
+def _generated(weights: Params, noise: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return images in [0, 1], (n, *shape), from ``noise`` (n, 256)."""
+    functional, (_, height, width) = torch.nn.functional, shape
+
+    def norm(images: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.batch_norm(images, None, None, weights[name], weights[f"{name} bias"], training=True)
+
+    images = functional.linear(noise, weights["linear"], weights["linear bias"])
+    images = norm(images.reshape(len(noise), -1, -(-height // 4), -(-width // 4)), "norm 0")
+    for layer in ("1", "2"):
+        images = functional.interpolate(images, scale_factor=2.0)
+        images = norm(functional.conv2d(images, weights[layer], padding=1), f"norm {layer}")
+        images = functional.leaky_relu(images, _SLOPE)
+    images = functional.conv2d(images, weights["last"], weights["last bias"], padding=1).sigmoid()
+    return images[:, :, :height, :width]
