@@ -427,7 +427,7 @@ def _writes(tensor: torch.Tensor) -> int:
 
 
 def _bit_sum(tensor: torch.Tensor) -> int:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return 0
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     whole = len(content) // 8 * 8

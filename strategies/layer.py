@@ -192,9 +192,12 @@ class Layer:
         return ()
 
     @classmethod
-    def exchanged(cls, experiment: Any) -> Traffic:
-        """Return the forecast of a round's bytes in addition to models and updates, summed over its clients."""
-        del experiment
+    def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
+        """Return the forecast of a round's bytes in addition to models and updates, summed over its clients.
+
+        ``server``: the first server state.
+        """
+        del experiment, server
         return Traffic(0, 0)
 
     @classmethod

@@ -139,8 +139,9 @@ class SecureRounds(Layer):
         del beginning
 
     @classmethod
-    def exchanged(cls, experiment: Any) -> Traffic:
+    def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
         """Return the bytes of keys, secret shares and client IDs in a round with a cohort of the expected size."""
+        del server
         settings, size = experiment.aggregator, round(experiment.sampler.expected_size(experiment.num_members))
         down, up = exchange_bytes(size, round(size * (1 - settings.dropout)))
         without, sent = (

@@ -242,7 +242,7 @@ class Rounds(Procedure):
         once = {what: sent for stage in stages_of(self.job) for what, sent in stage.traffic(server.model).items()}
         in_rounds = each * round(updates) + Traffic(each.down * more_sent, 0)
         for kind in layer_kinds(experiment):
-            in_rounds += kind.exchanged(experiment) * experiment.rounds
+            in_rounds += kind.exchanged(experiment, server) * experiment.rounds
         return {"rounds": in_rounds, **once}
 
     def payments(self) -> "tuple[Payment, ...]":

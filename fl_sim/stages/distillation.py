@@ -6,9 +6,9 @@ the base class ``OnEnsemble``.
 
 from functools import partial
 
-from fl_sim.data import load
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.job import Job
+from fl_sim.experiment.proxy import proxy_records
 from fl_sim.kinds import kind_of
 from fl_sim.params import is_finite
 from fl_sim.seeding import rng
@@ -64,23 +64,3 @@ class EnsembleDistillation(MeasuresEnsemble):
     def work(self) -> tuple[Work, ...]:
         """Return the amount of computation for the time forecast, which lists it without a time."""
         return (Work("the distillation at the server", pieces=1.0),) if self.settings.learns else ()
-
-
-def proxy_records(job: Job, name: str) -> Source:
-    """Return the training records of the public data set ``name``, prepared as the job's own records.
-
-    Raises UserError if the data set is missing, or if its records have another shape or type.
-    """
-    experiment, dataset = job.experiment, job.dataset
-    found = load(name, job.root, experiment.features)
-    if found.input_shape != dataset.input_shape or found.vocabulary != dataset.vocabulary:
-        raise UserError(
-            f"algorithm.proxy={name} has records of shape {found.input_shape}, and {experiment.data} has records of "
-            f"shape {dataset.input_shape}: take a proxy of the same shape"
-        )
-    if found.train.inputs.dtype != dataset.train.inputs.dtype:
-        raise UserError(
-            f"algorithm.proxy={name} has {found.train.inputs.dtype} records, and {experiment.data} has "
-            f"{dataset.train.inputs.dtype}: take a proxy of the same kind"
-        )
-    return resident(found.train, dataset, job.device)

@@ -29,7 +29,9 @@ from strategies.samplers import FixedSize
 WITHOUT_ROUNDS = {
     "pate": "an answer needs more teachers than digits have records for",
     "tstr": "it needs a pool",
-    **dict.fromkeys(("local-only", "fedproto-local", "fd", "fedgh", "fedtgp"), "every client's model stays with it"),
+    **dict.fromkeys(
+        ("local-only", "fedproto-local", "fd", "fedgh", "fedmd", "fedtgp"), "every client's model stays with it"
+    ),
 }
 """Kinds that do not train one model on clients' records in rounds."""
 

@@ -31,6 +31,7 @@ REFUSED = {
     "fedproto": "divided by counts",
     "fedproto-local": "divided by counts",
     "fd": "reads the mean logits of every client",
+    "fedmd": "reads the logits on public records of every client",
     **dict.fromkeys(("fedgh", "fedtgp"), "reads the mean features of every client"),
     "fednova": "set a public algorithm.tau_eff",
     **dict.fromkeys(("feddisco", "q-ffl", "term", "agnostic-fl", "fedmgda"), "only aggregator mean uses such weights"),

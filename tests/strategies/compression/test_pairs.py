@@ -65,7 +65,7 @@ def test_every_algorithm_runs_or_is_refused_with_the_reason(algorithm: str, tmp_
         run(settings("top-k:0.3", algorithm=algorithm), tmp_path)
         assert read_rounds(tmp_path)[-1].test_accuracy > 0.2
         return
-    if algorithm in {"local-only", "fedproto-local", "fd", "fedgh", "fedtgp"}:
+    if algorithm in {"local-only", "fedproto-local", "fd", "fedgh", "fedmd", "fedtgp"}:
         with pytest.raises(UserError, match="whose clients send no parameters: leave compress out"):
             run(settings("top-k:0.3", algorithm=algorithm, model="mlp"), tmp_path)
         return

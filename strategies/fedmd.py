@@ -1,0 +1,125 @@
+"""FedMD: clients keep their models, and learn from the mean of all logits on public records (Li and Wang 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.params import head_shape
+from fl_sim.types import LocalTask, Params, ServerState
+from strategies.algorithm import Averaging
+from strategies.class_means import check_in_the_clear
+
+if TYPE_CHECKING:
+    from fl_sim.training.courses import Course
+    from fl_sim.training.trainer import LocalJob
+
+
+class FedMD(Averaging):
+    """Each client trains its own model: first towards the mean logits of all clients, then on its own records.
+
+    Before each round but the first, every client sends its logits on the public records, and the cohort receives the
+    mean fbar. A client of the cohort first takes steps of plain SGD on the mean over public records u and classes of
+    |f_i(u) - fbar(u)|: the paper's digest. Then it trains as with local-only. No parameter is sent. Clients without
+    records skip the digest.
+
+    ``proxy``: the name of the data set with the public records; its labels are not used. Inputs need the shape of the
+    experiment's own. "none" is local-only, bit for bit. ``public_records``: the number of its training records that
+    are used, drawn once for all rounds. ``digest_epochs``, ``digest_rate`` and ``digest_batch``: the epochs, learning
+    rate and batch size of the digest. In the paper, clients first train on labelled public records, and the public
+    records are drawn anew in each round.
+    """
+
+    kind: Literal["fedmd"] = "fedmd"
+    title: ClassVar[str] = "FedMD"
+    layer: ClassVar[str] = "strategies.public_logits:PublicLogits"
+    stage: ClassVar[str] = "fl_sim.stages.public_logits:PublicRecords"
+    needs_head: ClassVar[bool] = True
+    sends_nothing: ClassVar[bool] = True
+    proxy: str = Field("none", min_length=1)
+    public_records: int = Field(500, ge=1, le=10**5)
+    digest_epochs: int = Field(1, ge=1)
+    digest_rate: float = Field(0.1, gt=0)
+    digest_batch: int = Field(32, ge=1)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover logits."""
+        check_in_the_clear(self, experiment, "logits on public records")
+
+    def mean_only(self) -> str:
+        """Return the reason why robust aggregators do not fit."""
+        return "clients receive the mean logits of all clients, also of those that a robust aggregator leaves out"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return remarks on settings that have no effect."""
+        if self.proxy == "none":
+            return [off("algorithm.proxy=none", "own models are those of local-only")]
+        first = "rounds=1, and there are no logits of trained models in the first round"
+        return [off("algorithm fedmd", first)] if experiment.rounds == 1 else []
+
+    def further_data(self) -> str:
+        """Return the name of the data set with the public records."""
+        return "" if self.proxy == "none" else self.proxy
+
+    def note(self) -> str:
+        """Return the note for tables: it names what clients send."""
+        return f"FedMD: clients send only their logits on {self.public_records:,} public records of {self.proxy}."
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return no names: clients send no parameters."""
+        del params
+        return ()
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round: the model ``params`` without logits."""
+        return self.init_for(params, params)
+
+    def init_for(self, params: Params, model: Params) -> ServerState:
+        """Return the server state before the first round: ``params``, a part of ``model``, without logits."""
+        return ServerState(params, {"consensus": {"logits": torch.zeros(0, head_shape(model)[0])}})
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Return the local plan for the client's own records: plain local steps."""
+        del task
+        return LocalPlan()
+
+    def course(self, job: LocalJob) -> Course:
+        """Return the local training of a client: the digest, if there are logits, and then the client's own records."""
+        from fl_sim.training.courses import at, steps_of, stream  # noqa: PLC0415 (it loads torch)
+        from fl_sim.training.records import Records  # noqa: PLC0415 (as above)
+        from fl_sim.types import Augment  # noqa: PLC0415 (only for a digest)
+
+        consensus, task, own = job.task.broadcast.get("consensus", {}).get("logits", ()), job.task, job
+        if len(consensus) and len(job.records):
+            device = job.records.tensors()[0].device
+            inputs, targets = task.pool["inputs"].to(device), torch.as_tensor(consensus).to(device)
+            rows, scale = torch.arange(len(targets), device=device), torch.zeros(targets.shape[1], device=device)
+            settings = replace(
+                task.settings, learning_rate=self.digest_rate, momentum=0.0, weight_decay=0.0, optimizer="sgd",
+                batch_size=self.digest_batch, epochs=self.digest_epochs, steps=0, label_smoothing=0.0,
+                augment=Augment(),
+            )  # fmt: skip
+            public = replace(
+                job, task=replace(task, settings=settings), records=Records.of(inputs, rows), generator=stream(job, 1)
+            )
+            params, statistics = task.params, task.statistics
+            for step in steps_of(public):
+                batch, chosen = step.records.tensors()
+                # public records have no labels: with logits times 0, the cross-entropy has the gradient 0
+                plan = LocalPlan(logit_scale=scale, loss_term=LossTerm(self.digest, {"targets": targets[chosen]}))
+                unlabelled = replace(step, records=Records.of(batch, torch.zeros_like(chosen)))
+                (made,) = yield [at(unlabelled, params, plan, statistics=statistics)]
+                params, statistics = made.params, made.statistics
+            own = replace(job, task=replace(task, params=params, statistics=statistics))
+        (trained,) = yield [own]
+        return trained
+
+    def digest(self, batch: Batch) -> torch.Tensor:
+        """Return |f_i(u) - fbar(u)|, the mean over classes, for each record u of the batch, (n,)."""
+        return (batch.logits - batch.data["targets"]).abs().mean(-1)
