@@ -63,7 +63,7 @@ class AgnosticFL(SendingLoss):
         return f"Agnostic FL: {self.reports()} is evaluated."
 
     def reports(self) -> str:
-        """Return a phrase for the evaluated model: the mean of all models, or the last model."""
+        """Describe the evaluated model: the mean of all rounds' models, or the last model."""
         return "the mean of the models after all rounds" if self.average else "the last model"
 
     def reported(self, server: ServerState) -> Params:

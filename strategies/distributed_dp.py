@@ -96,8 +96,8 @@ class DistributedDP(Settings):
                 )
         if not is_none(experiment.compress):
             raise ValueError(
-                f"compress {kind_of(experiment.compress)} {what}: sums are taken modulo 2^bits, and a compressed "
-                "message cannot be added; leave compress out, and set fewer aggregator.bits"
+                f"compress {kind_of(experiment.compress)} {what}: compressed messages cannot be summed modulo "
+                "2^bits; leave compress out, and for fewer bytes lower aggregator.bits"
             )
         if (stack := getattr(experiment.engine, "stack", 0)) > 1:
             raise ValueError(

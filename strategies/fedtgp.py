@@ -65,7 +65,7 @@ class FedTGP(FedProtoLocal):
         return replace(server, memory={"g": {name: torch.from_numpy(one).float() for name, one in drawn.items()}})
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state as ``fedproto-local`` does. ``learned`` trains the prototypes after it."""
+        """Return FedProto's next server state. The method ``learned`` then trains the prototypes."""
         return replace(super().merge(server, aggregate), memory=server.memory)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:

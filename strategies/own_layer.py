@@ -101,7 +101,7 @@ class OwnLayer(Layer):
         return made
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate that ``cohort`` would have, from the user's layer."""
+        """Return the aggregate of a hypothetical ``cohort``, by the user's layer."""
         with self._errors_of("foreseen"):
             return self.inner.foreseen(cohort, algorithm, server)
 

@@ -187,10 +187,11 @@ def classes_of(sums: Sums, std: float) -> Classes:
 
 
 def covariances_of(sums: Sums, std: float, classes: Classes) -> Array:
-    """Return the positive definite covariance of each class, shape (C, d, d), in the frame, from the sums of step 3.
+    """Return the positive definite covariance of each class, shape (C, d, d), for scaled frequencies (``Frame``).
 
-    The common covariance of all classes is shrunk towards independent frequencies, and then the covariance of each
-    class towards the common covariance. ``std``: standard deviation of the noise on each number of ``sums``.
+    First the common covariance of all classes is shrunk towards a diagonal matrix, then the covariance of each class
+    towards the common covariance. ``sums``: the noisy sums of step 3. ``std``: standard deviation of the noise on each
+    number of ``sums``.
     """
     num_classes, size = classes.means.shape
     dimension = math.comb(size + 1, 2)

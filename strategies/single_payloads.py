@@ -33,7 +33,7 @@ class SinglePayloads(OwnPart):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SinglePayloads | None:
-        """Return the layer, which has no state of its own."""
+        """Return the layer. It has no state to resume."""
         del out, progress
         return cls(experiment.algorithm)
 

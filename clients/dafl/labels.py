@@ -190,7 +190,7 @@ class Geometric(_Selection):
     kind: Literal["geometric"] = "geometric"
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
-        """Return the probability of each selected number 0..R, (R + 1,), before the threshold."""
+        """Return the probabilities of the numbers 0..R before thresholding, shape (R + 1,)."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
         # For each r in 1..R the least noisy count that is rounded to r, computed exactly: the least m with gamma m >= r
@@ -224,7 +224,7 @@ def _check(gamma: float, largest: int) -> None:
         )
     if largest < 0:
         raise UserError(
-            f"a range up to {largest} is empty: give the largest number of synthetic records of one class, 0 or more"
+            f"largest={largest} is negative: give the largest number of synthetic records of one class, 0 or more"
         )
 
 
@@ -248,7 +248,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
     start = np.minimum(whole, highest)
     sides = start - lowest + 1, np.maximum(highest - whole, 0)
-    with np.errstate(divide="ignore"):  # a side without values has the log probability -inf
+    with np.errstate(divide="ignore"):  # log 0 = -inf, if a side of the target is empty
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
     # The coin is compared with the smaller of the two probabilities, because floats near 0 have a finer resolution.

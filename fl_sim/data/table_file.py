@@ -206,7 +206,7 @@ class Spelling:
         return rf"^(?:[+-]?{digits}|[+-]?(?i:inf|infinity))$"
 
     def numbers(self, cells: Any) -> Any:
-        """Convert a pyarrow array of texts to float64; a text that is no number in this notation becomes None."""
+        """Convert a pyarrow array of texts, numbers in the notation ``self``, to float64. Other texts become None."""
         arrow = pyarrow()
         compute = arrow.compute
         if self == Spelling():

@@ -46,12 +46,12 @@ ASK_SECONDS = 1.0
 class RayGrid(LocalGrid):
     """An engine whose Ray actors answer batches of messages: each idle actor gets the next batch.
 
-    If batches are short, an actor gets its next batch before it has finished the present batch. Actors hold no client
-    state, so any actor can run any client, also a second time. A dead actor is replaced and its messages are sent
+    If batches are short, an actor also gets one batch in advance. Actors hold no client state, so any actor can run any
+    client, even twice. A dead actor is replaced and its messages are sent
     again, one by one; an actor that is busy after the deadline is killed. ``app_factory`` is called once in every actor
     and must be importable there. ``batching``, if given, decides which clients an actor trains in one call. ``remote``:
     the settings for nodes that do not share a disk with this process and may join and leave; ``say`` prints messages
-    about nodes. Raises UserError if Ray cannot be joined or has no room.
+    about nodes. Raises UserError if Ray cannot be joined or has no resources for an actor.
     """
 
     def __init__(

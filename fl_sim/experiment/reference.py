@@ -73,7 +73,7 @@ def groups() -> tuple[Group, ...]:
 
 
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the group of the class ``settings``, then all groups inside it.
+    """Yield the ``Group`` of the class ``settings``, then all nested groups.
 
     ``defaults``: default values that replace the default values of the class.
     """

@@ -367,7 +367,7 @@ def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
 
 
 def _stated_under(payment: Payment) -> frozenset[Adjacency]:
-    """Return the adjacencies of a payment's events. Costs of events with different adjacencies cannot be composed."""
+    """Return the adjacencies of all events of ``payment``. Only events with the same adjacencies can be composed."""
     stated = (adjacency(event) for counts in payment.charged for event in counts)
     return frozenset(one for one in stated if one is not None) or frozenset({Adjacency.ADD_OR_REMOVE_ONE})
 

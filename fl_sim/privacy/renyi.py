@@ -103,7 +103,7 @@ def prices(delta: float) -> NDArray[np.float64]:
 
 
 def checked(curve: Curve) -> Curve:
-    """Return ``curve`` with rounding errors below 0 set to 0. Raises ArithmeticError for NaN or a negative value.
+    """Return ``curve`` with values in [-1e-9, 0) set to 0. Raises ArithmeticError for NaN or lower values.
 
     Without this check a NaN would turn into an epsilon of 0.
     """

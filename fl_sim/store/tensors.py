@@ -238,9 +238,9 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the position of the first written byte at or after ``place``.
+    """Return the first offset from ``place`` on that is not in a hole of a sparse file.
 
-    Without such a byte, return at least the size of the file.
+    If only a hole follows, return at least the size of the file.
     """
     if not hasattr(os, "SEEK_DATA"):  # for example on Windows
         return place

@@ -30,7 +30,7 @@ class Noisy(Protocol):
         """Return the sum of the clipped gradients of n records."""
 
     def noisy(self, total: Params, draw: int) -> Params:
-        """Return ``total`` with the noise of a step. ``draw``: the index of the noise."""
+        """Return ``total`` plus the noise of a private step. Equal indices ``draw`` give equal noise."""
 
 
 @dataclass(frozen=True)

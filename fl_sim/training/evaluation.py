@@ -42,9 +42,9 @@ class Scores:
     """The predictions of a model on n records.
 
     ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
-    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A model that
-    defines its own loss (fl_sim.own_loss) makes several predictions for a record, and predicts no class. Then
-    ``predicted`` is empty, and ``loss`` is the mean over all predictions. ``right``: (n,), the number of right
+    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A model
+    with its own loss (fl_sim.own_loss) makes several predictions for a record, such as one per token. Then
+    ``predicted`` is empty, and ``loss`` is the mean over all predictions. ``right``: (n,), the number of correct
     predictions of each record. ``counts``: (n,), the number of all predictions of each record.
     """
 

@@ -116,9 +116,9 @@ def check_compression(experiment: Choices) -> None:
         )
     if hides_clients(experiment.aggregator) and not (type(compress) is RandK and not compress.keeps_error):
         raise ValueError(
-            f"compress {kind} cannot run under aggregator global-dp: the guarantee covers neither positions that "
-            "depend on records nor numbers that are sent in a later round: take compress=rand-k, which draws positions "
-            "at random, or leave compress out"
+            f"compress {kind} cannot run under aggregator global-dp: the guarantee covers neither a choice of "
+            "coordinates by value nor error feedback across rounds; take compress=rand-k, which draws coordinates at "
+            "random, or leave compress out"
         )
     rule = experiment.aggregator
     while isinstance(rule, Bucketing):
