@@ -12,7 +12,7 @@ from strategies.backdoors import Planted
 
 
 class BackdoorSuccess(Stage):
-    """The stage at the server: tests models on the targeted records. Raises UserError if the data set does not fit."""
+    """Tests models at the server on the targeted records. Raises UserError if the data set does not fit the attack."""
 
     titles: ClassVar[Mapping[str, str]] = {
         "backdoor.success_rate_percent": "Attack success rate: share of the backdoor's test records, all of other "

@@ -31,7 +31,7 @@ class EnsembleDistillation(MeasuresEnsemble):
         self.settings: OnEnsemble = job.experiment.algorithm
 
     def before(self, run: Run) -> None:
-        """Give the method's learning to the round layer, if the method learns."""
+        """Pass the method's training at the server to the layer that keeps the models, if the method learns."""
         super().before(run)
         if self.settings.learns:
             self.kept.step = partial(self._learn, self._public(run))
@@ -62,5 +62,5 @@ class EnsembleDistillation(MeasuresEnsemble):
         return {name: value.to(mean[name].device) for name, value in found.params.items()}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amount of computation for the time forecast, which lists it without a time."""
+        """Return the computation of the distillation. The forecast lists it, but does not estimate its time."""
         return (Work("the distillation at the server", pieces=1.0),) if self.settings.learns else ()

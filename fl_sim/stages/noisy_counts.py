@@ -63,7 +63,7 @@ class NoisyCounts:
         return counting_cost(self.protection, self.times).charge
 
     def task(self, measuring: EvaluateOwn) -> CountPrivately:
-        """Return the client task that counts with noise, with the models and test records of ``measuring``."""
+        """Return the client task that releases noisy counts, on the models and test records of ``measuring``."""
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:

@@ -98,7 +98,7 @@ class PaidRoundsBill(Stage):
                 )
 
     def after(self, run: Run) -> None:
-        """Compute the joint cost of all charges in the clients' privacy ledgers, if they are on this machine."""
+        """Compute the joint cost of all charges in the clients' privacy ledgers, if these are on this machine."""
         del run
         with suppress(RunError, UserError):
             self._together = joint_cost(self.job, self.settings.delta) if self._is_charged_here() else None

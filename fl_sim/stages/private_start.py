@@ -107,10 +107,7 @@ class Start(Stage):
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amounts of computation for the sums and the synthetic images.
-
-        The time forecast lists this computation without a time.
-        """
+        """Return the computation of the sums and images. The forecast lists it, but does not estimate its time."""
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

@@ -102,7 +102,7 @@ class RidgeHead(Stage):
         return True
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of the sums. The time forecast lists it without a time."""
+        """Return the computation of the sums. The forecast lists it, but does not estimate its time."""
         return (Work("the products of features", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

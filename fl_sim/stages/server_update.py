@@ -75,7 +75,7 @@ class ServerTraining(Stage):
         return algorithm.unfolded(sent) if isinstance(algorithm, Unfolding) else sent
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of training at the server. The time forecast lists it without a time."""
+        """Return the computation of training at the server. The forecast lists it, but does not estimate its time."""
         return (Work("training at the server in every round", pieces=1.0),)
 
     def facts(self) -> Mapping[str, Any]:

@@ -178,7 +178,7 @@ class TstrProcedure(Procedure):
         """Return the amounts of computation for the time forecast.
 
         Clients make synthetic records; classifiers are trained and evaluated. The forecast lists the training of the
-        classifiers without a time.
+        classifiers, but does not estimate its time.
         """
         measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())

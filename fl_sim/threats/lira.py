@@ -198,7 +198,7 @@ def score(target: Floats, shadows: Floats, is_in: NDArray[np.bool_], *, is_onlin
 
 
 def _fitted(confidences: Floats, chosen: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return (mean, standard deviation) of each record's chosen confidences, both (records,); NaN where unknown."""
+    """Return (mean, standard deviation) of each record's chosen confidences, both (records,); NaN for too few runs."""
     counts = chosen.sum(0)
     means = np.where(counts > 0, (confidences * chosen).sum(0) / np.maximum(counts, 1), np.nan)
     squares = np.where(chosen, (confidences - means) ** 2, 0.0).sum(0)

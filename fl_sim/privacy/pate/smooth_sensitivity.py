@@ -211,7 +211,7 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
 
 
 def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
-    """Return the cost of Confident-GNMax's tests; a query's state is its largest count minus the least possible."""
+    """Return the cost of Confident-GNMax's tests. A query's state: its largest count minus the least possible one."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
