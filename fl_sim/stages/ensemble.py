@@ -1,6 +1,6 @@
-"""The base class of stages that look at the models of a round's clients: it measures their ensemble.
+"""The base class of stages that use the client models of a round: it measures the ensemble of these models.
 
-The round layer ``strategies.server_step`` keeps the models.
+The layer ``StepOnModels`` stores the models.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _BATCH = 500
 
 
 class MeasuresEnsemble(Stage):
-    """The base class. ``weights``: those of the ensemble's models, empty for equal weights."""
+    """The base class. ``weights``: the weights of the models in the ensemble, empty for equal weights."""
 
     titles: ClassVar[Mapping[str, str]] = {
-        "ensemble.accuracy_percent": "Accuracy of the ensemble of the last round's models, an upper bound that keeps "
-        "all of them"
+        "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, which the "
+        "server must store"
     }
 
     def __init__(self, job: Job) -> None:
@@ -37,7 +37,7 @@ class MeasuresEnsemble(Stage):
         self._accuracy: float | None = None
 
     def before(self, run: Run) -> None:
-        """Find the round layer. Raises UserError for a model that does not predict classes."""
+        """Store the layer ``StepOnModels``. Raises UserError for a model that does not predict classes."""
         if not self.job.predicts_classes:
             kind = kind_of(self.job.experiment.algorithm)
             raise UserError(f"algorithm {kind} needs class predictions, and this model has none: take fedavg")
@@ -53,7 +53,7 @@ class MeasuresEnsemble(Stage):
         return [on_device(self.job.device, one) for one in self.kept.models]
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the accuracy of the ensemble of the round's models, in rounds whose model is tested."""
+        """Return the accuracy of the ensemble of this round's client models; empty if the round is not tested."""
         experiment = self.job.experiment
         due = is_last or server_round % experiment.evaluate_every == 0
         if not (due and self.kept.models and experiment.evaluate.tests(is_last=is_last)):
@@ -73,7 +73,7 @@ class MeasuresEnsemble(Stage):
         return True
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``ensemble`` for ``result.json``: the last accuracy of the ensemble, and its weights."""
+        """Return the field ``ensemble`` for ``result.json``: the ensemble's last measured accuracy, and its weights."""
         found: dict[str, Any] = {"accuracy": self._accuracy}
         found |= {"weights": list(self.weights)} if self.weights else {}
         if self._accuracy is not None:

@@ -1,6 +1,6 @@
-"""The stage of FENS: after the last round, clients train a small network over the logits of the round's models.
+"""The stage of FENS: after the last round, clients train a small network on the logits of all client models.
 
-The settings and the network, the combiner, are in ``strategies.fens``.
+This network is called the combiner. The network and the settings are in ``strategies.fens``.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def settings_of(job: Job) -> Fens:
 class Combine:
     """The client task that trains the combiner on the client's held-out records.
 
-    The first message has the models. The client keeps their logits in its own folder until the last round.
+    The first message contains the models. The client stores their logits in its own folder until the last round.
     """
 
     job: Job
@@ -86,7 +86,7 @@ class Combine:
 
 
 class TrainedCombiner(MeasuresEnsemble):
-    """The stage at the server: it averages the clients' combiners, and tests models and combiner together."""
+    """The stage at the server: it averages the clients' combiners, and tests the models with the mean combiner."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -97,7 +97,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return {COMBINE: Combine(self.job)}
 
     def after(self, run: Run) -> None:
-        """Train the combiner, save it with the models, and test both together.
+        """Train the combiner, save it with the models, and test the models with this combiner.
 
         Raises RunError if no client has held-out records, and if a resumed run no longer has the models.
         """
@@ -130,7 +130,7 @@ class TrainedCombiner(MeasuresEnsemble):
         self._found["accuracy"] = scores.accuracy
 
     def _averaged(self, run: Run, combiner: Params, number: int) -> Params:
-        """Return the mean of the clients' combiners after round ``number``, weighted by held-out records."""
+        """Return the mean of the clients' combiners after round ``number``, weighted by numbers of held-out records."""
         models = {f"model-{place:05}": one for place, one in enumerate(self.kept.models)} if number == 1 else {}
         template = {**combiner, _COUNT: torch.zeros(1)}
         order = replace(run.order, server_round=number)
@@ -143,7 +143,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return {name: torch.tensordot(shares, torch.stack([one[name] for one in answers]), 1) for name in combiner}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amount of computation for the time forecast, which lists it without a time."""
+        """Return the computation of the combiner. The forecast lists it, but does not estimate its time."""
         return (Work("the training of the combiner", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

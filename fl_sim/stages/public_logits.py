@@ -19,15 +19,15 @@ from strategies.public_logits import PUBLIC_LOGITS, PublicLogits
 
 
 class PublicRecords(Stage):
-    """The stage that gives the same public records to all clients. They are known to everybody, so no bytes count."""
+    """The stage that gives the same public records to all clients. Everybody has them, so they cost no traffic."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if there are public records."""
+        """Return True if the algorithm uses public records."""
         return bool(experiment.algorithm.proxy != "none")
 
     def tasks(self) -> Mapping[str, ClientTask]:
-        """Return the client task that sends logits. The round layer sends the task to clients."""
+        """Return the client task that sends logits. The layer ``PublicLogits`` sends this task to clients."""
         return {PUBLIC_LOGITS: TellLogits()}
 
     def before(self, run: Run) -> None:
