@@ -26,8 +26,8 @@ class MeasuresEnsemble(Stage):
     """The base class. ``weights``: the weights of the models in the ensemble, empty for equal weights."""
 
     titles: ClassVar[Mapping[str, str]] = {
-        "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, which the "
-        "server must store"
+        "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, an upper bound "
+        "for which the server stores all models"
     }
 
     def __init__(self, job: Job) -> None:
@@ -77,7 +77,7 @@ class MeasuresEnsemble(Stage):
         found: dict[str, Any] = {"accuracy": self._accuracy}
         found |= {"weights": list(self.weights)} if self.weights else {}
         if self._accuracy is not None:
-            said = "the ensemble of the last round's models, an upper bound that keeps all of them"
+            said = "the ensemble of the last round's client models, an upper bound for which the server stores them all"
             found["in_words"] = f"{said}: {100 * self._accuracy:.1f} %"
         return {"ensemble": found}
 
