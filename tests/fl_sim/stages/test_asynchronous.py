@@ -123,7 +123,7 @@ def test_a_model_in_flight_that_is_lost_or_changed_stops_the_run_before_it_goes_
     with pytest.raises(UserError, match="its checksum does not match"):
         run(experiment(**chosen), tmp_path / "run")
     kept[0].unlink()
-    with pytest.raises(UserError, match=r"is missing, .*after round 3"):
+    with pytest.raises(UserError, match=r"is missing: .*after round 3"):
         run(experiment(**chosen), tmp_path / "run")
     kept[0].write_bytes(content)
     run(experiment(**chosen), tmp_path / "run")
