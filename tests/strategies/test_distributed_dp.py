@@ -180,7 +180,7 @@ class Changed(DistributedDP):
         ({"algorithm": {"kind": "scaffold", "variant": "niid-bench"}}, "under aggregator distributed-dp every client"),
         ({"preprocess": "da-fl"}, "preprocess da-fl cannot run under aggregator distributed-dp"),
         ({"calibrate": "ccvr"}, "calibrate ccvr cannot run under aggregator distributed-dp"),
-        ({"compress": "rand-k"}, "a compressed message cannot be added"),
+        ({"compress": "rand-k"}, "compressed messages cannot be summed modulo"),
         ({"sampler": "poisson:0.5"}, "sampler poisson cannot run .*take sampler=full, or sampler=cyclic"),
         ({"sampler": "fixed-size:2"}, "sampler fixed-size cannot run"),
         ({"sampler": {"kind": "cyclic", "sampling_rate": 0.5}}, "sampler cyclic cannot run"),
