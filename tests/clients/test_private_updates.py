@@ -167,7 +167,7 @@ def test_nothing_else_is_sent(tmp_path: Path) -> None:
         ClientUpdate({**payloads, "control": {"w": torch.ones(4)}}, 1),
         ClientUpdate(payloads, 1, packed={"delta": torch.ones(1)}),  # type: ignore[dict-item]
     ):
-        with pytest.raises(RunError, match="other tensors than that of a client without records"):
+        with pytest.raises(RunError, match="other tensors than the update of a client without records"):
             _round(_with_ticket(), _half()).release(other)
 
 

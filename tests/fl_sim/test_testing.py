@@ -165,7 +165,7 @@ class Infinite(RandK):
     ("way", "law"),
     [
         (Forgetful(share=0.05), "sent 1000 times"), (Longer(share=0.5), "packs 513 numbers"),
-        (Careless(), "coins alone"), (Quiet(), "NaN is finite after"), (Moody(), "tensors that a client stores"),
+        (Careless(), "only from coins"), (Quiet(), "NaN is finite after"), (Moody(), "tensors that a client stores"),
         (Infinite(), "after decompression"),
     ],
     ids=lambda value: type(value).__name__,

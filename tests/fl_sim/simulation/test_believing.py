@@ -202,7 +202,7 @@ def test_a_cut_log_is_refused_with_its_number_of_rounds(tmp_path: Path) -> None:
     run(made(data="digits", rounds=3), tmp_path / "run")
     log = tmp_path / "run" / "rounds.jsonl"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2]))
-    with pytest.raises(UserError, match=r"rounds.jsonl holds 2 .*result.json .*3: put the"):
+    with pytest.raises(UserError, match=r"rounds.jsonl holds 2 .*result.json .*3 rounds: restore the"):
         run(made(data="digits", rounds=3), tmp_path / "run")
 
 

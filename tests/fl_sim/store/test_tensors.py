@@ -305,7 +305,7 @@ def _other_layout(folder: Path) -> None:
 def test_anything_lost_or_foreign_is_refused(tmp_path: Path, damage):
     folder = _sealed(tmp_path / "clients", 3)
     damage(folder)
-    with pytest.raises(UserError, match=r"put .* back, or start again in a fresh directory"):
+    with pytest.raises(UserError, match=r"restore .*, or start again in a fresh directory"):
         open_state_checksum(folder, 4, 3, _control(0))
 
 

@@ -147,7 +147,7 @@ def test_on_the_virtual_clock_a_smaller_update_is_there_sooner(tmp_path: Any) ->
 
 @pytest.mark.parametrize("compress", ["top-k", "qsgd", "powersgd", "signsgd"])
 def test_under_global_dp_what_looks_at_records_is_refused(compress: str) -> None:
-    with pytest.raises(UserError, match=r"depend on records.*: take compress=rand-k"):
+    with pytest.raises(UserError, match=r"coordinates by value.*; take compress=rand-k"):
         settings(compress, aggregator="global-dp")
 
 
