@@ -122,7 +122,7 @@ def assert_damage_costs_no_more_than_its_run(places, trials, seed):
 
 def test_damaged_files_cost_a_report_no_more_than_their_run(places):
     assert len(shown(places)["problems"]) == 0
-    assert_damage_costs_no_more_than_its_run(places, 8, seed=0)
+    assert_damage_costs_no_more_than_its_run(places, 4, seed=0)
 
 
 @pytest.mark.slow
