@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fl_sim.kinds import Choices, is_none, kind_of
-from fl_sim.types import Payloads
+from fl_sim.types import Params, Payloads, ServerState
+from strategies.algorithm import Averaging
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,35 @@ class RoundPayloads:
 
     clients: Sequence[int]
     payloads: Payloads
+
+
+class KeepsModels(Averaging):
+    """Base class of methods whose clients keep their models, and whose server reads another payload of every client.
+
+    ``payload``: this payload in words, such as "mean logits".
+    """
+
+    kind: str = ""
+    payload: ClassVar[str] = ""
+    needs_head: ClassVar[bool] = True
+    sends_nothing: ClassVar[bool] = True
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for settings that hide single clients, and for local privacy: it covers no such payload."""
+        check_in_the_clear(self, experiment, self.payload)
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return no names: clients send no parameters."""
+        del params
+        return ()
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round of a run whose clients train the whole model ``params``."""
+        return self.init_for(params, params)
+
+    @abstractmethod
+    def init_for(self, params: Params, model: Params) -> ServerState:
+        """Return the server state before the first round. ``params``: the trained part of the initial ``model``."""
 
 
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -12,11 +11,10 @@ from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import head_shape, head_weight
 from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
-from strategies.algorithm import Averaging
-from strategies.class_means import RoundPayloads, check_in_the_clear
+from strategies.class_means import KeepsModels, RoundPayloads
 
 
-class FD(Averaging):
+class FD(KeepsModels):
     """Adds ``gamma`` times a distance to the loss: that of a record's logits to the mean logits of its class.
 
     After its local steps, a client sends the mean of its logits over its records of each class, and which classes it
@@ -32,15 +30,10 @@ class FD(Averaging):
     kind: Literal["fd"] = "fd"
     title: ClassVar[str] = "FD"
     layer: ClassVar[str] = "strategies.other_logits:OtherLogits"
-    needs_head: ClassVar[bool] = True
-    sends_nothing: ClassVar[bool] = True
+    payload: ClassVar[str] = "mean logits"
     knobs: ClassVar[str] = "algorithm.gamma weighs distances without an upper bound: set a smaller one"
     gamma: float = Field(1.0, ge=0)
     distance: Literal["kl", "l2"] = "kl"
-
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for local privacy: it does not cover logits."""
-        check_in_the_clear(self, experiment, "mean logits")
 
     def mean_only(self) -> str:
         """Return the reason why robust aggregators do not fit."""
@@ -56,15 +49,6 @@ class FD(Averaging):
     def note(self) -> str:
         """Return the note for tables: it names what clients send."""
         return "FD: clients send only their mean logits of each class that they hold."
-
-    def sends(self, params: Params) -> Collection[str]:
-        """Return no names: clients send no parameters."""
-        del params
-        return ()
-
-    def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params``, and no logits yet."""
-        return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round: ``params``, a part of ``model``, and no logits yet."""

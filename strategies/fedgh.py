@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import head_names, head_shape
 from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
-from strategies.algorithm import Averaging
-from strategies.class_means import RoundPayloads, check_in_the_clear
+from strategies.class_means import KeepsModels, RoundPayloads
 
 if TYPE_CHECKING:
     from clients.client_task import OnClient
 
 
-class FedGH(Averaging):
+class FedGH(KeepsModels):
     """Each client begins a round with its own body and the server's head (the last linear layer), and trains both.
 
     A client then sends the mean features of each class that it has; features are the inputs of the head. The server's
@@ -35,15 +32,10 @@ class FedGH(Averaging):
     kind: Literal["fedgh"] = "fedgh"
     title: ClassVar[str] = "FedGH"
     layer: ClassVar[str] = "strategies.single_payloads:SinglePayloads"
-    needs_head: ClassVar[bool] = True
-    sends_nothing: ClassVar[bool] = True
+    payload: ClassVar[str] = "mean features"
     knobs: ClassVar[str] = "algorithm.head_rate is the learning rate of the server's head: set a smaller one"
     head_steps: int = Field(100, ge=1, le=10**6)
     head_rate: float = Field(0.1, gt=0)
-
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for local privacy: it does not cover features."""
-        check_in_the_clear(self, experiment, "mean features")
 
     def mean_only(self) -> str:
         """Return the reason why robust aggregators do not fit."""
@@ -52,15 +44,6 @@ class FedGH(Averaging):
     def note(self) -> str:
         """Return the note for tables: it names what clients send."""
         return "FedGH: clients send only their mean features of each class that they hold, and receive a head."
-
-    def sends(self, params: Params) -> Collection[str]:
-        """Return no names: clients send no parameters."""
-        del params
-        return ()
-
-    def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params`` and its head."""
-        return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round: ``params``, a part of ``model``, and the model's head."""

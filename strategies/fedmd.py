@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -13,15 +12,14 @@ from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import head_shape
 from fl_sim.types import LocalTask, Params, ServerState
-from strategies.algorithm import Averaging
-from strategies.class_means import check_in_the_clear
+from strategies.class_means import KeepsModels
 
 if TYPE_CHECKING:
     from fl_sim.training.courses import Course
     from fl_sim.training.trainer import LocalJob
 
 
-class FedMD(Averaging):
+class FedMD(KeepsModels):
     """Each client trains its own model: first towards the mean logits of all clients, then on its own records.
 
     Before each round but the first, every client sends its logits on the public records, and the cohort receives the
@@ -40,17 +38,12 @@ class FedMD(Averaging):
     title: ClassVar[str] = "FedMD"
     layer: ClassVar[str] = "strategies.public_logits:PublicLogits"
     stage: ClassVar[str] = "fl_sim.stages.public_logits:PublicRecords"
-    needs_head: ClassVar[bool] = True
-    sends_nothing: ClassVar[bool] = True
+    payload: ClassVar[str] = "logits on public records"
     proxy: str = Field("none", min_length=1)
     public_records: int = Field(500, ge=1, le=10**5)
     digest_epochs: int = Field(1, ge=1)
     digest_rate: float = Field(0.1, gt=0)
     digest_batch: int = Field(32, ge=1)
-
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for privacy, which would not cover logits."""
-        check_in_the_clear(self, experiment, "logits on public records")
 
     def mean_only(self) -> str:
         """Return the reason why robust aggregators do not fit."""
@@ -70,15 +63,6 @@ class FedMD(Averaging):
     def note(self) -> str:
         """Return the note for tables: it names what clients send."""
         return f"FedMD: clients send only their logits on {self.public_records:,} public records of {self.proxy}."
-
-    def sends(self, params: Params) -> Collection[str]:
-        """Return no names: clients send no parameters."""
-        del params
-        return ()
-
-    def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params`` without logits."""
-        return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round: ``params``, a part of ``model``, without logits."""

@@ -85,7 +85,7 @@ class IFCA(Averaging):
 
     @property
     def start_passes(self) -> int:
-        """Return how many models evaluate each training record when a client chooses a model."""
+        """Return the number of models that evaluate each training record when a client chooses a model."""
         return self.num_models if self.num_models > 1 else 0
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

@@ -1,4 +1,4 @@
-"""The round layer of methods whose clients tell their logits on public records: all clients receive the mean."""
+"""The layer of methods whose clients send their logits on public records: all clients receive the mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from strategies.layer import Ask, Beginning, layer_kinds
 from strategies.own_part import OwnPart
 
 PUBLIC_LOGITS: Final = "public-logits"
-"""Name of the client task that tells a client's logits on the public records."""
+"""Name of the client task that sends a client's logits on the public records."""
 
 
 class PublicLogits(OwnPart):

@@ -124,7 +124,7 @@ class _Typical(Settings):
 
     @abstractmethod
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
-        """Return how many times as long as the typical device each client's device takes, shape (clients,)."""
+        """Return the time of each client's device in multiples of the typical device's time, shape (clients,)."""
 
 
 class ConstantDevices(_Typical):

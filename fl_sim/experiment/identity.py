@@ -70,7 +70,7 @@ class Identity:
         return bool(self._same_records(recorded))
 
     def unverified(self, recorded: Mapping[str, Any]) -> str:
-        """Return what cannot be compared with the stored identity ``recorded``.
+        """Return the parts that cannot be compared with the stored identity ``recorded``.
 
         The result is "records", "code", "records and code", or "".
         """

@@ -224,17 +224,23 @@ def mapped(table: Table) -> list[Grid]:
     """Return one table of final accuracies for each heat map. The list is empty for a table without heat maps."""
     shown = str(table.settings.get("measure", ""))
     title = title_of_measure(shown, table.titles or {}) if shown else "Test accuracy"
-    return _mapped(table, f"{title} after the last round, in percent", lambda results: cell_text(results, "last"))
+    heading = f"{title} after the last round, in percent"
+    return [_mapped(table, one, heading, lambda results: cell_text(results, "last")) for one in table.heat_maps]
 
 
-def _mapped(table: Table, title: str, text: Callable[[list[SeedResult]], str]) -> list[Grid]:
-    grids = []
-    for one in table.heat_maps:
-        cells = {place: text(table.at(row, one.column)) for place, row in one.places.items()}
-        rows = [(row, [cells.get((row, column), "-") for column in one.column_labels]) for row in one.row_labels]
-        if any(any(character.isdigit() for character in cell) for cell in cells.values()):
-            grids.append(Grid(f"{title}, {one.title}", one.column_labels, rows, f"{one.rows} / {one.columns}"))
-    return grids
+def _mapped(table: Table, one: HeatMap, title: str, text: Callable[[list[SeedResult]], str]) -> Grid:
+    cells = {place: text(table.at(row, one.column)) for place, row in one.places.items()}
+    rows = [(row, [cells.get((row, column), "-") for column in one.column_labels]) for row in one.row_labels]
+    return Grid(f"{title}, {one.title}", one.column_labels, rows, f"{one.rows} / {one.columns}")
+
+
+def _maps_with(table: Table, name: str) -> list[HeatMap]:
+    """Return the heat maps in which any run has the measure ``name``."""
+    return [
+        one
+        for one in table.heat_maps
+        if any(_has(result, name) for row in one.places.values() for result in table.at(row, one.column))
+    ]
 
 
 def differences(table: Table) -> Grid | None:
@@ -296,8 +302,8 @@ def further(table: Table) -> list[Grid]:
             grids += _by_part(table, name, title)
         elif name != f"{shown}_percent" and name.startswith(section) and any(_has(one, name) for one in table.results):
             places = [(column, name) for column in table.columns]
-            means = partial(_mean_of, name)
-            grids += _mapped(table, title, means) if table.heat_maps else [_grid(table, title, table.columns, places)]
+            mapped_means = [_mapped(table, one, title, partial(_mean_of, name)) for one in _maps_with(table, name)]
+            grids += mapped_means if table.heat_maps else [_grid(table, title, table.columns, places)]
     return grids
 
 

@@ -128,7 +128,7 @@ def runtime_for(
 def with_architectures(runtime: ClientRuntime, job: Job, layers: Sequence[tuple[ClientLayer, ...]]) -> ClientRuntime:
     """Return ``runtime`` with a client runtime for each architecture, if the clients of ``job`` have different ones.
 
-    ``layers``: the client halves of the round layers for each architecture.
+    ``layers``: the client halves of the layers for each architecture.
     """
     jobs = job.by_architecture
     if len(jobs) == 1:

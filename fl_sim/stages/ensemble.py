@@ -12,14 +12,12 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.simulation.stage import Run, Stage
+from fl_sim.training.evaluation import score
 from fl_sim.training.features import Network
 from fl_sim.types import Params
 from strategies.ensemble import ensemble_logits
 from strategies.layer import found_in
 from strategies.server_step import StepOnModels
-
-_BATCH = 500
-"""Records per forward pass of the ensemble."""
 
 
 class MeasuresEnsemble(Stage):
@@ -58,14 +56,12 @@ class MeasuresEnsemble(Stage):
         due = is_last or server_round % experiment.evaluate_every == 0
         if not (due and self.kept.models and experiment.evaluate.tests(is_last=is_last)):
             return {}
-        models, test, network, right = self.models(), run.measuring.test, self.network, 0
-        with torch.no_grad():
-            for start in range(0, len(test.labels), _BATCH):
-                rows = slice(start, start + _BATCH)
-                records = test.normalised(test.inputs[rows])
-                logits = ensemble_logits(models, records, network.logits_of, self.weights)
-                right += int((logits.argmax(1) == test.labels[rows]).sum())
-        self._accuracy = right / len(test.labels)
+        models, test, network = self.models(), run.measuring.test, self.network
+
+        def logits_of(records: torch.Tensor) -> torch.Tensor:
+            return ensemble_logits(models, test.normalised(records), network.logits_of, self.weights)
+
+        self._accuracy = score(logits_of, test.inputs, test.labels).accuracy
         return {"ensemble_accuracy": self._accuracy}
 
     def trains_model(self) -> bool:

@@ -22,7 +22,7 @@ from fl_sim.simulation.client_runtime import records_as_seen
 from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.stage import Run
 from fl_sim.simulation.timing import Work
-from fl_sim.stages.ensemble import MeasuresEnsemble
+from fl_sim.stages.ensemble import MeasuresEnsemble, on_device
 from fl_sim.store.tensors import save_by_content, write_private
 from fl_sim.training.evaluation import score
 from fl_sim.training.features import Network
@@ -81,7 +81,7 @@ class Combine:
         inputs, labels = records_as_seen(job, examples, number, "own validation feature-noise").tensors()
         network = Network(client.runtime.model.eval())
         with torch.no_grad():
-            found = [network.logits_of(_like(model, inputs), inputs) for model in models]
+            found = [network.logits_of(on_device(inputs.device, model), inputs) for model in models]
         return torch.stack(found, 1).cpu().contiguous(), labels.cpu()
 
 
@@ -118,11 +118,11 @@ class TrainedCombiner(MeasuresEnsemble):
         self._found = {"accuracy_of_mean": log.rounds[-1].test_accuracy, "accuracy": None, "file": saved.name}
         if not job.experiment.evaluate.tests(is_last=True):
             return
-        on_device, network, test = _like(combiner, next(iter(models[0].values()))), self.network, run.measuring.test
+        placed, network, test = on_device(job.device, combiner), self.network, run.measuring.test
 
         def logits_of(records: torch.Tensor) -> torch.Tensor:
             shown = test.normalised(records)
-            return combined(on_device, torch.stack([network.logits_of(one, shown) for one in models], 1))
+            return combined(placed, torch.stack([network.logits_of(one, shown) for one in models], 1))
 
         scores = score(logits_of, test.inputs, test.labels)
         found = Measured.of(scores, job.dataset.num_classes, clients_by=run.measuring.clients_by)
@@ -166,7 +166,3 @@ class TrainedCombiner(MeasuresEnsemble):
         if found.get("accuracy") is not None:
             found["in_words"] = f"the accuracy is that of {len(self.kept.models)} models under the trained combiner"
         return {**super().facts(), "fens": found}
-
-
-def _like(params: Params, tensor: torch.Tensor) -> Params:
-    return {name: value.to(tensor.device) for name, value in params.items()}

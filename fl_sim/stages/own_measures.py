@@ -151,7 +151,7 @@ class OwnMeasures:
 
     @property
     def num_with_metric(self) -> dict[str, int]:
-        """Return how many clients returned each of the user's own metrics, {"own_NAME": number of clients}."""
+        """Return the number of clients that returned each of the user's own metrics, {"own_NAME": number}."""
         return {
             f"{model}_{name}": len(known(values)) for model in MODELS for name, values in self.metrics(model).items()
         }

@@ -222,6 +222,15 @@ class Dimmed(Iid):
         return inputs[1:] if self.wrong else inputs * np.float32(client)
 
 
+def test_a_large_training_set_stays_in_memory_if_copies_for_all_processors_take_a_third(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wiring.os, "cpu_count", lambda: 4)
+    for memory, room in ((12 * 2**30, 2**30), (2**30, wiring.KEEP_BYTES)):
+        monkeypatch.setattr(wiring, "machine_bytes", lambda memory=memory: memory)
+        assert wiring._room(torch.device("cpu")) == pytest.approx(room)
+
+
 def test_an_own_scheme_changes_what_clients_see_in_memory_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     job, plain = (job_of(Experiment(partition=scheme, clients=4)) for scheme in (Dimmed(), Iid()))
     assert np.array_equal(np.concatenate(job.shards), np.concatenate(plain.shards))

@@ -39,8 +39,9 @@ def test_what_waits_is_known_from_the_first_event_on(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize(("limit", "value"), [("WRITE_SECONDS", 60.0), ("WRITE_SHARE", 1e-9)])
 def test_of_many_short_runs_the_table_is_written_now_and_then_and_whole_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, interrupted: bool
+    limit: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, interrupted: bool
 ) -> None:
     def run_all(runs: Mapping[str, Experiment], *_: object) -> Iterator[Event]:
         for name in runs:
@@ -56,7 +57,8 @@ def test_of_many_short_runs_the_table_is_written_now_and_then_and_whole_at_the_e
 
     monkeypatch.setattr(filling, "run_all", run_all)
     monkeypatch.setattr(filling, "write_table", write)
-    monkeypatch.setattr(filling, "WRITE_SECONDS", 60.0)
+    monkeypatch.setattr(filling, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(filling, limit, value)
     settings = TableSettings.model_validate({"grid": {"seed": [*range(20)]}, "centralized": False})
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         fill(TableState(settings, plan_table(settings)), tmp_path, 1, None, progress=False)

@@ -14,7 +14,7 @@ from fl_sim.report.page_sections import table_section
 from fl_sim.report.picture import PAGE, WIDE_PAGE
 from fl_sim.report.runs import read_json_table
 from fl_sim.report.table import SeedResult, Table
-from fl_sim.report.table_files import write_table
+from fl_sim.report.table_files import markdown, write_table
 from fl_sim.tables.filling import TableState, fill
 from fl_sim.tables.plan import plan_table, table_settings
 
@@ -72,6 +72,10 @@ def test_a_caption_names_a_line_of_the_map_in_place_of_all_its_rows():
         for row in places.values()
     ]
     lines = notes(Table(tuple(places.values()), ("c",), frozenset(), tuple(results), heat_maps=(one,)))
+    failed = Table(
+        tuple(places.values()), ("c",), frozenset(), (replace(results[0], status="failed"),), heat_maps=(one,)
+    )
+    assert "| A | failed | - |\n| B | - | - |" in markdown(failed)
     assert any("delta 1e-05: A epsilon 1." in line for line in lines)
     assert "No privacy guarantee: B." in lines
 
