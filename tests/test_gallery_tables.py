@@ -2,12 +2,15 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.gallery import PAGE, leaderboard_text, read_gallery, read_leaderboard
+from fl_sim.report.runs import read_json_table
 from fl_sim.tables.labels import data_label, label
 from fl_sim.tables.plan import TableSettings, as_run, experiment_at, points, read_settings
 from fl_sim.tables.tuning_space import Tune
@@ -69,7 +72,7 @@ def test_the_page_is_what_its_files_make() -> None:
 
 
 def test_every_published_figure_stands_beside_a_cell_of_its_table() -> None:
-    for entry in read_gallery(GALLERY):
+    for entry in (one for one in read_gallery(GALLERY) if one.about.published):
         cells = experiments(read_settings(ROOT / entry.about.file, []))
         rows = {label(cell.algorithm) for cell in cells}
         columns = {f"{data_label(cell.data)} {label(cell.partition)}" for cell in cells}
@@ -78,6 +81,21 @@ def test_every_published_figure_stands_beside_a_cell_of_its_table() -> None:
         ):
             assert column in columns, entry.name
             assert all(f"{row}, ".startswith(tuple(f"{known}, " for known in rows)) for row in accuracies), entry.name
+
+
+def test_a_published_copy_has_all_accuracies_and_only_the_named_measures(
+    tmp_path: Path, load_benchmark: Callable[[str], ModuleType]
+) -> None:
+    publish, whole = load_benchmark("publish"), read_json_table(GALLERY / "label-skew-hard")
+    publish.write(publish.smaller(whole, ("macro_f1_percent",)), tmp_path)
+    copy = read_json_table(tmp_path)
+    assert [(one.row, one.column, one.seed, one.last, one.status) for one in copy.results] == [
+        (one.row, one.column, one.seed, one.last, one.status) for one in whole.results
+    ]
+    assert {name for one in copy.results for name in one.measures} == {"macro_f1_percent"}
+    assert (copy.settings, set(copy.caption)) == (whole.settings, set(whole.caption))
+    with pytest.raises(ValueError, match="no run has the measure nothing: give some of"):
+        publish.smaller(whole, ("nothing",))
 
 
 def test_every_table_of_the_gallery_was_made_from_its_file_as_it_is_now() -> None:

@@ -11,15 +11,16 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess
+from fl_sim.report.heat_map import HeatMap
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.runs import TABLE, read_json_table
-from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
+from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, mapped, percentages
 from fl_sim.report.table_files import further_paragraphs
 
 ABOUT, RUNS, LEADERBOARD = "about.toml", "table.csv", "leaderboard.toml"
@@ -97,7 +98,8 @@ class Question(_FileModel):
     ``title``: the question. ``folder``: the folder of the table in the gallery. ``text``: the answer in words, in
     Markdown. ``columns``: {column of the table: heading on the page}. ``rows``: {row of the table: label on the page}.
     ``best``: the number of top rows to show before ``rows``. Top rows have the highest means in the first column.
-    ``published``: True adds the published accuracies of the shown rows.
+    ``published``: True adds the published accuracies of the shown rows. ``heat_map``: the title of a heat map of the
+    table. ``columns`` and ``rows`` are then labels on the axes of this map, and no cell is bold.
     """
 
     title: str
@@ -107,6 +109,13 @@ class Question(_FileModel):
     rows: dict[str, str] = {}
     best: Annotated[int, Field(ge=0)] = 0
     published: bool = False
+    heat_map: str = ""
+
+    @model_validator(mode="after")
+    def _check_heat_map(self) -> Self:
+        if self.heat_map and (self.best or self.published or not self.rows):
+            raise ValueError("a question with heat_map needs rows, and takes neither best nor published")
+        return self
 
 
 class Leaderboard(_FileModel):
@@ -260,7 +269,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
     else:
         hours = f"{entry.hours}, all runs one after another" if entry.hours else "not recorded"
         yield f"Machine: {about.hardware or 'not recorded'}. Hours: {hours}.\n"
-        yield from _rows(about, table)
+        yield from _maps(table) if table.heat_maps else _rows(about, table)
         yield ""
         yield from _missed(about, table)
     yield from [f"{about.differs.strip()}\n"] if about.differs.strip() else []
@@ -270,6 +279,15 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
         yield from (f"{paragraph}\n" for paragraph in further_paragraphs(table))
         yield from (f"- {line}" for line in table.caption)
         yield "\n</details>\n"
+
+
+def _maps(table: Table) -> Iterator[str]:
+    """Yield the Markdown lines of one table for each heat map of ``table``, with its title above."""
+    for grid in mapped(table):
+        yield f"{grid.title}:\n"
+        yield from _head(grid.heads, grid.corner)
+        yield from (_line(label, cells) for label, cells in grid.rows)
+        yield ""
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
@@ -292,6 +310,9 @@ def _answer(question: Question, entry: Entry) -> Iterator[str]:
     """Yield the Markdown lines of a question: a table with some rows and columns of ``entry``, and the answer."""
     table = entry.table
     assert table is not None, "leaderboard_text refuses a question about a table without runs"
+    if question.heat_map:
+        yield from _answer_from_map(question, entry.name, table)
+        return
     _check(question.columns, table.columns, "column", question.title)
     _check(question.rows, table.rows, "row", question.title)
     first = next(iter(question.columns))
@@ -308,11 +329,30 @@ def _answer(question: Question, entry: Entry) -> Iterator[str]:
             if any(figures):
                 what = "best round, " if one.measure == "best" else ""
                 yield _line(f"*{one.source} ({what}{one.confidence})*", figures)
-    yield f"\n{question.text.strip()} [The whole table]({entry.name}/{TABLE}).\n"
+    yield _words(question, entry.name)
 
 
-def _head(columns: Sequence[str]) -> list[str]:
-    return [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+def _answer_from_map(question: Question, name: str, table: Table) -> Iterator[str]:
+    """Yield the Markdown lines of a question: a part of one heat map of ``table``, and the answer."""
+    by_title: dict[str, HeatMap] = {one.title: one for one in table.heat_maps}
+    _check([question.heat_map], list(by_title), "heat map", question.title)
+    shown = by_title[question.heat_map]
+    _check(question.columns, shown.column_labels, "column", question.title)
+    _check(question.rows, shown.row_labels, "row", question.title)
+    yield f"## {question.title}\n"
+    yield from _head(list(question.columns.values()))
+    for row, label in question.rows.items():
+        cells = [table.at(shown.places.get((row, column), ""), shown.column) for column in question.columns]
+        yield _line(label, [cell_text(cell, "last") for cell in cells])
+    yield _words(question, name)
+
+
+def _words(question: Question, name: str) -> str:
+    return f"\n{question.text.strip()} [The whole table]({name}/{TABLE}).\n"
+
+
+def _head(columns: Sequence[str], corner: str = "") -> list[str]:
+    return [f"| {f'{corner} ' if corner else ''}| {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
 
 
 def _line(first: str, cells: Sequence[str]) -> str:

@@ -7,7 +7,8 @@ import pytest
 
 from fl_sim.cli.report import write_gallery
 from fl_sim.errors import UserError
-from fl_sim.report.gallery import leaderboard_text, read_gallery, read_leaderboard
+from fl_sim.report.gallery import gallery_text, leaderboard_text, read_gallery, read_leaderboard
+from fl_sim.report.heat_map import HeatMap
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_table
 
@@ -78,3 +79,61 @@ def test_what_is_damaged_is_named(folder: Path, old: str, new: str, message: str
     (folder / "leaderboard.toml").write_text(PAGE.replace(old, new))
     with pytest.raises(UserError, match=message):
         leaderboard_text(read_leaderboard(folder) or pytest.fail("no file"), read_gallery(folder))
+
+
+MAPPED = """
+title = "Leaders"
+introduction = "What this is."
+[[questions]]
+title = "Which rule?"
+folder = "one"
+heat_map = "x"
+columns = { alie = "ALIE", none = "no attack" }
+rows = { Krum = "Krum, 2020" }
+text = "An answer."
+"""
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Path:
+    """A gallery whose table has a heat map of two rules by two attacks; one of the four cells has no run."""
+    places = {("mean", "none"): "mean, none", ("Krum", "none"): "Krum, none", ("Krum", "alie"): "Krum, alie"}
+    results = tuple(
+        SeedResult(row, "x", 0, "finished", row, accuracy, accuracy)
+        for row, accuracy in zip(places.values(), (0.3, 0.2, 0.1), strict=True)
+    )
+    shown = HeatMap("x", "x", "algorithm", "attack", ("mean", "Krum"), ("none", "alie"), places)
+    (tmp_path / "one").mkdir()
+    write_table(tmp_path / "one", Table(tuple(places.values()), ("x",), frozenset(), results, heat_maps=(shown,)))
+    (tmp_path / "one" / "about.toml").write_text(ABOUT.partition("[[published]]")[0])
+    (tmp_path / "leaderboard.toml").write_text(MAPPED)
+    return tmp_path
+
+
+def test_a_table_with_a_heat_map_is_shown_as_rows_by_columns(mapped: Path) -> None:
+    page, entries = read_leaderboard(mapped), read_gallery(mapped)
+    assert page is not None
+    assert (
+        "## Which rule?\n\n| | ALIE | no attack |\n|---|---|---|\n| Krum, 2020 | 10.0 | 20.0 |\n\nAn answer. [The whole"
+        in leaderboard_text(page, entries)
+    )
+    assert (
+        "in percent, x:\n\n| algorithm / attack | none | alie |\n|---|---|---|\n"
+        "| mean | 30.0 | - |\n| Krum | 20.0 | 10.0 |\n" in gallery_text(entries, "..")
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('heat_map = "x"', 'heat_map = "y"', r"the heat map 'y', which does not exist.* give one of x"),
+        ("alie =", "ailie =", r"the column 'ailie', which does not exist.*'alie'"),
+        ("Krum =", "Krumm =", r"the row 'Krumm', which does not exist.*'Krum'"),
+        ('rows = { Krum = "Krum, 2020" }', "", r"a question with heat_map needs rows"),
+        ('heat_map = "x"', 'heat_map = "x"\nbest = 1', r"takes neither best nor published"),
+    ],
+)
+def test_a_wrong_part_of_a_heat_map_is_named(mapped: Path, old: str, new: str, message: str) -> None:
+    (mapped / "leaderboard.toml").write_text(MAPPED.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        leaderboard_text(read_leaderboard(mapped) or pytest.fail("no file"), read_gallery(mapped))
