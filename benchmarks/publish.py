@@ -32,7 +32,8 @@ def smaller(table: Table, measures: tuple[str, ...]) -> Table:
 
 def write(table: Table, folder: Path) -> int:
     """Write ``table`` as ``table.json`` into ``folder``, and return the number of bytes."""
-    text = json.dumps(as_json(table), separators=(",", ":")).replace('{"row"', '\n{"row"') + "\n"
+    content = {**as_json(table), "caption": list(table.caption)}  # of an older version, as that version wrote it
+    text = json.dumps(content, separators=(",", ":")).replace('{"row"', '\n{"row"') + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / TABLE).write_text(text, encoding="utf-8")
 

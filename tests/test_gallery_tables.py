@@ -93,7 +93,7 @@ def test_a_published_copy_has_all_accuracies_and_only_the_named_measures(
         (one.row, one.column, one.seed, one.last, one.status) for one in whole.results
     ]
     assert {name for one in copy.results for name in one.measures} == {"macro_f1_percent"}
-    assert (copy.settings, set(copy.caption)) == (whole.settings, set(whole.caption))
+    assert (copy.settings, copy.caption) == (whole.settings, whole.caption)
     with pytest.raises(ValueError, match="no run has the measure nothing: give some of"):
         publish.smaller(whole, ("nothing",))
 
