@@ -67,14 +67,15 @@ class BrokenLaw(AssertionError):  # noqa: N818 (named after the finding)
 
 
 def check(algorithm: Algorithm) -> None:
-    """Test ``algorithm``, a settings object, against the laws. Raises BrokenLaw for the first broken law.
+    """Test ``algorithm``, a settings object, against eight laws. Raises BrokenLaw for the first broken law.
 
     1. The algorithm does not change when it is written to JSON and read back. 2. Every client, even without records,
     sends tensors of the same names and shapes, with finite numbers. 3. A client without records has weight 0 in the
     mean. 4. The server state keeps its names and shapes. 5. The compiled C++ trainer, PyTorch and stacks of clients
     train equal models, except for float32 rounding. 6. A run that is interrupted and resumed ends in the same bits. 7.
-    Under Global DP no client changes the mean by more than the clipping norm allows, unless the experiment refuses the
-    algorithm. 8. The algorithm does not write to its inputs: the server state, the client states and the pool.
+    Under Global DP no client changes the mean by more than the clipping norm allows. An algorithm that Global DP
+    refuses also keeps this law. 8. The algorithm does not write to its inputs: the server state, the client states and
+    the pool.
     """
     laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
     for law in laws:
@@ -162,7 +163,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     try:
         Experiment(algorithm=algorithm, aggregator=aggregator, clients=4)
     except ValueError:
-        return  # Global DP refuses this algorithm, so the algorithm keeps the law
+        return  # Global DP refuses this algorithm, so there is nothing to test
     server, wanted = _started(algorithm)
     honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
     loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
@@ -181,7 +182,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 
 
 def _architecture(algorithm: Algorithm) -> str:
-    """Return the name of the model for a test. It has several layers if clients have only a part of the model."""
+    """Return the name of the model for a test: one with several layers if clients receive only a part of the model."""
     return "mlp" if isinstance(algorithm, Sending | Sizing) else "logistic"
 
 
@@ -275,7 +276,7 @@ def _pool(algorithm: Algorithm) -> Params:
 
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
-    # an algorithm may need other local settings, such as momentum 0
+    # the algorithm may require certain local settings, such as momentum 0
     own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})
     local = Local(**{"epochs": 1, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, **own})
     model = _architecture(algorithm)
@@ -323,9 +324,10 @@ def check_compressor(way: Compressor) -> None:
 
     1. The compressor does not change when it is written to JSON and read back. 2. Every compressed update has the size
     that ``size`` returns. 3. The compressed update depends only on the update, on the client's stored tensors and on
-    ``coins``. 4. A finite update is finite after decompression, and an update with NaN or infinity is not. 5. The
-    client's stored tensors always have the same names and shapes. 6. Over many rounds, the sum of the received updates
-    approaches the sum of the sent updates. Error feedback or an unbiased compression has this effect.
+    ``coins``, the source of random numbers. 4. A finite update is finite after decompression, and an update with NaN or
+    infinity is not. 5. The client's stored tensors always have the same names and shapes. 6. Over many rounds, the sum
+    of the received updates approaches the sum of the sent updates. This needs error feedback or an unbiased
+    compression.
     """
     experiment = Experiment(compress=way)
     if experiment_from(experiment.model_dump(mode="json")) != experiment:

@@ -1,7 +1,7 @@
 """Fixtures for pytest that make tests of fl-sim faster: coarse privacy accounting, a fake clock, no fsync.
 
-``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. The fixtures replace private
-functions and constants of fl-sim, so that tests need not use private names. The engine for tests is
+``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers the fixtures. They replace private functions
+and constants of fl-sim, so that tests themselves need no private names. The engine for tests is
 ``fl_sim.testing_runs.FakeEngine``. Modules that take seconds to import are imported at their first use.
 """
 
@@ -15,13 +15,14 @@ import pytest
 
 
 class SetFineness(Protocol):
-    """A function that sets the resolution of the privacy accountants: a coarser accountant is faster."""
+    """The type of a function that makes the privacy accountants faster, by a coarser resolution."""
 
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
-        """Make the PLD accountant's grid of privacy losses ``losses`` times coarser.
+        """Set the resolution of both accountants.
 
-        The RDP accountant computes its series only at every n-th order, where n is ``orders``. It interpolates between
-        these orders.
+        ``losses``: the factor by which the PLD accountant's grid of privacy losses becomes coarser. ``orders``: a
+        number n. The RDP accountant then computes its series only at every n-th order, and interpolates between these
+        orders.
         """
 
 
@@ -39,10 +40,10 @@ class FewerImages(Protocol):
         at_a_time: int | None = None,
         whitened: int | None = None,
     ) -> None:
-        """Set the numbers that are not None.
+        """Set numbers of images and steps in the module; None leaves a number unchanged.
 
-        ``steps``: descent steps. ``made``: images for the regression. ``at_a_time``: images in a batch. ``whitened``:
-        images for the whitening.
+        ``steps``: number of gradient descent steps. ``made``: number of artificial images for the regression.
+        ``at_a_time``: number of images in a batch. ``whitened``: number of images from which the whitening is computed.
         """
 
 
@@ -75,7 +76,7 @@ class FakeClock:
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], FakeClock]:
-    """Return a function that replaces ``time`` in a module by a FakeClock, and returns this clock."""
+    """Return a function that replaces ``time`` in a given module by a new FakeClock, and returns the clock."""
 
     def replaced(module: ModuleType) -> FakeClock:
         clock = FakeClock()

@@ -1,4 +1,4 @@
-"""``check_run``: a test of laws that runs must keep, for a user's own layer or stage. Also an engine for tests.
+"""``check_run`` tests a user's own layer or stage: it checks laws that every run must keep. Also an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
@@ -45,7 +45,7 @@ _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_lo
 
 @dataclass(frozen=True)
 class Without:
-    """The partition ``iid`` with an empty shard for the client with the ID ``client``. With -1, no shard is empty."""
+    """The partition ``iid``, but the client with the ID ``client`` has an empty shard. -1: no shard is empty."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -64,9 +64,9 @@ def check_run(*, ray: bool = False, **settings: Any) -> None:
     1. The settings do not change when they are written to JSON and read back. 2. A second run, and a run with two
     workers, end in the same bits. If ``ray`` is True, a run on Ray also ends in the same bits. 3. A run that is
     interrupted after any round and resumed ends in the same bits: model, log and result. 4. If rounds or stages declare
-    privacy costs, a cost is written to a privacy ledger before the first client task. 5. If a run promises privacy, its
-    log and its result do not reveal whether one client has records. With and without the client's records, the texts
-    and whole numbers in both files are equal, except for measures of the model.
+    privacy costs, a privacy ledger has an entry before the first answer of a client. 5. If a run promises privacy, its
+    log and its result do not reveal whether one client has records. So a run with the client's records and a run
+    without them have equal texts and whole numbers in both files, except for measures of the model.
 
     Settings that are not given have small values: three rounds of four clients with a linear model. All noise must come
     from a seed.
@@ -120,7 +120,7 @@ def _output_of(experiment: Experiment, out: Path) -> _Output:
 
 
 def _comparable(told: Any) -> Any:
-    """Return JSON values without the fields that differ between two runs of one experiment: times, ids, the engine."""
+    """Return JSON values without the fields that may differ between two runs of one experiment, such as times."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
         return {name: _comparable(value) for name, value in told.items() if name not in passing}
@@ -163,7 +163,7 @@ def _changed_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 
 @contextmanager
 def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
-    """Raise BrokenLaw if a run with privacy costs sends client tasks before it writes a cost into a privacy ledger."""
+    """Raise BrokenLaw if, in a run with privacy costs, clients answer before any entry is in a privacy ledger."""
     job = job_of(experiment)
     payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
     send = LocalGrid.send_and_receive
@@ -201,9 +201,9 @@ def _expect_as_shown(one: _Output, other: _Output) -> None:
 
 
 def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
-    """Return the path of the first text or whole number that differs between two JSON values; empty if all are equal.
+    """Return the path and values of the first difference between two JSON values; empty if there is none.
 
-    Two floats may differ, because they measure a noised model. ``apart``: names of fields that may differ, at any
+    Two floats may differ, because they measure a model with noise. ``apart``: names of fields that may differ, at any
     depth.
     """
     if isinstance(one, dict) and isinstance(other, dict):
@@ -228,10 +228,10 @@ If the function raises an exception, the reply is that of a failed client; ``Tim
 
 
 class FakeEngine(LocalGrid):
-    """A Flower Grid for tests, without clients: ``answering`` computes the reply to each message.
+    """A Flower Grid (message transport) for tests. It has no clients: ``answering`` computes the reply to each message.
 
     ``order``: a function that reorders or drops the replies of an exchange. ``asked``: all messages sent so far.
-    ``waits``: the timeout of each exchange.
+    ``waits``: the timeouts of all exchanges so far.
     """
 
     def __init__(
@@ -259,5 +259,5 @@ class FakeEngine(LocalGrid):
 
 
 def played_by(app: ClientApp, num_clients: int) -> Answer:
-    """Return a function for ``FakeEngine`` that computes each client's reply with the Flower ``app``."""
+    """Return a function for ``FakeEngine`` that computes the clients' replies with the Flower ClientApp ``app``."""
     return lambda _, message: answer(app, message, num_clients)

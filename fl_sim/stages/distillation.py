@@ -1,7 +1,7 @@
-"""The stage of methods whose server learns from the ensemble of a round's models, such as FedDF.
+"""The stage of methods such as FedDF, whose server learns from the client models of each round.
 
-It reads the records for the server, and lets the method learn after each round. The methods are in ``strategies``, with
-the base class ``OnEnsemble``.
+The stage loads the server's training records. After each round it calls the method's training at the server. The
+methods are in ``strategies``; their base class is ``OnEnsemble``.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from strategies.ensemble import POOL, Lesson, OnEnsemble
 
 
 class EnsembleDistillation(MeasuresEnsemble):
-    """The stage at the server. It sends no requests to clients."""
+    """The stage that trains the global model at the server after each round. It sends no requests to clients."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -31,7 +31,7 @@ class EnsembleDistillation(MeasuresEnsemble):
         self.settings: OnEnsemble = job.experiment.algorithm
 
     def before(self, run: Run) -> None:
-        """Pass the method's training at the server to the layer that keeps the models, if the method learns."""
+        """Register the training at the server with the layer ``StepOnModels``, if the method trains at the server."""
         super().before(run)
         if self.settings.learns:
             self.kept.step = partial(self._learn, self._public(run))
@@ -62,5 +62,5 @@ class EnsembleDistillation(MeasuresEnsemble):
         return {name: value.to(mean[name].device) for name, value in found.params.items()}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of the distillation. The forecast lists it, but does not estimate its time."""
+        """Return the distillation as an item of the forecast, which lists it without an estimate of its time."""
         return (Work("the distillation at the server", pieces=1.0),) if self.settings.learns else ()

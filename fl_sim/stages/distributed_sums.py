@@ -1,7 +1,7 @@
 """The privacy bill of distributed DP: the costs of the noisy sums, for the forecast and the privacy statement.
 
-The settings are in ``strategies.distributed_dp``. The layer ``DistributedSums`` writes the costs into the run's privacy
-ledger.
+The settings are in ``strategies.distributed_dp``. During the run, the layer ``DistributedSums`` writes the costs into
+the privacy ledger.
 """
 
 from collections import Counter
@@ -54,7 +54,7 @@ class DistributedSumsBill(Stage):
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return {privacy event: number of rounds} for past rounds without drop-outs, and for all later rounds."""
+        """Return {privacy event: number of rounds}, without the past rounds in which clients dropped out."""
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
             return Counter({full: charges})
@@ -62,7 +62,7 @@ class DistributedSumsBill(Stage):
         return Counter({full: max(0, charges - len(apart))})
 
     def before(self, run: Run) -> None:
-        """Set the layer's grid for rounding the sums."""
+        """Pass the rounding grid of the sums to the layer ``DistributedSums``."""
         self._layer = found_in(run.strategy.layer, DistributedSums)
         self._layer.grid = self.grid
 
@@ -84,7 +84,7 @@ class DistributedSumsBill(Stage):
         return [*others, said]
 
     def warnings(self) -> list[str]:
-        """Return a sentence on noise, bits and privacy cost, and a warning if delta is too large."""
+        """Return a sentence on the noise, message size and privacy cost, and a warning if delta is too large."""
         settings: Any = self.job.experiment.aggregator
         grid, [payment] = self.grid, self.payments()
         cost = "no epsilon" if payment.epsilon is None else f"epsilon {rounded_up(payment.epsilon)}"
@@ -101,7 +101,10 @@ class DistributedSumsBill(Stage):
         return [said, *([advice] if advice else [])]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``distributed_sums`` for ``result.json``: grid, refused and overflowed rounds."""
+        """Return the field ``distributed_sums`` for ``result.json``.
+
+        It contains the rounding grid, the rounds that the privacy budget did not allow, and the rounds with overflow.
+        """
         grid, layer = self.grid, self._layer
         return {
             "distributed_sums": {

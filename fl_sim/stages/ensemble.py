@@ -1,4 +1,4 @@
-"""The base class of stages that use the client models of a round: it measures the ensemble of these models.
+"""The base class of stages that use the client models of a round. It measures the ensemble of these models.
 
 The layer ``StepOnModels`` stores the models.
 """
@@ -21,7 +21,7 @@ from strategies.server_step import StepOnModels
 
 
 class MeasuresEnsemble(Stage):
-    """The base class. ``weights``: the weights of the models in the ensemble, empty for equal weights."""
+    """A stage that tests the ensemble of client models. ``weights``: the models' weights, empty for equal weights."""
 
     titles: ClassVar[Mapping[str, str]] = {
         "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, an upper bound "
@@ -35,7 +35,7 @@ class MeasuresEnsemble(Stage):
         self._accuracy: float | None = None
 
     def before(self, run: Run) -> None:
-        """Store the layer ``StepOnModels``. Raises UserError for a model that does not predict classes."""
+        """Find the run's layer ``StepOnModels``. Raises UserError if the model does not predict classes."""
         if not self.job.predicts_classes:
             kind = kind_of(self.job.experiment.algorithm)
             raise UserError(f"algorithm {kind} needs class predictions, and this model has none: take fedavg")
@@ -43,15 +43,15 @@ class MeasuresEnsemble(Stage):
 
     @property
     def network(self) -> Network:
-        """Return the model as a function, on the job's device."""
+        """Return a ``Network``, which computes logits from given parameters, on the job's device."""
         return Network(self.job.model().to(self.job.device).eval())
 
     def models(self) -> list[Params]:
-        """Return the models of the last round's clients with records, on the job's device."""
+        """Return the models of the last round from all clients with records, on the job's device."""
         return [on_device(self.job.device, one) for one in self.kept.models]
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the accuracy of the ensemble of this round's client models; empty if the round is not tested."""
+        """Return {"ensemble_accuracy": accuracy of this round's ensemble}; empty if the round is not tested."""
         experiment = self.job.experiment
         due = is_last or server_round % experiment.evaluate_every == 0
         if not (due and self.kept.models and experiment.evaluate.tests(is_last=is_last)):
@@ -65,7 +65,7 @@ class MeasuresEnsemble(Stage):
         return {"ensemble_accuracy": self._accuracy}
 
     def trains_model(self) -> bool:
-        """Return True, because the server needs the whole model of each client."""
+        """Return True: no parameters may stay on clients, because the server needs their whole models."""
         return True
 
     def facts(self) -> Mapping[str, Any]:

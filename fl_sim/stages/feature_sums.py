@@ -1,8 +1,8 @@
 """The client task and the privacy statement of methods whose clients send sums of their features once.
 
 Features are the inputs of the model's last layer, the head. A setting with the interface ``FeatureSums`` defines the
-sums: class moments for CCVR, products of features for a head in closed form. ``clients.private_moments`` stores noisy
-sums, and charges them in the client's privacy ledger.
+sums: class moments for CCVR, or products of features for a head in closed form. ``clients.private_moments`` stores
+noisy sums, and writes their privacy cost into the client's privacy ledger.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class FeatureSums(Protocol):
     """Settings that define sums of a client's features.
 
     ``released``: a description of the sums, for the privacy ledger. ``of_initial_model``: True if the initial model
-    computes the features. Then messages contain no model.
+    computes the features. In this case the server need not send a model to clients.
     """
 
     released: ClassVar[str]
@@ -75,7 +75,7 @@ class Summarise:
     job: Job
     sums: FeatureSums
     setting: str
-    reads_records: ClassVar[bool] = False  # ``run`` checks the policy for exact sums; noisy sums are charged
+    reads_records: ClassVar[bool] = False  # ``run`` itself checks the policy, only for exact sums
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
@@ -85,7 +85,7 @@ class Summarise:
         return self.sums.shape(self.job.num_features, self.job.dataset.num_classes)
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the sums, float64. The sums are either exact or noisy.
+        """Return the message with the exact or noisy sums, in float64.
 
         The privacy cost of noisy sums is first written into the client's privacy ledger.
         """
@@ -93,8 +93,8 @@ class Summarise:
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
         inputs, labels = client.records.tensors()
-        # In a user's own model, a record's features may depend on other records of the batch. Private sums then use
-        # batches of one record, so that a record changes only its own features.
+        # In a user's own model, the features of a record may depend on the other records of its batch. For private
+        # sums, each batch then has only one record.
         at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
         features = features_of(client.runtime.model, self._model(client), inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()
@@ -130,7 +130,7 @@ class Summarise:
         return Begun(remote.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the noisy sums that a worker has computed, and return the worker's answer."""
+        """Store the noisy sums in ``answer``, which a worker has computed, and return ``answer``."""
         from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
 
         release, paid = begun.paid
@@ -138,7 +138,7 @@ class Summarise:
         return answer
 
     def release(self, client: Client) -> "MomentsRelease":
-        """Return the name, the folder and the privacy ledger for the noisy sums that a client sends."""
+        """Return the name of a client's noisy sums, the folder that stores them, and their privacy ledger."""
         from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
@@ -186,11 +186,11 @@ def payments_of(sums: FeatureSums) -> "Iterator[Payment]":
 def statement(
     sums: FeatureSums, covers: str, limits: str, identity: str, together: "JointCost | None"
 ) -> dict[str, object]:
-    """Return the privacy statement for ``result.json``: the privacy cost of a client's noisy sums for each record.
+    """Return the privacy statement for ``result.json``: a client's noisy sums cost this epsilon for each record.
 
-    ``covers``, ``limits``: sentences on what the cost covers and does not cover. ``identity``: a name that is different
-    for each run, so that the privacy costs of several runs are added up. ``together``: the joint privacy cost of all
-    private outputs about the same records, None if this cost is unknown on this machine.
+    ``covers``: a text about the outputs that the cost covers. ``limits``: a text about the outputs that it does not
+    cover. ``identity``: a name that is different for each run, so that the privacy costs of several runs are added up.
+    ``together``: the joint privacy cost of all private outputs about the same records, None if it is unknown here.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415
@@ -217,8 +217,8 @@ def statement(
 def paid_together(job: Job, sums: FeatureSums, params: Params) -> "JointCost | None":
     """Return the joint privacy cost of all private outputs about the job's records, from the clients' privacy ledgers.
 
-    The result is None if the ledgers on this machine lack the cost of these noisy sums: clients on other machines have
-    their own ledgers. ``params``: the model that computed the features.
+    The result is None if the ledgers on this machine lack the cost of the noisy sums ``sums``. For example, clients on
+    other machines have their ledgers there. ``params``: the model that computed the features.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415

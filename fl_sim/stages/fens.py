@@ -86,7 +86,7 @@ class Combine:
 
 
 class TrainedCombiner(MeasuresEnsemble):
-    """The stage at the server: it averages the clients' combiners, and tests the models with the mean combiner."""
+    """The stage at the server: it averages the clients' combiners, and tests the combination of all models."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -99,13 +99,13 @@ class TrainedCombiner(MeasuresEnsemble):
     def after(self, run: Run) -> None:
         """Train the combiner, save it with the models, and test the models with this combiner.
 
-        Raises RunError if no client has held-out records, and if a resumed run no longer has the models.
+        Raises RunError if no client has held-out records, or if a resumed run has lost the models.
         """
         job, log, settings = self.job, run.log, settings_of(self.job)
         if not (models := self.models()):
             raise RunError(
-                "fens keeps the models of the last round in memory alone, and this run was interrupted after it: start "
-                "it again with --again"
+                "fens keeps the models of the last round only in memory, and this run was interrupted after it: start "
+                "the run again with --again"
             )
         combiner = settings.first(len(models), job.dataset.num_classes, rng(job.experiment.seed, "first combiner"))
         log.after["combiner"] = self._traffic(self.kept.models, combiner)
@@ -147,7 +147,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return (Work("the training of the combiner", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: all clients receive the models of a cohort once, and exchange the combiner."""
+        """Return a forecast of bytes: all clients receive a cohort's models once, then receive and send combiners."""
         cohort = round(self.job.experiment.sampler.expected_size(self.job.experiment.num_members))
         first = settings_of(self.job).first(cohort, self.job.dataset.num_classes, rng(0, "first combiner"))
         return {"combiner": self._traffic([params] * cohort, first)}

@@ -46,7 +46,10 @@ _DOES_NOT_COVER: Final = (
 
 @dataclass(frozen=True)
 class NoisyCounts:
-    """The noisy counts of a run. ``times``: the number of measurements. Each releases one count of every client."""
+    """The noisy counts of a run.
+
+    ``times``: the number of measurements in the run. In each measurement a client sends at most one noisy count.
+    """
 
     job: Job
     protection: ClientProtection
@@ -54,7 +57,7 @@ class NoisyCounts:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the standard deviation of the noise on a count. One record changes a count by at most 1."""
+        """Return the noise multiplier. It is also the noise's standard deviation, as a count has sensitivity 1."""
         return counting_cost(self.protection, self.times).noise_multiplier
 
     @property
@@ -63,11 +66,11 @@ class NoisyCounts:
         return counting_cost(self.protection, self.times).charge
 
     def task(self, measuring: EvaluateOwn) -> CountPrivately:
-        """Return the client task that releases noisy counts, on the models and test records of ``measuring``."""
+        """Return the client task that sends noisy counts. ``measuring``: the task that sends exact counts."""
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:
-        """Yield the planned cost of all counts, for each test record."""
+        """Yield the planned privacy cost of all counts together, for each test record."""
         yield payment_of(self._terms, {self.event: self.times}, "", is_simulated=self._is_seeded)
 
     def statement(self, run: str, done: int) -> dict[str, object]:
@@ -91,8 +94,8 @@ class NoisyCounts:
 def noisy_counts(job: Job, times: int) -> NoisyCounts | None:
     """Return the noisy counts of a run with ``times`` measurements of clients' own models; None for exact counts.
 
-    Counts are exact in a run that is not private, and on public test records. Raises UserError for settings that would
-    publish facts about records without noise, and for counts whose cost exceeds the settings' epsilon.
+    Counts need no noise if the run is not private, or if the test records are public. Raises UserError for settings
+    that would publish facts about records without noise, and if the counts cost more than the epsilon in the settings.
     """
     experiment, evaluate = job.experiment, job.experiment.evaluate
     if not experiment.is_private:
@@ -146,7 +149,7 @@ def _check(job: Job) -> None:
 
 
 def _check_private_tests(job: Job) -> None:
-    """Raise UserError if a setting would publish exact numbers about the clients' own test records."""
+    """Raise UserError if a setting would publish numbers without noise about the clients' own test records."""
     evaluate = job.experiment.evaluate
     if evaluate.metrics != "none":
         raise UserError(

@@ -1,7 +1,8 @@
-"""Measures over clients, computed from each client's counts of records and of correct predictions of its models.
+"""Statistics over clients, such as the mean accuracy of the clients' own models.
 
-``OwnMeasures`` holds the answers of all clients after one round. The names of models are the names in
-``clients.evaluate``: received, own, trained and fine_tuned.
+They are computed from the counts of records and of correct predictions in the clients' answers. ``OwnMeasures`` stores
+the answers of all clients after one round. A client tests up to four models; their names in ``clients.evaluate`` are
+received, own, trained and fine_tuned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,12 +55,12 @@ class OwnMeasures:
 
     @property
     def models(self) -> Sequence[str]:
-        """Return the names of the models that were tested."""
+        """Return the names of the tested models, such as "own"."""
         return [name for name in MODELS if any(f"{name}/{TESTED}" in one.counts for one in self.answers)]
 
     @cached_property
     def numbers(self) -> dict[str, float]:
-        """Return the measures of all models, {name: value}, over participating and over held-out clients."""
+        """Return {name: value} of all measures, each once for participating clients and once for held-out clients."""
         return {
             f"{group}{model}_{name}": value
             for group, chosen in self._groups.items()
@@ -82,10 +83,10 @@ class OwnMeasures:
         }
 
     def by_source(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return the accuracies of the models of each source's clients, {name of the source: {"own_accuracy": ...}}.
+        """Return mean accuracies by data source: {name of the source: {"own_accuracy": ...}}.
 
-        An accuracy is the mean over the clients of the source. ``names``: the name of each client's source, "" for a
-        client without a source. Clients without test records are left out, and sources that have only such clients.
+        Each accuracy is the mean over the clients of the source that have test records. A source without such clients
+        is left out. ``names``: the name of each client's source, "" for a client without a source.
         """
         accuracies, sources = {model: self.accuracies(model) for model in self.models}, np.array(names)
         tested = {
@@ -100,7 +101,7 @@ class OwnMeasures:
 
     @property
     def _groups(self) -> dict[str, NDArray[np.bool_]]:
-        """Return {prefix of measures' names: mask of clients} for participating and for held-out clients."""
+        """Return {prefix for the names of measures: mask of clients}, for participating and for held-out clients."""
         if not self.answers:
             return {}
         taking_part = np.zeros(len(self.answers), dtype=np.bool_)
@@ -108,7 +109,7 @@ class OwnMeasures:
         return {"": taking_part, HELD_OUT: ~taking_part}
 
     def _over_clients(self, model: str, chosen: NDArray[np.bool_]) -> dict[str, float]:
-        """Return the measures of the clients' models called ``model``, over the ``chosen`` clients.
+        """Return the measures of the model with the name ``model``, over the ``chosen`` clients.
 
         The result is empty if these clients have no records.
         """
@@ -141,7 +142,7 @@ class OwnMeasures:
         return shares
 
     def metrics(self, model: str) -> dict[str, NDArray[np.float64]]:
-        """Return the user's own metrics of ``model``, {name: one number for each client}; NaN if it is missing."""
+        """Return the user's own metrics of ``model``, {name: one number per client}. A missing number is NaN."""
         start = f"{model}/"
         names = dict.fromkeys(name for one in self.answers for name in one.metrics if name.startswith(start))
         return {
@@ -157,7 +158,7 @@ class OwnMeasures:
         }
 
     def _pooled(self, model: str, chosen: NDArray[np.bool_]) -> ClassCounts:
-        """Return the sums, over the ``chosen`` clients, of their counts on test records."""
+        """Return the total counts on the test records of all ``chosen`` clients."""
         return ClassCounts(*self._counts(model, TESTED)[chosen].sum(axis=0))
 
     def _counts(self, model: str, what: str) -> NDArray[np.int64]:

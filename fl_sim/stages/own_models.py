@@ -1,7 +1,7 @@
 """The stage that measures each client's models, such as a personal model, on the client's own test records.
 
-The module ``clients.evaluate`` is the client half of this stage. The module ``fl_sim.experiment.own_tests`` chooses the
-test records. The server receives only counts for each class: the number of records, and of correct predictions.
+The module ``clients.evaluate`` contains the client's code. The module ``fl_sim.experiment.own_tests`` chooses the test
+records. The server receives only two counts for each class: of test records, and of correct predictions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ _BEST: Final = tuple(
 
 
 class OwnModels(Stage):
-    """The stage at the server: it asks every client for counts, and computes measures over clients from them."""
+    """The stage at the server: it asks every client for its counts, and computes accuracies over all clients."""
 
     titles: ClassVar[Mapping[str, str]] = TITLES
 
@@ -66,7 +66,7 @@ class OwnModels(Stage):
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return for each model the share of clients with a lower accuracy than after training without others."""
+        """Return, for each model, the percentage of clients that are more accurate in the run ``alone``."""
         return worse_than_alone(alone, result)
 
     def tasks(self) -> Mapping[str, ClientTask]:
@@ -92,9 +92,9 @@ class OwnModels(Stage):
         return len(self.job.validation.records) > 0
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the measures over clients after ``server_round``; empty if this round is not measured.
+        """Return statistics over clients after ``server_round``; empty if this round is not measured.
 
-        The validation accuracy is the mean over clients of the accuracy of each client's own model.
+        The validation accuracy is the mean over clients. Each client contributes the accuracy of its own model.
         """
         evaluate = self.job.experiment.evaluate
         is_measured = self._noisy is not None or self.validates() or evaluate.tests(is_last=is_last)
@@ -106,7 +106,7 @@ class OwnModels(Stage):
         return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
     def after(self, run: Run) -> None:
-        """Measure the models after the last round if not done yet, log the bytes, and store the best measures."""
+        """Measure the models after the last round, unless this is done already. Log the bytes and best measures."""
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:
             self._ask(run, MEASURE_LAST, server_round)
@@ -119,7 +119,7 @@ class OwnModels(Stage):
         self._best = {f"best_{name}": max(values) for name, values in found.items() if values}
 
     def _ask(self, run: Run, task: str, server_round: int) -> None:
-        """Ask all clients to measure their models. They receive the tensors that the next round would send."""
+        """Ask all clients to measure their models. Clients receive the tensors that the next round would send."""
         experiment, server = self.job.experiment, run.strategy.server
         order = replace(
             run.order,
@@ -135,7 +135,7 @@ class OwnModels(Stage):
         self._run, self._times_done = run.order.run, -(-server_round // experiment.evaluate.personal_every)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
-        """Return each client's number of test records, and the accuracy and the user's metrics of its models."""
+        """Return {name: one value per client}: number of test records, and accuracies and metrics of the models."""
         if not self._measures.answers:
             return {}
         columns = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
@@ -144,7 +144,7 @@ class OwnModels(Stage):
         return {"test_records": self.job.own_tests.sizes, **columns}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``personal`` for ``result.json``: numbers of test records, and measures over clients."""
+        """Return the field ``personal`` for ``result.json``: numbers of test records, and statistics over clients."""
         tests, evaluate = self.job.own_tests, self.job.experiment.evaluate
         without = np.flatnonzero(tests.sizes == 0).tolist()
         records = {
@@ -203,8 +203,8 @@ class OwnModels(Stage):
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
-        These are predictions (some in an algorithm's ``start``) and, after the last round, one more local training of
-        every client.
+        Each measurement needs predictions, and some algorithms also predict in their method ``start``. After the last
+        round, every client also trains once more.
         """
         from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
             by_architecture,
@@ -228,7 +228,7 @@ class OwnModels(Stage):
         )
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: all clients receive the models, and all clients send counts."""
+        """Return a forecast of bytes: the models that all clients receive, and the counts that all clients send."""
         job, algorithm = self.job, self.job.experiment.algorithm
         server = ServerState(params)
         if not path_in(type(algorithm), "procedure"):  # an algorithm with rounds may send more than one model
@@ -252,7 +252,7 @@ class OwnModels(Stage):
 
 
 def _in_words(measures: Mapping[str, float], how: str) -> str:
-    """Return the measures as a line for the user. ``how``: a note about noise, or empty."""
+    """Return the mean accuracies as a line of text for the user. ``how``: a note about noise, or empty."""
     named = {f"{OWN}_accuracy": "mean", f"{OWN}_worst_tenth": "worst tenth"}
     named |= {f"{name}_accuracy": name.replace("_", "-") for name in MODELS if name != OWN}
     named[f"{HELD_OUT}{FINE_TUNED}_accuracy"] = "fine-tuned by clients that never took part"
@@ -263,7 +263,7 @@ def _in_words(measures: Mapping[str, float], how: str) -> str:
 def _check_held_out(job: Job) -> None:
     """Raise UserError unless at least one client is held out, and at least one client takes part.
 
-    UserError is also raised if a stage asks all clients, because no stage may ask held-out clients.
+    UserError is also raised if another setting asks all clients, because held-out clients must not be asked so early.
     """
     experiment = job.experiment
     if not (share := experiment.evaluate.held_out_clients):

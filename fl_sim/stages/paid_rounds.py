@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PayingClients:
-    """Clients for which a round has the same privacy cost.
+    """A group of clients for which a round has the same privacy cost.
 
     ``clients``: the client IDs. ``cost``: the cost of a round. ``planned``: {privacy event: count} of a round, under
-    the adjacency of the privacy statement. ``std``: the standard deviation of the noise on each number of a sum.
-    ``size``: the length of the sum. ``summands``: the number of clipped vectors in the sum. ``num_records``: the number
-    of records of each client, 0 if this number is private.
+    the adjacency of the privacy statement. A client adds noise to a sum of clipped vectors. ``std``: the standard
+    deviation of this noise in each coordinate. ``size``: the dimension of the sum. ``summands``: the number of vectors
+    in the sum. ``num_records``: the number of records of each client, 0 if this number is private.
     """
 
     clients: tuple[int, ...]
@@ -70,12 +70,12 @@ class PaidRoundsBill(Stage):
     @property
     @abstractmethod
     def terms(self) -> Terms:
-        """Return unit, adjacency and delta of the privacy statement."""
+        """Return the privacy unit, adjacency and delta of the privacy statement."""
 
     @cached_property
     @abstractmethod
     def groups(self) -> list[PayingClients]:
-        """Return all clients with records, in groups with equal privacy costs of a round."""
+        """Return all clients with records, in groups. A round costs the same for all clients of a group."""
 
     def before(self, run: Run) -> None:
         """Store the layer that counts each client's rounds.
@@ -104,7 +104,7 @@ class PaidRoundsBill(Stage):
             self._together = joint_cost(self.job, self.settings.delta) if self._is_charged_here() else None
 
     def _is_charged_here(self) -> bool:
-        """Return True if the privacy ledgers on this machine contain the costs of all rounds of all clients."""
+        """Return True if this machine has all clients' privacy ledgers, with the costs of all their rounds."""
         assert self._layer is not None
         releases = Releases(self.released, self.settings.noise, digest_of(self.job.experiment))
         paths = {client: ledger_path(self.job, client) for client in self._layer.counts}
@@ -114,7 +114,7 @@ class PaidRoundsBill(Stage):
         )
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the planned cost of all rounds, for the client with the highest cost."""
+        """Yield the planned privacy cost of all rounds together, for the client with the highest cost."""
         if (worst := self.worst) is not None:
             is_simulated = self.settings.noise == "seeded"
             yield payment_of(self.terms, self.planned(worst), "", is_simulated=is_simulated)
@@ -150,10 +150,10 @@ class PaidRoundsBill(Stage):
         return detached(trainable(self.job.model()).items())
 
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
-        """Return the privacy parameters, with the RDP accountant if a forecast has no time for the PLD accountant.
+        """Return the privacy parameters. Their accountant becomes RDP if a forecast has no time for PLD.
 
-        RDP accounting needs at least as much noise for the same budget. ``cost``: the function that computes a
-        client's noise and privacy cost.
+        RDP accounting is safe: it needs at least as much noise for the same budget. ``cost``: the function that
+        computes a client's noise and privacy cost.
         """
         protection = self.settings.protection
         try:
@@ -163,7 +163,7 @@ class PaidRoundsBill(Stage):
         return protection
 
     def rounds_of(self, group: PayingClients) -> int:
-        """Return the number of rounds that the clients' budget allows, at most the number of rounds of the run."""
+        """Return the number of rounds that the clients' budget allows, but not more than the rounds of the run."""
         rounds, most = self.job.experiment.rounds, group.cost.most_rounds
         return rounds if most is None else min(rounds, most)
 
@@ -172,7 +172,7 @@ class PaidRoundsBill(Stage):
         return {event: times * self.rounds_of(group) for event, times in group.planned.items()}
 
     def spent_by(self, group: PayingClients) -> float:
-        """Return a client's planned epsilon in the whole run, by RDP if there is no time for the chosen accountant."""
+        """Return a client's planned epsilon for the whole run, by RDP if the set accountant would take too long."""
         planned, delta = self.planned(group), self.settings.delta
         try:
             return epsilon_of_counts(planned, delta, accountant=self.settings.accountant)
@@ -181,12 +181,12 @@ class PaidRoundsBill(Stage):
 
     @cached_property
     def worst(self) -> PayingClients | None:
-        """Return the clients with the highest planned cost; None if no client has records."""
+        """Return the group with the highest planned privacy cost; None if no client has records."""
         delta = self.settings.delta
         return max(self.groups, key=lambda group: epsilon_of_counts(self.planned(group), delta), default=None)
 
 
 def range_in_words(values: Sequence[float]) -> str:
-    """Return the smallest and the largest of ``values`` as text, or the only value."""
+    """Return the range of ``values`` as text, such as "1 to 2"; only one number if all are equal."""
     least, most = f"{min(values):.4g}", f"{max(values):.4g}"
     return least if least == most else f"{least} to {most}"

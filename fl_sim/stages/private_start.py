@@ -1,8 +1,8 @@
-"""The stage of a private start: the server trains the first model on images that it draws from noisy statistics.
+"""The stage of a private start: the server trains the first model on synthetic images, before the first round.
 
-The statistics are sums over the clients' records. The server asks for sums in three steps, and adds noise in each step.
-The privacy cost of a step is written into the privacy ledger before clients are asked. The images are stored, so that a
-resumed run has no further privacy cost. The settings, and the code that draws the images, are in
+The server draws the images from noisy sums over the clients' records. It asks for sums in three steps, and adds noise
+in each step. The privacy cost of a step is written into the privacy ledger before clients are asked. The images are
+stored, so that a resumed run has no further privacy cost. The settings, and the code that draws the images, are in
 ``strategies.private_start``.
 """
 
@@ -62,7 +62,7 @@ def settings_of(job: Job) -> PrivateStart:
 
 @dataclass(frozen=True)
 class Measure:
-    """The client task that returns sums over the client's records. The server clips them and adds noise (Global DP)."""
+    """The client task that returns sums over the client's records. The server clips the sums and adds noise."""
 
     job: Job
     reads_records: ClassVar[bool] = True
@@ -93,7 +93,7 @@ class Start(Stage):
 
     def before(self, run: Run) -> None:
         """Train the first model on synthetic images. The server draws these images from the clients' noisy answers."""
-        run.log.before["private_start"] = None  # the number of sent bytes would reveal the sizes of secret cohorts
+        run.log.before["private_start"] = None  # None, because the number of bytes would reveal the secret cohort sizes
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
@@ -126,7 +126,7 @@ class Start(Stage):
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_members))}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return fields for ``result.json``: the numbers of synthetic images and of questions with a privacy cost."""
+        """Return fields for ``result.json``: the number of synthetic images, and the number of paid questions."""
         settings = settings_of(self.job)
         return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
 
@@ -169,7 +169,7 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
     Raises BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
-    # ``server_round`` is at most 0, so that the random numbers of the question differ from those of all rounds.
+    # Questions have the round numbers -2, -1 and 0, so that they use other random numbers than the rounds.
     server_round = number - len(privacy.beforehand)
     if not strategy.population.nodes:
         strategy.population = find_population(run.grid, strategy.num_clients, timeout)

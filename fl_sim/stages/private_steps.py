@@ -1,4 +1,4 @@
-"""The privacy bill of DP-SGD on clients: the costs of their private steps, for forecast and privacy statement.
+"""The privacy bill of DP-SGD on clients: the costs of their steps, for the forecast and the privacy statement.
 
 The settings are in ``strategies.dp_sgd``. The module ``clients.private_steps`` writes the costs into the clients'
 privacy ledgers.
@@ -22,7 +22,7 @@ from strategies.private_steps import models_of
 
 
 class PrivateStepsBill(PaidRoundsBill):
-    """The stage at the server: it states the privacy cost of the clients' private steps, for each record."""
+    """The stage at the server: it states the privacy cost of the clients' DP-SGD steps, per record."""
 
     released: ClassVar[str] = RELEASED
     covers: ClassVar[str] = (
@@ -43,11 +43,11 @@ class PrivateStepsBill(PaidRoundsBill):
 
     @property
     def terms(self) -> Terms:
-        """Return unit, adjacency and delta of the privacy statement."""
+        """Return the privacy unit, adjacency and delta of the privacy statement."""
         return Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:
-        """Return a sentence on the clients' noise and the privacy cost, and a warning if delta is too large."""
+        """Return a sentence about the clients' noise and privacy cost, and a warning if delta is too large."""
         if (worst := self.worst) is None:
             return []
         noises, rates = zip(*((group.cost.noise_multiplier, group.cost.rate) for group in self.groups), strict=True)
@@ -61,7 +61,7 @@ class PrivateStepsBill(PaidRoundsBill):
         return [said, *([advice] if advice else [])]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``local_privacy`` for ``result.json``: noise and steps for each number of records."""
+        """Return the field ``local_privacy`` for ``result.json``: noise and steps of clients, by number of records."""
         groups = sorted(self.groups, key=lambda group: group.num_records)
         listed = [
             {

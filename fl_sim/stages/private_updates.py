@@ -1,4 +1,4 @@
-"""The privacy bill of local differential privacy: the costs of updates, for forecast and privacy statement.
+"""The privacy bill of local differential privacy: the costs of updates, for the forecast and privacy statement.
 
 The settings are in ``strategies.local_dp``. The module ``clients.private_updates`` writes the costs into the clients'
 privacy ledgers.
@@ -20,7 +20,7 @@ from strategies.algorithm import first_template
 
 
 class PrivateUpdatesBill(PaidRoundsBill):
-    """The stage at the server: it states the privacy cost of the clients' updates, for each client."""
+    """The stage at the server: it states the privacy cost of the clients' updates, per client."""
 
     released: ClassVar[str] = RELEASED
     covers: ClassVar[str] = (
@@ -34,11 +34,11 @@ class PrivateUpdatesBill(PaidRoundsBill):
 
     @property
     def terms(self) -> Terms:
-        """Return unit, adjacency and delta of the privacy statement."""
+        """Return the privacy unit, adjacency and delta of the privacy statement."""
         return Terms("client", Adjacency.REPLACE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:
-        """Return a sentence on the noise in the mean update and the privacy cost, and a warning for a large delta."""
+        """Return a sentence about the noise of the mean update and its cost, and a warning if delta is too large."""
         if not (groups := self.groups):
             return []
         experiment, settings, [group] = self.job.experiment, self.settings, groups
@@ -54,7 +54,7 @@ class PrivateUpdatesBill(PaidRoundsBill):
         return [said, *([advice] if advice else [])]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``local_privacy`` for ``result.json``: the noise, and the rounds that the budget allows."""
+        """Return the field ``local_privacy`` for ``result.json``: noise multiplier, and number of allowed rounds."""
         return {
             "local_privacy": {
                 "kind": self.settings.kind,
@@ -65,7 +65,7 @@ class PrivateUpdatesBill(PaidRoundsBill):
 
     @cached_property
     def groups(self) -> list[PayingClients]:
-        """Return all clients with records, in one group, because the cost does not depend on the number of records."""
+        """Return one group of all clients with records, because a client's cost does not depend on its records."""
         experiment = self.job.experiment
         clients = tuple(np.flatnonzero(np.asarray(self.job.shards.sizes)).tolist())
         if not clients:

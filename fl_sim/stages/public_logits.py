@@ -1,4 +1,4 @@
-"""The stage of algorithms whose clients predict on public records: it draws them, and stores them in a file."""
+"""The stage of algorithms whose clients send logits on public records. It draws and stores these records."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ from strategies.public_logits import PUBLIC_LOGITS, PublicLogits
 
 
 class PublicRecords(Stage):
-    """The stage that gives the same public records to all clients. Everybody has them, so they cost no traffic."""
+    """The stage that gives the same public records to all clients. They are never sent, so they cost no bytes."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The computation of a model's head (last layer) in closed form, as a start for any method, or as the method AFL.
+"""The computation of a model's head (last layer) in closed form: as a start for any method, or alone as AFL.
 
 Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
 are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.
@@ -119,20 +119,20 @@ class RidgeHead(Stage):
         return payments_of(self.settings)
 
     def warnings(self) -> list[str]:
-        """Return a warning about the contents of the clients' messages."""
+        """Return a warning that clients send sums of products of their features, with or without noise."""
         with_noise = "with" if self.settings.is_private else "without"
         said = "before the first round clients send sums of products of their features, and of features and labels,"
         return [f"{said} {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the stage's field ``ridge`` for ``result.json``: lambda, and the number of clients with records."""
+        """Return the field ``ridge`` for ``result.json``: lambda, and the number of clients with records."""
         strength = self.settings.strength(self._num_holders, self.job.num_features + 1)
         said = f"the head was computed from the sums of {self._num_holders:,} clients, with lambda {strength:.4g}"
         return {"ridge": {"lambda": strength, "clients": self._num_holders, "in_words": said}}
 
     @property
     def _num_holders(self) -> int:
-        return int(np.count_nonzero(self.job.shards.sizes))  # a client without records adds no noise
+        return int(np.count_nonzero(self.job.shards.sizes))  # clients without records add no noise
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the given privacy statements ``others``, and the privacy statement about the noisy sums."""

@@ -14,7 +14,7 @@ from strategies.secure_rounds import EXTRA, SecureRounds, scale_of
 
 
 class SecureSumFacts(Stage):
-    """The stage at the server. It sends no requests to clients."""
+    """The stage at the server, which only reports. It sends no requests to clients."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -25,7 +25,7 @@ class SecureSumFacts(Stage):
         self._layer = found_in(run.strategy.layer, SecureRounds)
 
     def work(self) -> Sequence[Work]:
-        """Return the computation of masks: two for each pair of clients, and those that the server removes."""
+        """Return the computation of all masks: those that clients add, and those that the server removes."""
         experiment = self.job.experiment
         settings: Any = experiment.aggregator
         params = detached(trainable(self.job.model()).items())
@@ -42,7 +42,7 @@ class SecureSumFacts(Stage):
         return (Work(what, f"{what}, {settings.bits} bits", 0.0, experiment.rounds * masks, ready, most=4),)
 
     def warnings(self) -> list[str]:
-        """Return a warning: numbers are rounded, and the simulated masks protect nothing."""
+        """Return a warning that numbers are rounded, and that the simulated masks protect nothing."""
         settings: Any = self.job.experiment.aggregator
         size = self.job.experiment.sampler.expected_size(self.job.experiment.num_members)
         step = 1 / scale_of(settings, max(1, round(size)))
@@ -53,6 +53,6 @@ class SecureSumFacts(Stage):
         return [said]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum stayed masked."""
+        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum was never unmasked."""
         layer = self._layer
         return {"secure_sum": {"dropped": layer.dropped, "unopened": layer.unopened} if layer else {}}

@@ -26,7 +26,7 @@ from strategies.server_update import ServerUpdate
 
 
 class ServerTraining(Stage):
-    """The stage at the server. The server trains like a client with ID ``num_clients``, and sends no requests."""
+    """The stage at the server, which trains as if it were the client with ID ``num_clients``. It sends no requests."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -36,7 +36,7 @@ class ServerTraining(Stage):
         self._examples = _records_of_server(job, self._name)
 
     def before(self, run: Run) -> None:
-        """Pass the function that trains at the server to the layer ``ServerUpdate``."""
+        """Register the function that trains at the server with the layer ``ServerUpdate``."""
         layer = found_in(run.strategy.layer, ServerUpdate)
         layer.train = partial(self._updated, run.strategy, self._runtime(run.strategy))
 
@@ -86,9 +86,10 @@ class ServerTraining(Stage):
 
 
 def _records_of_server(job: Job, name: str) -> Examples:
-    """Return the server's training records: those of the data set ``name``, or the records set aside if it is "".
+    """Return the server's training records, from the data set ``name``.
 
-    Raises UserError if the data set is missing, or if its records or classes do not fit.
+    If ``name`` is "", these are the records that the run has set aside for the server. Raises UserError if the data set
+    is missing, or if its records or classes do not fit.
     """
     dataset = job.dataset
     if not name:

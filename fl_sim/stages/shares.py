@@ -30,7 +30,7 @@ SHARE: Final = "share"
 
 
 def sharing(job: Job) -> Sharing:
-    """Return the algorithm of ``job``. Its clients must share summaries of their records (class ``Sharing``)."""
+    """Return the algorithm of ``job``, which must be an instance of ``Sharing``: its clients share summaries."""
     assert isinstance(job.experiment.algorithm, Sharing)
     return job.experiment.algorithm
 
@@ -75,7 +75,7 @@ class Shares(Stage):
         run.strategy.order = replace(run.order, pool=str(pool))
 
     def gathered(self, run: Run, template: Params) -> tuple[Params, int]:
-        """Return the summaries of all clients, concatenated in the order of clients, and the bytes that clients sent.
+        """Return the concatenated summaries of all clients, sorted by client, and the number of bytes sent by clients.
 
         ``template``: names, shapes and types of a summary's tensors. Raises RunError if all summaries are empty.
         """
@@ -97,8 +97,8 @@ class Shares(Stage):
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of the bytes that the server exchanges with all clients.
 
-        The forecast assumes that all summaries are as large as that of a client with the mean number of records. This
-        size is computed on public test records.
+        The forecast assumes that every client has the mean number of records. The size of a summary of so many records
+        is found with public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

@@ -1,4 +1,4 @@
-"""The procedure of TSTR, "train on synthetic, test on real", which replaces the rounds.
+"""The procedure of TSTR, "train on synthetic, test on real". It has no federated rounds.
 
 Clients publish synthetic records. The server trains classifiers on the pool of all synthetic records. It chooses the
 classifier with the best accuracy on held-out synthetic records. It tests this classifier on real records.
@@ -86,7 +86,7 @@ class TstrProcedure(Procedure):
             observer.preparing(f"classifier {classifier.name}: {100 * accuracy:.2f} % on held-out synthetic records")
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
-        # If accuracies are equal, the first classifier is chosen.
+        # Of several classifiers with the best accuracy, ``max`` chooses the first one.
         chosen = max(found, key=lambda one: one.held_out.accuracy)
         log.facts["tstr"] = {
             "chosen": chosen.name,
@@ -121,7 +121,7 @@ class TstrProcedure(Procedure):
         """
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
-        # The closed form comes first, because it refuses models that are too large.
+        # The closed form is computed before the model is built, because it refuses models that are too large.
         if name in {DISCRIMINANT, QUADRATIC}:
             analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
             found = analyse(*to_tensors(own, dataset), dataset.num_classes)
@@ -167,7 +167,7 @@ class TstrProcedure(Procedure):
             kept = "scattering"
             try:
                 made, real = features_of(made), features_of(real)
-            # These records have no scattering features: tables, and images that are too small or too large.
+            # Tables, and images that are too small or too large, have no scattering features.
             except UserError:
                 return None
         scale = math.sqrt(made.shape[1])  # features have a standard deviation of about 1, as in training
@@ -177,8 +177,8 @@ class TstrProcedure(Procedure):
     def work(self) -> tuple[Work, ...]:
         """Return the amounts of computation for the time forecast.
 
-        Clients make synthetic records; classifiers are trained and evaluated. The forecast lists the training of the
-        classifiers, but does not estimate its time.
+        They include synthesis at the clients, and the training and evaluation of the classifiers. The forecast lists
+        the training without an estimate of its time.
         """
         measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())

@@ -47,10 +47,10 @@ _CURES: Final = {
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # the seconds of waiting without a message
 _PAUSE: Final = 0.02  # the seconds between two tries to lock a folder
-# there is more than one try, because the last holder of the lock may just be removing its file
+# several tries, because the previous owner of the lock may be about to remove the lock file
 _A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-# the largest change of the system's clock, in seconds, that may have occurred since the lock was made
+# tolerance, in seconds, for changes of the system clock after the lock was made
 _SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -114,17 +114,18 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
 
 
 def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path:
-    """Return the user's permanent folder for ``name``: the value of the environment variable ``variable``, if set.
+    """Return the user's permanent folder for ``name``.
 
-    If ``variable`` is not set, the folder is ``fl-sim/NAME`` below the value of ``base_variable`` (such as
-    XDG_CACHE_HOME). If ``base_variable`` is not set either, the folder is ``fl-sim/NAME`` below ``base``.
+    It is the value of the environment variable ``variable``, if set. Otherwise it is ``fl-sim/NAME`` below the value of
+    the environment variable ``base_variable`` (such as XDG_CACHE_HOME). If this is not set either, it is
+    ``fl-sim/NAME`` below ``base``.
     """
     named, below = os.environ.get(variable), os.environ.get(base_variable) or base
     return (Path(named) if named else Path(below) / "fl-sim" / name).expanduser().absolute()
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at the file's position, in several calls if the system accepts only a part at a time."""
+    """Write all of ``content`` at the file's current position. One system call may write only a part of it."""
     left = memoryview(content).cast("B")
     while left:
         left = left[file.write(left) :]
@@ -140,7 +141,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove from ``folder`` the unfinished files whose writer process no longer runs."""
+    """Delete unfinished temporary files in ``folder`` if the process that wrote them no longer runs."""
     for path in folder.glob(".*.part"):
         named = _PARTIAL.fullmatch(path.name)
         if named and not _is_alive(int(named[1])):
@@ -154,7 +155,7 @@ def is_partial(path: Path) -> bool:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add ``path`` to every OSError in this block, because the system's error of a failed write contains no path."""
+    """Add ``path`` to every OSError in this block, because the error of a failed write names no file."""
     try:
         yield
     except OSError as error:
@@ -262,7 +263,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         mine[:] = [os.fstat(descriptor)]
         if not _is(path, mine[0]):
             raise _RemovedError
-        with suppress(OSError):  # on a full disk, the lock works, but its file does not contain the name of its holder
+        with suppress(OSError):  # a full disk: the lock still works, but its file does not name its owner
             said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(said).encode(), 0)
@@ -271,9 +272,9 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
     try:
-        folder.stat()  # this call raises an error for a missing folder, because FileLock would create the folder
+        folder.stat()  # raises an error for a missing folder, which FileLock would create
         with suppress(FileNotFoundError):
-            # one system call tests whether the file exists and is regular, because the file may be removed at any time
+            # a single system call, because another process may remove the file between two calls
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
@@ -295,9 +296,9 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 
 
 class _RemovedError(Exception):
-    """The last holder of the lock removed or (on NFS) renamed the lock file after this process had opened the file.
+    """The lock must be tried again, because its file was removed or (on NFS) renamed after this process had opened it.
 
-    The lock must be tried again.
+    The previous owner of the lock did this.
     """
 
 

@@ -1,4 +1,4 @@
-"""Private data of the machine's owner: the secret key for published digests, and the output of private runs.
+"""Private data of the machine's owner: the secret key for keyed hashes, and the printed output of private runs.
 
 Warnings of libraries may quote numbers, and the user's code may print a record. A run's epsilon does not cover such
 output. So the output goes to a file that only the owner can read, and not to the screen or to the log of a job.
@@ -31,8 +31,8 @@ MOST_CHARACTERS: Final = 2**20
 def keyed(digest: str) -> str:
     """Return a keyed hash (HMAC) of ``digest`` with the machine's key and a new salt; empty if there is no key.
 
-    Without the key, nobody can test whether given records have this digest, or compare two hashes. There is no key if
-    the key file can be neither read nor created.
+    Only a person with the key can test whether given records have this digest, or whether two hashes belong to the same
+    digest. There is no key if the key file can be neither read nor created.
     """
     key = machine_key()
     return _under(key, secrets.token_hex(16), digest) if key else ""
@@ -47,9 +47,10 @@ def matches(recorded: str, digest: str) -> bool | None:
 
 
 def machine_key(*, make: bool = True) -> bytes:
-    """Return the secret key of this machine. A missing key is created. The result is empty if this fails.
+    """Return the secret key of this machine; empty if its file cannot be read or created.
 
-    If ``make`` is False, nothing is written: a temporary key of this process replaces a missing key.
+    ``make``: True creates a missing key. If False, nothing is written, and a missing key is replaced by a random key
+    that only this process uses.
     """
     path = user_folder("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
     try:
@@ -62,7 +63,7 @@ def machine_key(*, make: bool = True) -> bytes:
                 file.write(secrets.token_bytes(32))
             try:
                 with suppress(FileExistsError):
-                    os.link(new, path)  # this call is atomic, and never replaces a key that another process has written
+                    os.link(new, path)  # atomic; never replaces the key of another process
             finally:
                 new.unlink()
         return path.read_bytes()
@@ -71,14 +72,14 @@ def machine_key(*, make: bool = True) -> bytes:
 
 
 class PrivateLog(io.StringIO):
-    """A text stream that appends to the file at ``path``; the first write creates the file, for its owner only."""
+    """A text stream that appends to the file at ``path``. The first write creates the file, for its owner only."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path, self._left = path, MOST_CHARACTERS
 
     def write(self, text: str, /) -> int:
-        """Append ``text``. Text beyond the limit, or text that cannot be written, is dropped without an error."""
+        """Append ``text``. Text beyond the size limit, and text that cannot be written, is dropped without an error."""
         kept = text[: self._left]
         self._left -= len(kept)
         if kept:

@@ -1,4 +1,4 @@
-"""The run directory: its files, the order in which the files are written, and the reading of files after a crash.
+"""The run directory: its files, the order in which they are written, and how they are read after a crash.
 
 First ``config.toml`` is written. After every round a line is appended to ``rounds.jsonl``, then
 ``checkpoint.safetensors`` is replaced. At the end ``model.safetensors`` and ``result.json`` are written, also for a run
@@ -54,14 +54,14 @@ class RoundRecord:
 
     ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the mean loss of
     the clients' training. ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. If the
-    run promises privacy, ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. Other measures
-    exist in the same rounds as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on validation
-    records, if there are any; ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test records, or
-    ``test_perplexity`` of a model that predicts tokens; and mean, standard deviation and worst tenth of the client
-    accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays sent to and
-    received from all clients of the round (None if the cohort is secret). With a virtual clock: ``virtual_seconds`` of
-    the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in server steps. ``metrics``: the
-    user's own metrics by name, in rounds with a test.
+    run promises privacy, ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. The following
+    measures exist in the same rounds as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on
+    validation records, if there are any; ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test
+    records, or ``test_perplexity`` of a model that predicts tokens; and mean, standard deviation and worst tenth of the
+    client accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays sent to
+    and received from all clients of the round (None if the cohort is secret). With a virtual clock: ``virtual_seconds``
+    of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in server steps. ``metrics``:
+    the user's own metrics by name, in rounds with a test.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -116,7 +116,7 @@ _IDENTITY: Final = "# identity = "
 
 
 class Recorded(BaseModel):
-    """The identity of a run's user data: a digest of the ``records``, and {module: digest} of the user's ``code``."""
+    """Digests of everything in a run that comes from the user: of the ``records``, and of each module of ``code``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -169,8 +169,8 @@ def run_name(out: Path) -> str:
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:
     """Append a round to ``rounds.jsonl``, wait until it is on the disk, and return the new value of the hash chain.
 
-    ``chain``: the hash over the settings and all earlier rounds. A resumed run detects a lost, foreign or changed line
-    by the hash chain.
+    ``chain``: the hash over the settings and all earlier rounds. With it, a resumed run detects a line that is missing,
+    changed or from another run.
     """
     line = _line(record)
     append_line(out / ROUNDS, line, is_first=record.round == 1)
@@ -201,10 +201,10 @@ def log_chain(out: Path) -> str:
 
 
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
-    """Return rounds 1 to ``last_round``, and remove a later round, which has no checkpoint, from ``rounds.jsonl``.
+    """Return rounds 1 to ``last_round``, and remove the next round from ``rounds.jsonl``, if it is there.
 
-    A crash can leave one later round. Raises UserError for any other difference: missing or added rounds, or a round
-    that has changed since the hash chain ``chain`` was computed.
+    A crash can leave this one round without a checkpoint. Raises UserError for any other difference: missing or added
+    rounds, or a round that has changed since the hash chain ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
@@ -227,9 +227,8 @@ def log_with_settings(
 ) -> tuple[bytes, str]:
     """Return (content, hash chain) of a ``rounds.jsonl`` with the first ``num_rounds`` rounds and other ``settings``.
 
-    Nothing is written. ``unmeasured``: prefixes of field names, as in the constant MEASURED. The fields with such names
-    are removed from the last of these rounds, because a run with more rounds would not measure these fields in this
-    round.
+    Nothing is written. ``unmeasured``: prefixes of field names, as in the constant MEASURED. Fields with these prefixes
+    are set to None in the last of the rounds, because a longer run would not measure them in this round.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
@@ -273,9 +272,9 @@ def read_result(out: Path) -> dict[str, Any] | None:
 
 
 def coarse(seconds: float) -> float:
-    """Round a private duration up to 10 s, 1 or 10 min, 1, 10, 100 or 1000 h.
+    """Round a duration of a private run up to 10 s, 1 or 10 min, 1, 10, 100 or 1000 h.
 
-    The duration of client training would reveal the number of records.
+    The exact duration of client training would reveal the number of records.
 
     >>> [coarse(seconds) for seconds in (0.3, 10.0, 11.0, 3601.0)]
     [10.0, 10.0, 60.0, 36000.0]
@@ -297,9 +296,9 @@ class Progress:
 
     ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
     ``records``: a digest of the user's own training records, empty for public records. ``versions``: {round: digest} of
-    earlier server states that clients of an asynchronous run still train, in separate files. ``counts_holders``: True
-    if an algorithm that divides by the number of clients counts only clients with records. ``layers``: {name of a
-    layer, such as Global DP: the layer's state, as JSON values by name}.
+    earlier server states, stored in separate files, which some clients of an asynchronous run are still training from.
+    ``counts_holders``: True if an algorithm that divides by the number of clients counts only clients with records.
+    ``layers``: {name of a layer, such as Global DP: the layer's state, as JSON values by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -317,7 +316,7 @@ _PROGRESS = TypeAdapter(Progress)
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Write a server state and the progress to a file atomically; return the SHA-256 of the file's content."""
-    # safetensors sorts tensors by name. Numbers before the names keep our order of tensors. The rounding and the
+    # safetensors sorts tensors by name. Numbers before the names keep the order of this code. The rounding and the
     # privacy noise depend on this order.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     later = ("versions", "counts_holders", "layers")  # fields that files of older versions do not have
@@ -354,7 +353,7 @@ def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress
 
 
 def relink_kept(out: Path, settings: Mapping[str, Any], like: ServerState) -> None:
-    """Update the hash chain in all kept checkpoints of the run in ``out``, whose settings change to ``settings``."""
+    """Update the hash chain in all kept checkpoints of the run in ``out``, after its settings became ``settings``."""
     for server_round in kept_rounds(out):
         path = kept_path(out, server_round)
         progress, server = read_state(path, like)
@@ -364,7 +363,7 @@ def relink_kept(out: Path, settings: Mapping[str, Any], like: ServerState) -> No
 
 
 def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState] | None:
-    """Return the progress of the run in ``out`` and its server state; None if there is no checkpoint.
+    """Return the progress and the server state of the run in ``out``; None if there is no checkpoint.
 
     Raises UserError as ``read_state`` does.
     """
@@ -377,7 +376,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
 
     ``digest``: the SHA-256 that ``write_state`` returned, empty if unknown. ``like``: the initial state of the run's
     model and algorithm. Raises UserError for a damaged file, and for tensors with other names, shapes or types than
-    ``like``. With other shapes, compiled code would read memory outside of the tensors.
+    ``like``. This check is needed because compiled code would read outside of tensors with other shapes.
     """
     content = read_whole(path)
     try:
@@ -449,7 +448,7 @@ def _linked(chain: str, lines: Iterable[bytes]) -> str:
 
 
 def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for every tensor of the server state; the name is "part/group/name of the tensor"."""
+    """Yield (name, tensor) for every tensor of the server state. The name has the form "part/group/tensor"."""
     parts: dict[str, Mapping[str, Params]] = {
         "params": {"": server.params}, "broadcast": server.broadcast, "memory": server.memory,
         "layers": {"": server.layers},

@@ -1,4 +1,4 @@
-"""Tensors on disk: files named by the hash of their content, and client states (SCAFFOLD's c_i) with a checksum.
+"""Tensors on disk: files named by the hash of their content, and client states (such as SCAFFOLD's c_i).
 
 Client states are private: their files are created with access for their owner only. A resumed run verifies the checksum
 of all client states. Without this check, a client whose state is lost would start like a new client, and the results of
@@ -32,7 +32,7 @@ STATES, LAYOUT = "states.bin", "layout.json"
 """The names of two files: all client states, and the schema of one state."""
 
 _PAGE = 4096
-# the header of a slot: the round of the state (0: empty slot), and the checksum of the state's numbers
+# the header of a stored state: its round (0: nothing is stored), and the checksum of its numbers
 _HEAD = struct.Struct("<qq")
 
 SEAL = "seal.json"
@@ -75,11 +75,11 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
-    """Save the state of ``client`` after ``server_round``. The state from before this round is kept, too.
+    """Save the state of ``client`` after ``server_round``, and keep the state from before this round.
 
-    All clients of a run have states of the same names, shapes and type. The file has two slots for each client: the
-    newest state and the state before. So a repeated round reads the same older state and writes the same numbers. A
-    retry or a resume changes nothing, even if a process dies while it writes. Several processes may save at once, each
+    All clients of a run have states of the same names, shapes and type. The file has two slots for each client: for the
+    newest state and for the state before it. So a round can be repeated: it reads the same older state and writes the
+    same numbers, even if a process died while it wrote. Several processes may save at once, each
     for its own clients. Raises RunError, with the cure, if the file cannot be written.
     """
     if not state:
@@ -93,7 +93,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
-        # A head of zeros marks the slot as empty until all numbers are written.
+        # A header of zeros marks the slot as empty until all numbers are written.
         _write(file, place, bytes(_HEAD.size))
         _write(file, place + _HEAD.size, numbers.data)
         _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
@@ -140,10 +140,10 @@ def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) 
 
 
 def clients_with_state(state_dir: Path, num_clients: int) -> Iterator[int]:
-    """Yield, in ascending order, all clients that may have a state.
+    """Yield, in ascending order, the IDs of all clients that may have a state.
 
-    The file is sparse: a client without a state is a hole in the file. If the file system does not report holes, all
-    clients are yielded.
+    The file is sparse: it has a hole for each client without a state. If the file system does not report holes, all
+    client IDs are yielded.
     """
     if (slots := _slots_in(state_dir)) is None:
         return
@@ -169,8 +169,8 @@ def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> 
 class StateChecksum:
     """The checksum of all client states: a sum of one hash per client.
 
-    If one client's state changes, its hash is replaced without reading the other states. The checksum covers the files
-    of ``save_state`` on this machine, not the states of clients on other machines.
+    If one client's state changes, only this state is read to update the sum. The checksum covers the states on this
+    machine (``save_state``), not those of clients on other machines.
     """
 
     def __init__(self, state_dir: Path, num_clients: int, last_round: int) -> None:
@@ -181,7 +181,7 @@ class StateChecksum:
         self._last = (last_round, self._sum())
 
     def put(self, server_round: int, cohort: Iterable[int]) -> None:
-        """Write the checksums after ``server_round`` and after the previous round.
+        """Update the checksum after ``server_round``, and write it together with the previous round's checksum.
 
         ``cohort``: the clients that took part in ``server_round``.
         """
@@ -238,9 +238,9 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the first offset from ``place`` on that is not in a hole of a sparse file.
+    """Return the first offset, ``place`` or later, that is not in a hole of the sparse file.
 
-    If only a hole follows, return at least the size of the file.
+    If there is no such offset, return the size of the file, or ``place`` if this is larger.
     """
     if not hasattr(os, "SEEK_DATA"):  # for example on Windows
         return place
@@ -256,7 +256,7 @@ def _next_data(file: FileIO, place: int) -> int:
 class _Slots:
     """The schema of a client state, and the position of each client's two slots in the file.
 
-    A slot is the place of one stored state. It has a header (round and checksum), then the numbers of the state.
+    A slot contains one stored state: a header (round and checksum), then the numbers of the state.
     """
 
     dtype: str
@@ -272,7 +272,7 @@ class _Slots:
         return (2 * client + slot) * pages * _PAGE
 
     def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
-        """Return (round, checksum) for each of the client's two slots (stored states). Round 0 means an empty slot."""
+        """Return (round, checksum) of the two states stored for the client. Round 0 means that a slot is empty."""
         heads = []
         for slot in (0, 1):
             file.seek(self.place(client, slot))
@@ -335,7 +335,7 @@ def _read_layout(content: bytes) -> _Slots:
 def _checksum(numbers: NDArray[Any]) -> int:
     """Return the sum of all numbers, read as 32-bit integers.
 
-    This is a fast test for pages of the file that were never written to the disk.
+    This fast checksum detects pages of the file that did not reach the disk before a crash.
     """
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 

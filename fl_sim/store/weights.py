@@ -1,8 +1,8 @@
-"""The initial weights of a model: their file, the digest of the file, and the copying of tensors into the model.
+"""The initial weights of a model: reading their file, computing its digest, and copying tensors into the model.
 
-Files are read without pickled objects, which could run code. A file must have the model's names and shapes. There is
-one exception. If the head (last layer) is missing in the file, or is for another number of classes, the model gets a
-new head.
+Pickled objects in a file are not loaded, because they could run code. A file must have the model's names and shapes,
+with one exception: if its head (last layer) is missing, or is for another number of classes, the model gets a new
+random head.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ _MOST_NAMED: Final = 2000
 
 @dataclass(frozen=True)
 class Placed:
-    """The tensors of a model that differ from the tensors in the file of its weights.
+    """The differences between a model's tensors and the tensors in its file of weights.
 
     ``new``: the names of the tensors of a new head, which keep their random values. ``classes``: the number of classes
-    of the head in the file, 0 if the file has no head. ``summed``: names of weights of convolutions over one channel.
-    Such weights are the sum of the file's weights over three colours.
+    of the head in the file, 0 if the file has no head. ``summed``: the names of convolution weights for grey images.
+    Each is the sum of the file's weights for three colours.
     """
 
     new: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Placed:
     summed: tuple[str, ...] = ()
 
     def in_words(self, source: str) -> str:
-        """Return a sentence for users. ``source``: the file of the weights."""
+        """Return a sentence for users about the initial weights. ``source``: the file of the weights."""
         said = f"the model started from {source}"
         if self.new:
             why = f"the file's head is for {self.classes} classes" if self.classes else "the file has no head"
@@ -68,7 +68,7 @@ class Placed:
 
     @staticmethod
     def uncovered(source: str) -> str:
-        """Return a sentence for the privacy statement of a run that starts from the file of weights ``source``."""
+        """Return a caveat for the privacy statement of a run that starts from the file of weights ``source``."""
         return (
             f"The model started from {source}: the epsilon holds only if these weights were made without the records "
             "of this run."
@@ -76,7 +76,7 @@ class Placed:
 
 
 def records_of(path: str) -> str:
-    """Return the data set of the run in the directory ``path``; empty if ``path`` is a file or the data are unknown."""
+    """Return the data set of the run in the directory ``path``; empty if it is unknown, as for a file of weights."""
     config = Path(path).expanduser() / CONFIG
     return str(read_table(config).get("data", "")) if config.is_file() else ""
 
@@ -106,8 +106,8 @@ def file_of(path: str) -> Path:
 def digest_of(model: str, path: str) -> str:
     """Return the SHA-256 of the files of weights from which a model starts; empty for random weights.
 
-    ``model``: the name of the model. Its library or folder may provide weights. ``path``: the setting
-    ``model.weights``. Raises UserError if a file cannot be read.
+    ``model``: the name of the model, which may come with weights of its own. ``path``: the setting ``model.weights``.
+    Raises UserError if a file cannot be read.
     """
     files = _files_of(model, path)
     if not files:
@@ -118,7 +118,7 @@ def digest_of(model: str, path: str) -> str:
 
 @lru_cache(maxsize=8)
 def _digest(file: Path, size: int, changed: int) -> bytes:  # noqa: ARG001 (another version has another digest)
-    """Return the SHA-256 of the content of ``file``. The result is cached, because a table needs it for every run."""
+    """Return the SHA-256 of the content of ``file``. It is cached, because every run of a table needs it."""
     return hashlib.sha256(_content(file)).digest()
 
 
@@ -160,7 +160,7 @@ def read_weights(model: str, path: str, digest: str) -> Params:
 
 
 def place(model: nn.Module, weights: Params, source: str) -> Placed:
-    """Copy ``weights`` into ``model``; return the tensors of the model that differ from ``weights``.
+    """Copy ``weights`` into ``model``; return the remaining differences between them.
 
     ``source``: the file of the weights, for messages. If several names belong to one tied parameter, ``weights`` needs
     only one of these names. Constant buffers may be missing. Raises UserError if any name or shape outside of the head
@@ -260,7 +260,10 @@ def _named(found: object, file: Path) -> Params:
 
 
 def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Parameter], weights: Params) -> bool:
-    """Return True if a file may lack the tensor ``name``: a constant, a count, or a second name of a tied parameter."""
+    """Return True if a file need not contain the tensor ``name``.
+
+    Such tensors are constants, the batch counts of norm layers, and tied parameters with another name in the file.
+    """
     if name in named:
         return any(other in weights for other, weight in named.items() if weight is named[name])
     layer, _, buffer = name.rpartition(".")
@@ -268,7 +271,9 @@ def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Paramete
 
 
 def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
-    """Return the names of the head's tensors if the file has no head, or a head for other classes; else an empty set.
+    """Return the names of the head's tensors if the model needs a new head; else an empty set.
+
+    It needs one if the file has no head, or a head for another number of classes.
 
     ``missing``: the names that the file lacks. ``other``: the file's tensors whose shapes differ from the model's.
     """
@@ -285,7 +290,7 @@ def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
 
 
 def _is_grey(here: torch.Size, there: torch.Size) -> bool:
-    """Return True if ``here`` is the shape of a convolution over one channel, and ``there`` over three colours."""
+    """Return True if ``here`` and ``there`` are shapes of equal convolutions, for one and for three channels."""
     return len(here) == 4 and here[1] == 1 and there == torch.Size((here[0], 3, *here[2:]))
 
 

@@ -26,10 +26,10 @@ _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 
 
 def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Path | None:
-    """Copy an earlier run with fewer rounds to the new directory ``out`` to extend it there; return its directory.
+    """Copy an earlier, shorter run to the new directory ``out``, to extend it there; return the earlier directory.
 
-    The earlier run is a finished run in the parent folder of ``out``, with the settings of ``experiment`` but fewer
-    rounds. The extended copy must be bit-identical to a run of ``experiment``. Of several such runs, the one with the
+    The earlier run must be a finished run in the parent folder of ``out``, with the settings of ``experiment`` but
+    fewer rounds. Its extension must be bit-identical to a run of ``experiment``. Of several such runs, the one with the
     most rounds is copied. The result is None if there is no such run. The earlier run itself is not changed. All
     defaults in ``experiment`` must be filled in (``resolved``). Raises RunError if the copy cannot be written.
     """
@@ -47,8 +47,9 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
     """Return the content of ``result.json`` if ``directory`` has a finished run of ``experiment``, else None.
 
-    The result is also None for a damaged run, and for a run with different settings, records or code. The worker that
-    later executes the run reports the reason. ``experiment`` must have all defaults filled in (``resolved``).
+    The result is also None for a damaged run, and for a run with different settings, records or code. In these cases,
+    the worker that later executes the run reports the reason. All defaults in ``experiment`` must be filled in
+    (``resolved``).
     """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":
@@ -63,7 +64,7 @@ class TrialOutcome:
     """The outcome of a trial of the hyperparameter search on one rung. A rung is a stage of successive halving.
 
     ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a trial that diverged.
-    ``trained``: number of rounds trained on this rung, without the rounds of an earlier rung that the run extends.
+    ``trained``: number of rounds trained on this rung. Rounds that were trained on an earlier rung do not count.
     ``seconds``: time of these rounds; for a private run, the true time may be smaller.
     """
 
@@ -91,7 +92,7 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if a trial's run can be extended: its training does not depend on the planned number of rounds."""
+    """Return True if a trial's run can be extended, because its training does not depend on the number of rounds."""
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
@@ -112,7 +113,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return None
     chosen = resolved(experiment, data_root)
     if objection(chosen, directory, identity_of(chosen, data_root)):
-        return None  # the worker that executes the trial reports the difference
+        return None  # the difference is reported later, by the worker that executes the trial
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
     new = records[after : experiment.rounds]
@@ -121,7 +122,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return TrialOutcome(result.get("validation", result)["final_accuracy"], *cost)
     if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return TrialOutcome(None, *cost, str(result["error"]))
-    if len(records) >= experiment.rounds:  # the run may have more rounds, because a later rung has extended the run
+    if len(records) >= experiment.rounds:  # a later rung may have extended the run
         record = records[experiment.rounds - 1]
         accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
         assert accuracy is not None, "every round of a trial is evaluated"
@@ -157,9 +158,9 @@ def check_earlier(runs: Mapping[str, Experiment], folder: Path, data_root: Path 
 
 
 def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Iterator[tuple[Experiment, Path]]:
-    """Yield (experiment, directory) of each finished run in the parent folder of ``out`` that has fewer rounds.
+    """Yield (experiment, directory) of each finished run in the parent folder of ``out`` with fewer rounds.
 
-    All other settings, the records and the code of such a run are those of ``experiment``.
+    Except for the number of rounds, these runs have the settings, records and code of ``experiment``.
     """
     dataset = load(experiment.data, data_root, experiment.features)
     readable = run_name(experiment, dataset).rpartition("-")[0]
@@ -170,8 +171,8 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
-            # The names of the runs are compared, too. The name of a run depends on its records, and runs with equal
-            # settings may have different records.
+            # Two runs with equal settings may have different records. The names of the runs show this, because a
+            # name depends on the records.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
             if objection(earlier, folder, identity_of(experiment, data_root)):
                 continue

@@ -65,7 +65,7 @@ class TableState:
         return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
 
     def failures(self) -> list[str]:
-        """Return for each failed run its name, and its error in brackets: "name (error)"."""
+        """Return a text "name (error)" for each failed run."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
@@ -87,7 +87,7 @@ class TableState:
         plan = self.plan
         alone = self._alone()
         results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
-        # the method model_dump would return inf, which JSON lacks
+        # model_dump could return inf, which does not exist in JSON
         settings = json.loads(self.settings.model_dump_json())
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
@@ -101,7 +101,7 @@ class TableState:
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _alone(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """Return {(column, seed): result} of the runs in which every client trains only its own model."""
+        """Return {(column, seed): result} of the runs without federation, in which each client trains alone."""
         return {
             (cell.column, cell.seed): outcome.result
             for cell in self.plan.cells
@@ -112,7 +112,8 @@ class TableState:
     def _result(self, cell: Cell, alone: Mapping[str, Any] | None) -> SeedResult:
         """Return the result of a cell for one seed.
 
-        ``alone``: the result of the run with the same partition in which every client trains only its own model.
+        ``alone``: the result of the run with the same partition but without federation, in which each client trains
+        alone; None if there is no such run.
         """
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
@@ -141,7 +142,7 @@ class TableState:
 
 
 def _is_alone(cell: Cell) -> bool:
-    """Return True if every client trains only its own model in the run of ``cell``."""
+    """Return True if the run of ``cell`` has no federation: each client trains a model only on its own records."""
     return isinstance(cell.experiment.algorithm, Alone) and cell.experiment.algorithm.is_alone
 
 
@@ -267,9 +268,9 @@ class _Runner:
         return forecast(shared, folder, self.data_root, self.watch, timed_own_models=False)
 
     def _budget(self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress) -> Budget | None:
-        """Show the estimated time of the unfinished runs, and return the time budget of these runs.
+        """Show the estimated time of the unfinished runs, and return the time budget for these runs.
 
-        The result is None if there is no deadline.
+        The result is None if there is no deadline, or if all runs are finished.
         """
         missing = [name for name, run in runs.items() if finished_result(folder / name, run, self.data_root) is None]
         is_limited = math.isfinite(self.deadline)
@@ -307,7 +308,7 @@ def search_caption(
     """Return the lines of a table's caption about the hyperparameter search: plan, cost and chosen values.
 
     ``choices``: the results of the searches; empty before the searches finish. ``labels``: {row: short label}.
-    ``once``: True if no run of the table uses the test records before its last round.
+    ``once``: True if every run of the table uses the test records only once, after its last round.
     """
     if not choices:
         return ("The search for the settings of the methods is not finished, so no run of the table has started.",)
@@ -354,7 +355,7 @@ def search_caption(
 def conclude(state: TableState, out: Path) -> tuple[Table, list[Problem]]:
     """Write the files of a finished table, with its privacy bill, and return (table, problems).
 
-    The bill is the total privacy cost of all runs in ``out``, also of runs that are no longer in the table. A problem
+    The bill is the total privacy cost of all runs in ``out``, including runs that are no longer in the table. A problem
     is a run whose privacy cost could not be read.
     """
     found = read_all([out / CELLS])
@@ -403,7 +404,7 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 
 
 def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
-    """Return the numbers of runs, diverged trials, rounds and seconds of the hyperparameter search.
+    """Return the number of runs, of diverged trials, of rounds and of seconds of the hyperparameter search.
 
     A run that several trials share counts once.
     """

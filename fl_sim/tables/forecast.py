@@ -36,8 +36,8 @@ class Forecast:
     """The forecast of one run.
 
     ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
-    the whole run. ``has_pool``: True if the run need not make its synthetic records: they exist already, or an earlier
-    run of the table makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
+    the whole run. ``has_pool``: True if the run's synthetic records already exist, or if an earlier run of the table
+    makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
     the privacy of the run.
     """
 
@@ -73,10 +73,10 @@ def forecast(
     ``cells``: the folder with the run directories. ``watch``: the stopwatch for the time estimate; None: no time is
     estimated. The stopwatch times each kind of work once, such as a minibatch step of one model, on public test
     records. ``billed``: a function that returns True while there is time for another PLD computation (slow numerical
-    privacy accounting). All other privacy costs are computed by RDP. If ``billed`` is None, neither privacy costs nor
-    bytes are computed. ``timed_own_models``: False does not time models of the user's own code, which might crash this
-    process. ``say``: function that receives progress messages. No file is written. Raises UserError for a run that
-    cannot train on this machine with its precision.
+    privacy accounting). When it returns False, RDP is used instead. If ``billed`` is None, neither privacy costs nor
+    bytes are computed. ``timed_own_models``: False means that models of the user's own code are not timed, because they
+    might crash this process. ``say``: function that receives progress messages. No file is written. Raises UserError
+    for a run that cannot train on this machine with its precision.
     """
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
@@ -134,7 +134,7 @@ def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
 
 
 def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
-    """Return as text the number of all runs, the number of finished runs, and the remaining time.
+    """Return a text about the number of runs, the number of finished runs, and the remaining time.
 
     ``jobs``: the number of parallel runs.
     """
@@ -171,7 +171,7 @@ class SearchForecast:
     """The forecast of one hyperparameter search.
 
     ``rounds``: total number of rounds of all trials. ``done``: number of finished rounds. ``seconds_left``: estimated
-    seconds of the unfinished rounds, one run after the other; None without a time estimate.
+    seconds of all unfinished rounds, without parallel runs; None without a time estimate.
     """
 
     search: Search
@@ -185,8 +185,8 @@ def search_forecasts(
 ) -> list[SearchForecast]:
     """Return the forecasts of the hyperparameter ``searches`` of the table in ``out``.
 
-    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A round of a
-    trial is assumed to take as long as a round of the run in the same cell.
+    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. The assumption is
+    that a round of a trial takes as long as a round of the run in the same cell.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}
@@ -194,7 +194,7 @@ def search_forecasts(
         assert settings.tune is not None, "a table that tunes nothing"
         trials = [proposed_trial(search, settings.tune, number, ()) for number in trial_batches(settings.tune)[0]]
         shortest = search.rungs[0].rounds
-        directories = dict.fromkeys(  # the later trials of Optuna are left out, because their values are not known yet
+        directories = dict.fromkeys(  # without the later trials of Optuna, whose values are not known yet
             trial_directory(experiment_of(settings, trial, shortest), out / TRIALS, data_root) for trial in trials
         )
         rounds, before = 0, 0
@@ -210,7 +210,7 @@ def search_forecasts(
 
 
 def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
-    """Return as text the number of trials, the number of their rounds, and the remaining time.
+    """Return a text about the number of trials, the number of their rounds, and the remaining time.
 
     ``jobs``: the number of parallel runs.
     """
@@ -233,8 +233,8 @@ def _in_parallel(jobs: int) -> str:
 class _Untimed(NamedTuple):
     """The forecast of a run before its time is estimated. ``known``: the forecast without time.
 
-    ``works``: the kinds of work of the run, such as local training, whose time is measured. ``made``: keys of the stage
-    outputs that already exist, which therefore take no time. ``traffic``: the bytes that the run transmits.
+    ``works``: the amounts of computation of the run, such as local training, which are then timed. ``made``: the keys
+    of stage outputs that already exist and so take no time. ``traffic``: the bytes that the run transmits.
     """
 
     known: Forecast
@@ -250,7 +250,7 @@ class _Untimed(NamedTuple):
 def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
     """Return the bytes that a run transmits.
 
-    ``known``: a cache. Runs without stages that differ only in partition and seeds share an entry.
+    ``known``: a cache. Runs without stages share an entry if they differ only in partition and seeds.
     """
     if stages_of(procedure.job):
         return procedure.traffic()
@@ -263,8 +263,8 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
 def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Work, ...]:
     """Return the amounts of computation of a run.
 
-    ``known``: a cache, because building a model from a library takes a second. Runs without stages that differ only in
-    their seeds share an entry, although their numbers of steps differ slightly on a random partition.
+    ``known``: a cache, because building a model from a library takes a second. Runs without stages share an entry if
+    they differ only in their seeds. The small differences between their numbers of local steps are ignored.
     """
     if stages_of(procedure.job):
         return tuple(procedure.work())
@@ -277,7 +277,7 @@ def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Wo
 
 
 def _without_jobs(works: Iterable[Work]) -> tuple[Work, ...]:
-    """Return ``works`` without references to jobs: the partitions of thousands of jobs would fill the memory."""
+    """Return ``works`` without references to jobs, because the partitions of thousands of jobs fill the memory."""
     return tuple(replace(work, ready=work.ready and _never_called) for work in works)
 
 
@@ -296,7 +296,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     """Return (forecast with its privacy cost, True if no PLD computation was skipped).
 
     ``frozen``: a sentence on frozen parameters, or "". ``may_begin`` is called before each PLD computation. If it
-    returns False, the cost is computed by RDP alone.
+    returns False, the cost is computed by RDP instead.
     """
     refused: list[bool] = []
 
@@ -307,7 +307,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # raised if ``may_begin`` forbids a PLD computation that a note needs
+        with suppress(NoTimeError):  # raised if a note needs a PLD computation that ``may_begin`` forbids
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)
@@ -318,9 +318,9 @@ def _never_called(*_: int) -> Callable[[], object]:
 
 
 def _available_outputs(job: Job, seen: set[str]) -> frozenset[str]:
-    """Return the keys of the job's stage outputs that need not be made: they exist, or an earlier run makes them.
+    """Return the keys of those stage outputs of the job that already exist, or that an earlier run will make.
 
-    ``seen``: the keys of earlier runs of the table. The keys of this job are added to ``seen``.
+    ``seen``: the keys of the stage outputs of earlier runs. This function adds the keys of this job.
     """
     needed = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
     there = frozenset(key for key, stage in needed if key in seen or stage.is_made())

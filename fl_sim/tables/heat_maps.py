@@ -1,4 +1,4 @@
-"""The layout of a table's heat maps: for each row of the table, its heat map and its place there."""
+"""The layout of a table's heat maps: it determines the heat map and the field of every row of the table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,11 +15,11 @@ METHOD = "algorithm"
 
 
 class HeatMapAxes(Settings):
-    """The axes of a table's heat maps: two settings of the grid, such as "aggregator" and "attack".
+    """The axes of a table's heat maps: two settings of [grid], such as "aggregator" and "attack".
 
-    A report draws a heat map of the table's measure for each column of the table. ``rows``, ``columns``: the settings
-    whose values are the rows and columns of the map. "algorithm" stands for the entries of ``grid.algorithm``, with
-    their labels. There is a separate map for each combination of the other settings of the grid.
+    A report draws one heat map of the table's measure for each column of the table, and for each combination of the
+    other settings of [grid]. ``rows``: the setting whose values are the rows of the map. ``columns``: the setting whose
+    values are its columns. "algorithm" stands for the entries of ``grid.algorithm``, with their labels.
     """
 
     rows: str
@@ -33,7 +33,7 @@ class HeatMapAxes(Settings):
 
 
 class MappedRow(NamedTuple):
-    """A row of the table. ``method``: its method or user-chosen label. ``values``: {setting of the grid: its value}."""
+    """A row of the table. ``method``: its method, or the user's label. ``values``: {setting in [grid]: its value}."""
 
     name: str
     method: str
@@ -43,7 +43,7 @@ class MappedRow(NamedTuple):
 def heat_maps_of(axes: HeatMapAxes, rows: Iterable[MappedRow], columns: Sequence[str]) -> tuple[HeatMap, ...]:
     """Return the layout of all heat maps of a table with these ``rows`` and ``columns``.
 
-    Raises UserError if an axis is no setting of the grid.
+    Raises UserError if an axis is not a setting of [grid].
     """
     given = list(rows)
     known = [METHOD, *dict.fromkeys(key for row in given for key in row.values)]

@@ -61,9 +61,9 @@ def data_label(name: str) -> str:
 
 @dataclass(frozen=True)
 class RowName:
-    """The parts of the name of a table's row.
+    """The name of a table's row, in parts.
 
-    ``method``: the full name of the method. ``further``: {setting: value}, which the name states after the method.
+    ``method``: the full name of the method. ``further``: the other settings in the name, {setting: value}.
     ``experiment``: one experiment of the row. ``is_chosen``: True if the user chose the name.
     """
 
@@ -76,8 +76,9 @@ class RowName:
 def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
     """Return {row: (short label, remaining settings)} for the rows of a table.
 
-    A label states the settings in which rows of the same method differ, even if a value is the default. All labels are
-    distinct. The remaining settings are those that are neither in the label nor in the caption's line "Settings".
+    The label of a row states all settings in which it differs from other rows of the same method, including default
+    values. No two rows have the same label. The remaining settings are those that are neither in the label nor in the
+    caption's line "Settings".
     """
     spanned: dict[str, dict[str, str]] = {}
     for one in rows.values():
@@ -103,8 +104,8 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
     """Return the label of a method: its preprocessing, its algorithm, and its server if it is not the default.
 
-    The label states parameters that differ from their defaults. The parameters ``varied`` of the preprocessing, and
-    ``own`` of the algorithm and the server, are always stated.
+    The label states all parameters that differ from their defaults. ``varied``: parameters of the preprocessing that it
+    also states. ``own``: parameters of the algorithm and the server that it also states.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -115,14 +116,14 @@ def method(experiment: Experiment, varied: Collection[str] = (), own: Collection
 
 
 def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
-    """Return the names of the parameters in which the preprocessing settings of ``experiments`` differ."""
+    """Return the names of the preprocessing parameters that are not equal in all ``experiments``."""
     chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, Captioned)]
     fields = {name for one in chosen for name in field_defaults(type(one))}
     return frozenset(name for name in fields if len({str(getattr(one, name, "")) for one in chosen}) > 1)
 
 
 def varied_parameters(chosen: Iterable[Any]) -> dict[type, frozenset[str]]:
-    """Return {settings class: names of the parameters in which the settings of this class differ}."""
+    """Return {settings class: names of the parameters that are not equal in all ``chosen`` settings of this class}."""
     kinds: dict[type, list[Any]] = {}
     for one in chosen:
         kinds.setdefault(type(one), []).append(one)
@@ -135,10 +136,10 @@ def varied_parameters(chosen: Iterable[Any]) -> dict[type, frozenset[str]]:
 def label(settings: Any, also: Collection[str] = ()) -> str:
     """Return the label of an algorithm, a preprocessing or a partition, with all parameters that are not default.
 
-    ``also``: parameters that the label always states.
+    ``also``: parameters that the label states even with default values.
     """
     changed = _changed(settings, also)
-    # a title that is a property already states the first parameter
+    # if the title is a property, its text already contains the first parameter
     if not isinstance(vars(type(settings)).get("title", ""), str):
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:
@@ -147,7 +148,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
 
 
 def text(value: Any) -> str:
-    """Return a value from the section [grid] of a table as text for the name of a row.
+    """Convert a value from the section [grid] of a table to text, for the name of a row.
 
     >>> text({"kind": "rand-k", "share": 0.1})
     'rand-k (share=0.1)'
@@ -173,10 +174,10 @@ def caption(
     The first line says which accuracies the table shows. Each further line starts with a label, such as "Data:".
 
     ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the most frequent class in its test
-    records}. ``has_bound``: True if the table has the row Centralized. ``places``: lists of names, such as row labels
-    and column names, one per experiment. If a setting has several values, the caption gives the most frequent one, and
-    names the experiments with other values by the first list that determines the value. ``settings``: {row label:
-    settings that no other line of the caption states}.
+    records}. ``has_bound``: True if the table has the row Centralized. ``places``: lists with one name per experiment,
+    such as row labels or column names. If a setting has several values, the caption gives the most frequent one, and
+    lists the experiments with other values. Their names come from the first list in which every name stands for one
+    value. ``settings``: {row label: settings that no other line of the caption states}.
     """
     show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -239,8 +240,8 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
 def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
     """Return the name of the seed setting over which a table averages: one of ``SEEDS``.
 
-    ``values``: {seed setting: its values in the table}. The result is the only seed setting with several values, or
-    else ``seed``. Each value of another seed setting has its own row.
+    ``values``: {seed setting: its values in the table}. If exactly one seed setting has several values, it is the
+    result. Otherwise the result is ``seed``. Each value of any other seed setting has its own row.
 
     >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
     ('model_seed', 'seed')
@@ -261,7 +262,7 @@ def seeds_in_words(experiments: Sequence[Experiment]) -> str:
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return {name: value} of the parameters that differ from their defaults, and of those in ``also``."""
+    """Return {name: value} of all parameters that differ from their defaults, and of the parameters ``also``."""
     changed: dict[str, Any] = {}
     for name, default in field_defaults(type(settings)).items():
         value = getattr(settings, name)
@@ -281,7 +282,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the value of a parameter as text. A group of settings is shown as its kind and its changed settings."""
+    """Return the value of a parameter as text. Settings objects are shown as their kind and changed settings."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
@@ -290,7 +291,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the caption's explanation of the column "best". It names the records that select the best round."""
+    """Return the caption's text on the column "best": the records whose accuracy determines the best round."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, because nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
@@ -366,7 +367,7 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def _with_places(values: Iterable[Any], *, places: Sequence[Sequence[str]]) -> str:
-    """Return as text the most frequent value. Other values follow, with the names of their places.
+    """Return a text with the most frequent value, then all other values with the names of their places.
 
     >>> _with_places([0.9, 0.0, 0.9], places=[["A", "B", "C"], ["x"] * 3])
     '0.9 (0 for B)'

@@ -1,4 +1,7 @@
-"""The plan of a table: its rows (methods), columns (data set and partition) and cells, all checked before any run."""
+"""The plan of a table: its rows (methods), columns (data set and partition) and cells.
+
+All cells are checked before the first run starts.
+"""
 
 import itertools
 import math
@@ -79,13 +82,13 @@ class TableSettings(Settings):
 
     ``base``: settings of all cells. ``grid``: {setting: list of values}; the table has a cell for each combination of
     values. ``grid`` may be a list of grids, ``[[grid]]`` in a file; the table then has the cells of all grids. An entry
-    of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``; its
-    ``label`` is the name of its row. ``centralized``: True adds the row Centralized, with centralized training.
-    ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or short label of
-    the row with which the other rows are compared; empty: the row with the highest mean. ``measure``: the share (a
-    number in [0, 1]) that the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy`` or
-    ``macro_f1``; empty: the accuracy of the server's model. ``heat_map``: the axes of the heat maps in a report; None:
-    no heat map.
+    of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``, and
+    may give its row a name with the key ``label``. ``centralized``: True adds the row Centralized, with centralized
+    training. ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or
+    short label of the row with which the other rows are compared; empty: the row with the highest mean. ``measure``:
+    the measure in [0, 1] that the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy``
+    or ``macro_f1``; empty: the accuracy of the server's model. ``heat_map``: the axes of the heat maps in a report;
+    None: no heat map.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -106,7 +109,10 @@ class TableSettings(Settings):
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment and its place in the table. An experiment of the row Centralized can be in several columns."""
+    """One experiment and its position in the table.
+
+    In the row Centralized, one experiment can belong to several columns, because it has no partition.
+    """
 
     row: str
     column: str
@@ -120,7 +126,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked table before its runs: rows, columns, cells and caption."""
+    """The plan of a table, after all checks: rows, columns, cells and caption."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -167,9 +173,9 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     """Return the settings of a table, changed by ``key=value`` overrides from the command line.
 
     ``table``: the content of the TOML file. ``where``: the name of the file, for error messages. An override changes
-    the grids if its setting is in [grid] or in ``AXES``, or if it gives several seeds. Its value is then a list of
-    values, such as ``seed=0,1,2``. An override such as ``tune.trials=4`` changes [tune]. All other overrides change
-    [base]. Raises UserError for invalid overrides.
+    [grid] if its setting is in [grid] or in ``AXES``, or if it gives several seeds, as in ``seed=0,1,2``. Its value is
+    then a list of values. An override such as ``tune.trials=4`` changes [tune]. All other overrides change [base].
+    Raises UserError for invalid overrides.
     """
     changed: dict[str, Any] = {}
     tune = dict(table.get("tune", {}))
@@ -238,7 +244,7 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        # None: centralized training does not use this seed setting
+        # centralized training does not use this seed setting; None marks this
         seed = getattr(one.experiment, over)
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
@@ -265,8 +271,8 @@ def tuned(
 ) -> Plan:
     """Return ``plan`` with the values that the hyperparameter search chose.
 
-    ``chosen``: {(row, column): {setting: value}}. Each run of the new plan evaluates its model on the test records only
-    once, after its last round, unless [base] sets evaluate.test. The names of the rows do not change.
+    ``chosen``: {(row, column): {setting: value}}. In the new plan, each run uses the test records only once, after its
+    last round, unless [base] sets evaluate.test. The names of the rows do not change.
     """
     test = {} if "evaluate.test" in dict(flat(settings.base)) else {"evaluate.test": "last"}
     points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), **test} for cell in plan.cells]
@@ -280,9 +286,9 @@ def tuned(
 
 
 def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
-    """Return (index, item) for all ``given`` items, sorted so that items with the same records are neighbours.
+    """Return (index, item) for all ``given`` items, sorted so that items with the same records follow each other.
 
-    Each data set is then loaded only once. ``records_of``: function that returns a key of an item's records.
+    Each data set is then loaded only once. ``records_of``: function from an item to a key of its records.
 
     >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
     [(0, 'b1'), (2, 'b2'), (1, 'a1')]
@@ -292,9 +298,10 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 
 
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
-    """Yield all points of a grid, one method after the other. ``centralized``: True adds the row Centralized last.
+    """Yield all points (combinations of values) of a grid, one method after the other.
 
     ``base``: the settings in [base]. An axis that is not in the grid has its value from [base], or else its default.
+    ``centralized``: True adds the row Centralized at the end.
     """
     axes = dict(grid)
     for axis in AXES:
@@ -310,20 +317,21 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
 
 
 def is_bound(point: Point) -> bool:
-    """Return True if ``point`` is in the row Centralized: its algorithm is centralized training."""
+    """Return True if the algorithm of ``point`` is centralized training, so that it is in the row Centralized."""
     algorithm = point["algorithm"]
     return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of ``point`` for its run: in the row Centralized, the settings of centralized training."""
+    """Return the settings of ``point``; in the row Centralized, those of centralized training replace others."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings of ``point`` for the name of its column: in the row Centralized, the settings of FedAvg.
+    """Return the settings of ``point`` that determine the name of its column.
 
-    Centralized training has no partition, but the name of its column contains one.
+    In the row Centralized, these are settings of FedAvg. The reason: centralized training has no partition, but the
+    name of the column contains one.
     """
     return _outside(point, _FEDAVG) if is_bound(point) else point
 
@@ -363,7 +371,7 @@ def _heat_maps(
 ) -> tuple[HeatMap, ...]:
     """Return the layouts of the heat maps; an empty tuple if ``axes`` is None.
 
-    ``spanned``: the settings that the grid varies.
+    ``spanned``: the names of the settings in [grid].
     """
     if axes is None:
         return ()
@@ -417,14 +425,14 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 
 
 def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
-    """Return the names of places in the caption: labels of heat map rows and columns, row labels, and columns."""
+    """Return lists of names for the caption, one name per cell: rows and columns of heat maps, then of the table."""
     groups = row_groups(plan.heat_maps), column_groups(plan.heat_maps)
     lines = [[names.get(row, "") for row in rows] for names in groups if names]
     return [*lines, [plan.labels[row] for row in rows], [*columns]]
 
 
 def _left_out(plan: Plan) -> dict[str, str]:
-    """Return {label of a row, or of a heat map's row: settings that no other line of the caption states}."""
+    """Return {label: settings that no other line of the caption states}, for rows of the table or of heat maps."""
     groups, found = row_groups(plan.heat_maps), dict[str, dict[str, None]]()
     along = tuple(f"{one.columns}=" for one in plan.heat_maps)
     for row, left_out in plan.settings.items():
@@ -436,8 +444,8 @@ def _left_out(plan: Plan) -> dict[str, str]:
 class _Placed(NamedTuple):
     """The checked experiment of a point, without its job.
 
-    A job contains a loaded partition. Thousands of partitions would fill the memory. ``largest_class``: the share of
-    the largest class in the test records; None for a model that predicts tokens.
+    The job is left out because it contains a partition, and thousands of partitions would fill the memory.
+    ``largest_class``: the share of the largest class in the test records; None for a model that predicts tokens.
     """
 
     column: str
@@ -482,8 +490,8 @@ def _row(
 ) -> tuple[str, RowName]:
     """Return (name of the row of ``point``, the parts from which its short label is made).
 
-    ``further``: {setting: value}, which the name states after the method. ``spanned``: the settings that the grid
-    varies. If the user gave the row a label, the name is this label and only the settings in ``spanned``.
+    ``further``: the other settings in the name, {setting: value}. ``spanned``: the names of the settings in [grid]. If
+    the user gave the row a label, the name consists of this label and of the ``spanned`` settings.
     """
     chosen = str(point.get(_LABEL, ""))
     named = {key: value for key, value in further.items() if not chosen or key in spanned}
@@ -495,7 +503,7 @@ def _row(
 def _further(point: Point, over: str) -> dict[str, str]:
     """Return {setting: value as text} of the settings of ``point`` that the row's name states after the method.
 
-    The settings of the method and of the column, and ``over``, are left out. ``over``: the seed setting over which the
+    These are not the settings of the method or of the column, nor the setting ``over``: the seed setting over which the
     table averages.
     """
     named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
@@ -504,7 +512,7 @@ def _further(point: Point, over: str) -> dict[str, str]:
 
 
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of one entry of ``grid.algorithm``: an algorithm, or a table with several settings."""
+    """Return the settings of one entry of ``grid.algorithm``, which is an algorithm or a table of several settings."""
     if isinstance(entry, dict) and _LABEL in entry:
         others = {key: value for key, value in entry.items() if key != _LABEL}
         if not isinstance(entry[_LABEL], str) or not entry[_LABEL].strip():
@@ -522,9 +530,9 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with the settings in ``instead``.
+    """Return ``point`` with the settings ``instead`` in place of its own.
 
-    Each setting of ``point`` is removed if the first part of its dotted key is in ``instead``.
+    A setting of ``point`` is replaced if the first part of its dotted key is in ``instead``.
     """
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 

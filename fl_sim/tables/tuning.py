@@ -111,7 +111,7 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose chosen value is near an end of the search space, which may thus be too narrow."""
+        """Return the settings whose best value is near an end of the search space: the space may be too narrow."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
@@ -151,9 +151,9 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
 def trial_batches(tune: Tune) -> list[range]:
     """Return the batches of trials, as ranges of trial indices (from 0).
 
-    The values of all trials in a batch are drawn at the same time. A random search is one batch. A search by Optuna
-    begins with a batch of random trials: a quarter of all trials. Each later trial is its own batch, because its values
-    depend on all earlier results.
+    The values of all trials in a batch are drawn at the same time. A random search is one batch. In a search by Optuna,
+    the first batch contains a quarter of all trials, with random values. Each later trial is a batch of its own,
+    because its values depend on all earlier results.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
     return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
@@ -182,7 +182,7 @@ def tune(
     """Search for the best hyperparameters of every row in every column, and return the results of all searches.
 
     The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: a function that executes runs.
-    It is called for each batch of trials, once per rung (stage of successive halving). Raises UserError like
+    It is called once per batch of trials and rung (stage of successive halving). Raises UserError like
     ``searches_of``. Raises RunError for a trial that failed without diverging, and if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
@@ -244,7 +244,7 @@ class _Unknown(Exception):  # noqa: N818 (not an error)
 class _Log:
     """The results of all trials so far.
 
-    ``path``: a file to which the results are also written; None: no file.
+    ``path``: the file to which the results are also written; None for no file.
     """
 
     path: Path | None
@@ -261,7 +261,7 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    # the row also fixes the parameters in its name: those that differ from their defaults
+    # parameters with changed values are part of the row's name, so the row fixes them, too
     for part in ("algorithm", "preprocess"):
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
@@ -298,7 +298,7 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 
 
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
-    """Raise UserError if a trial has invalid settings, or if trials and runs of the table would train different models.
+    """Raise UserError if a trial has invalid settings, or if its model differs from that of the table's runs.
 
     Only the first batch is checked. The values of later trials are unknown, because they depend on earlier results.
     """
@@ -376,9 +376,9 @@ def _results(
 ) -> list[TrialResult]:
     """Execute ``trials`` on their next rung (stage), and return the results of these trials.
 
-    ``earlier``: the results of previous rungs. Trials with equal settings share one run, as long as the longest of
-    them. The results of the shorter trials are read from its first rounds. Raises RunError, with the reason, for a
-    failed trial.
+    ``earlier``: the results of previous rungs. Trials with equal settings share one run, which has the rounds of the
+    longest of them. The results of the shorter trials are read from its first rounds. Raises RunError, with the reason,
+    for a failed trial.
     """
     last = {one.trial: one for one in earlier}
     entries = [_entry_of(settings, trial, last.get(trial), folder, data_root) for trial in trials]
@@ -424,7 +424,7 @@ def _entry_of(
 def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
     """Return the trials that continue on the rung (stage) with index ``step`` (from 0), the best trial first.
 
-    If ``step`` is after the last rung, return only the best trial of the search. ``tried``: the results of the search
+    After the last rung, only the best trial of the search is returned. ``tried``: the results of the search
     so far. Raises RunError if all trials of the previous rung diverged.
     """
     before = [one for one in tried if one.rung == step]

@@ -38,12 +38,12 @@ class Tune(Settings):
     from earlier results. ``seed``: the seed of the drawn values.
 
     ``space``: the settings to tune for all methods, each with a list of values or a range {low, high, log}. ``spaces``:
-    the same for single methods, by the kind of the algorithm or the name of the row. ``data``: a public data set on
-    which the search trains in place of the table's own data. Methods with a privacy guarantee require it. The trials
-    are then evaluated on the test records of this data set.
+    the same for single methods, by the kind of the algorithm or the name of the row. ``data``: a public data set that
+    the trials use in place of the table's own data, for training and for evaluation on its test records. Methods with
+    a privacy guarantee require it.
 
-    ``partial``: True permits rows without a search space, which are not tuned (as in papers that tune only some
-    methods). False refuses such rows, because a fair comparison tunes all methods with equal effort.
+    ``partial``: True permits rows without a search space, which are then not tuned (as in papers that tune only some
+    methods). False forbids such rows, because a fair comparison tunes all methods with equal effort.
     """
 
     trials: int = Field(16, ge=1, le=10_000)
@@ -122,7 +122,7 @@ class ValueList:
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("must be a number")
-    # pydantic must not convert numbers here, because ``low = 1`` gives integers and ``low = 1.0`` gives floats
+    # pydantic must not convert numbers here: ``low = 1`` stands for integers, and ``low = 1.0`` for floats
     return value
 
 
@@ -132,8 +132,8 @@ Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
 class Range(Settings):
     """A search space of one setting: the numbers from ``low`` to ``high``.
 
-    If both limits are integers, only integers are drawn. ``log``: True draws from a log-uniform distribution: as many
-    numbers between 1 and 10 as between 10 and 100.
+    If both limits are integers, only integers are drawn. ``log``: True draws from a log-uniform distribution, so that
+    numbers between 1 and 10 are as likely as numbers between 10 and 100.
     """
 
     low: Number
@@ -146,7 +146,7 @@ class Range(Settings):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def drawn(self, seed: int, key: str, trial: int) -> float | int:
-        """Return the value of the setting ``key`` for trial number ``trial`` (from 0), after the method ``rounded``."""
+        """Return the value of the setting ``key`` for trial number ``trial`` (from 0), rounded by ``rounded``."""
         at = float(rng(seed, f"tuning {key}", trial).random())
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         return self.rounded(math.exp(low + at * (high - low)) if self.log else low + at * (high - low))
@@ -190,9 +190,9 @@ class Method:
 def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> dict[str, Space]:
     """Return {row: search space} for ``methods``. In each space, the settings of [tune.space] come first.
 
-    ``federated``: names of the settings of federated learning, which the row Centralized lacks. Raises UserError for an
-    empty space, for a value that is no list or range, for an unknown method, and for a setting that must not be tuned
-    or is already in the grid.
+    ``federated``: names of the settings of federated learning, which the row Centralized does not have. Raises
+    UserError for an empty space, for a value that is neither list nor range, for an unknown method, and for a setting
+    that must not be tuned or is already in the grid.
     """
     methods = tuple(methods)
     shared = _read(tune.space, "tune.space")

@@ -61,8 +61,8 @@ class Budget:
 
     ``deadline``: the time at which the budget ends, by the clock ``time.monotonic``. ``seconds``: {run: estimated
     seconds until the run is finished}. ``begun``: names of the runs that already have finished rounds. Such a run
-    resumes if the deadline has not passed, and stops after the last round before it. Any other run starts only if it
-    should finish before the deadline.
+    resumes if the deadline has not passed, and stops at the deadline, between two rounds. Any other run starts only if
+    it is expected to finish before the deadline.
     """
 
     deadline: float
@@ -71,7 +71,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the seconds until the deadline; negative after the deadline."""
+        """Return the seconds until the deadline; a negative number after the deadline."""
         return self.deadline - time.monotonic()
 
     def fits(self, name: str) -> bool:
@@ -147,10 +147,10 @@ def run_all(
 ) -> Generator[Event, None, None]:
     """Execute ``runs``, {name: experiment}, in worker processes, and yield their events as they happen.
 
-    The directory of a run is ``out / name``. ``jobs``: the largest number of parallel runs. ``budget``: the time
-    budget. A run that would exceed it is not started, or stops after a round. ``tracking``: the trackers of the runs. A
-    run that is already finished yields only the event ``Finished``. An unfinished run resumes from its checkpoint.
-    Closing the generator, or an exception in it, stops the workers at once. Finished rounds are kept.
+    The directory of a run is ``out / name``. ``jobs``: the maximum number of parallel runs. ``budget``: the time
+    budget. A run that would exceed it is not started, or it stops after a round. ``tracking``: the trackers of the
+    runs. A run that is already finished yields only the event ``Finished``. An unfinished run resumes from its
+    checkpoint. Closing the generator, or an exception in it, stops the workers at once. Finished rounds are kept.
 
     Raises UserError for a class that workers cannot import. Raises RunError if another process uses ``out``, or if a
     worker process cannot start.
@@ -191,9 +191,10 @@ def run_all(
 
 
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
-    """Return ``experiment`` with cores / ``jobs`` threads for its clients. ``jobs``: the number of parallel runs.
+    """Return ``experiment`` with its share of the CPU cores, as threads for its clients.
 
-    An experiment on another engine, or with a number of threads that the user chose, is returned unchanged.
+    ``jobs``: the number of parallel runs, among which the cores are divided. An experiment on another engine, or with a
+    number of threads that the user chose, is returned unchanged.
     """
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
@@ -302,13 +303,13 @@ def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tupl
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a worker process, and return the process and the connection to it.
 
-    The worker never outlives this process: it ends when its standard input closes, a pipe whose other end only this
-    process holds.
+    The worker never outlives this process: its standard input is a pipe from this process, and it ends when the pipe
+    closes.
     """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-    # Ctrl-C reaches all processes of the terminal. Workers inherit a mask that blocks it, so that only the parent
-    # reacts.
+    # Ctrl-C sends SIGINT to all processes of the terminal. Workers inherit a mask that blocks this signal, so that
+    # only the parent reacts.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
@@ -334,16 +335,17 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _TimeIsUp(KeyboardInterrupt):
-    """The exception that ends a run at the deadline, after a round.
+    """The exception that stops a run at the deadline, between two rounds.
 
-    This is a subclass of KeyboardInterrupt, so that the run keeps its finished rounds.
+    It is a subclass of KeyboardInterrupt, so the run stops as after Ctrl-C and keeps its finished rounds.
     """
 
 
 class _Reporter(Silent):
     """An observer in a worker process that sends the events of a run to the parent process.
 
-    The observer stops the run before a round that would end more than ``seconds`` from now; None: no time limit.
+    The observer stops the run before a round that would end after ``seconds``, counted from its creation. None means no
+    time limit.
     """
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:
@@ -394,7 +396,7 @@ def _attempt(
 def _die_with_parent() -> None:
     """Wait until the parent process ends for any reason, then end this process.
 
-    A worker that outlived its parent and a resumed table would write the same files.
+    If a worker outlived its parent, it and a resumed table could write the same files.
     """
     while os.read(_STANDARD_INPUT, 1):
         pass

@@ -1,1 +1,1 @@
-"""The PATE procedure: teachers vote on labels, and a student is trained on the noisy result, at a privacy cost."""
+"""The PATE procedure: teachers vote on labels of public records, and a student is trained on the noisy labels."""

@@ -1,8 +1,8 @@
-"""PATE's votes and noisy labels. All runs that need the same votes or labels share them, so they are made once.
+"""The teachers' votes in PATE, and the noisy labels. Runs that need the same votes or labels share their files.
 
-Votes lie below ``$FL_SIM_POOLS`` (else the user's cache), in a folder whose name is a digest of everything that
-determines them. Votes are PRIVATE: they are computed from the teachers' records, and only the owner of the files may
-read them (mode 0600).
+The votes are stored below ``$FL_SIM_POOLS`` (else in the user's cache). The name of their folder is a digest of all
+settings that determine the votes. Votes are PRIVATE, because they depend on the teachers' records. So only the owner
+may read the files (mode 0600).
 
 Each set of noisy labels has a folder in the folder of the votes. It contains these files: ``labels.json``, the labels
 and the receipt of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until the
@@ -51,7 +51,7 @@ class Votes:
     """The votes of all teachers. PRIVATE.
 
     ``predictions``: the class for which each teacher votes, (teachers, pool). ``counts``: the number of votes for each
-    class, (pool, classes); every teacher has one vote on each record. ``rows``: the row numbers of these records in the
+    class, (pool, classes); every teacher has one vote on each record. ``rows``: the row numbers of the records in the
     public pool. ``folder``: the folder of the files. ``seconds``: the time that training and voting took. ``reused``:
     True if an earlier run made the votes.
     """
@@ -64,15 +64,15 @@ class Votes:
     reused: bool
 
     def about(self, rows: NDArray[np.int64]) -> "Votes":
-        """Return the votes on some records. ``rows``: the positions of these records, in the order of the result."""
+        """Return the votes on the records with the indices ``rows``, in the order of ``rows``."""
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
 def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Votes:
-    """Return the votes of the job's teachers on its public pool, made now or by an earlier run.
+    """Return the votes of the job's teachers on its public pool: those of an earlier run, or new ones.
 
-    If votes get noise, a failed teacher counts as a vote for class 0 in every query: see ``ask_teachers``. Without
-    noise, a failed teacher raises RunError. Raises UserError if the stored votes are damaged.
+    If the votes are to get noise, a failed teacher counts as a vote for class 0 in every query (``ask_teachers``). If
+    not, RunError is raised for a failed teacher. Raises UserError if the stored votes are damaged.
     """
     folder = pools_root() / votes_key(job)
     public = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
@@ -257,16 +257,16 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of this noisy number.
+    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of this release.
 
-    The bound is the same in every call, because the key of its noise is never removed.
+    Every call returns the same bound, because the key of its noise is never removed.
     """
     path = released.folder / _PUBLISHED
     counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
     assert isinstance(cost, LNMaxCost | GNMaxCost | ConfidentCost)
     answered = released.labelled.labels[: len(counts)] != UNANSWERED
     delta = settings.labelling.delta
-    # The terms use a number of queries that does not depend on the votes.
+    # The parameters ``terms`` use a number of queries that does not depend on the votes.
     queries = settings.labelling.certain_queries(len(released.labelled.labels), len(counts))
     shape = {"queries": queries, "teachers": len(votes.predictions), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, delta, **shape)
@@ -304,7 +304,7 @@ class _Published(BaseModel):
 
 
 class _Labels(BaseModel):
-    """The content of ``labels.json``."""
+    """The content of ``labels.json``: the noisy labels, the number of queries asked, and the ledger's receipt."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     labels: list[int]
@@ -312,7 +312,7 @@ class _Labels(BaseModel):
     receipt: dict[str, Any]
 
     def fit(self, queries: int, classes: int) -> bool:
-        """Return True if there are ``queries`` labels with valid classes, and none after the first ``num_asked``."""
+        """Return True if there are ``queries`` valid labels, all unanswered after the first ``num_asked``."""
         inside = all(UNANSWERED <= one < classes for one in self.labels)
         later = set(self.labels[self.num_asked :])
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}
@@ -368,7 +368,7 @@ def _hold_against_copy(ledger: Path, copy: Path) -> None:
 def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.int64]) -> Noise:
     """Return the noise for a set of noisy labels.
 
-    A run that was killed before it stored the labels gets the same noise again.
+    If a run was killed before it stored the labels, the resumed run gets the same noise.
     """
     if labelling.noise == "seeded":
         return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
@@ -378,8 +378,8 @@ def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.
 def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
     """Return the secret key of the noise on the votes ``counts``, from the file ``path``; a missing file is made.
 
-    Raises RunError if the key was made for other counts. The same noise on two different counts would reveal the
-    difference of the counts.
+    Raises RunError if the key was made for other counts. If different counts got the same noise, an attacker could
+    subtract them and learn the exact difference.
     """
     if not path.exists():
         key = os.urandom(32)

@@ -47,7 +47,7 @@ class Vote:
     job: Job
     settings: Pate
     pool: torch.Tensor
-    reads_records: ClassVar[bool] = False  # ``run`` calls the policy's own check for votes
+    reads_records: ClassVar[bool] = False  # ``run`` calls ``check_vote`` of the policy instead
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 
@@ -91,7 +91,7 @@ class PateProcedure(Procedure):
         return self.settings.student.network(self.job.dataset.input_shape, self.job.dataset.num_classes)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of the teachers' training and votes, and of the student's training (never timed)."""
+        """Return the amounts of computation for the teachers, and for the student's training, which is not timed."""
         student = Work("the student's training", pieces=1.0)
         if isinstance(self.settings.teachers, RandomForest):
             return (self._forests(self.settings.teachers), student)
@@ -153,8 +153,8 @@ def ask_teachers(
     """Let every client train a teacher and vote; return the votes, (teachers, records), and the failed teachers.
 
     Raises RunError that names the first teacher whose votes are missing or malformed. If ``private`` is True, such a
-    teacher instead counts as a vote for class 0 in every query. A run that stops for one teacher would reveal something
-    about this teacher's records. If all teachers fail, RunError is raised, and its message quotes no client.
+    teacher instead counts as a vote for class 0 in every query. The reason: a run that stops because of one teacher
+    reveals something about its records. If all teachers fail, RunError is raised, and its message quotes no client.
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(replace(order, task=VOTE), timeout, quoted=not private)

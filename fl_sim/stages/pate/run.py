@@ -96,14 +96,14 @@ def run_pate(
 
 
 def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the row numbers of all records of the pool, in the order in which they are used as queries."""
+    """Return the order of the queries: the row numbers of all records of the pool."""
     if settings.asking == "in-order":
         return np.arange(len(pool), dtype=np.int64)
     return representatives(to_tensors(pool, dataset)[0], len(pool))
 
 
 class _Training:
-    """The student's training: ``rounds`` epochs with equal numbers of steps. The log has one line for each epoch."""
+    """The student's training: as many epochs as the setting ``rounds``. The log gets one line for each epoch."""
 
     def __init__(
         self,
@@ -141,7 +141,8 @@ class _Training:
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
         """Restore ``parts`` from the checkpoint of an earlier process; return the number of steps taken so far.
 
-        ``parts``: all objects that training changes, {name: object}. The number is 0 without a usable checkpoint.
+        ``parts``: {name: object} of all objects that training changes, such as the model and the optimizer. Without a
+        usable checkpoint, nothing is restored and 0 is returned.
         """
         self.parts, path = parts, self.out / run_directory.STUDENT
         if not path.exists():
@@ -158,9 +159,9 @@ class _Training:
         return standing.steps
 
     def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
-        """Record the epoch that ends after step ``step``, with the student's measures if due, and write its checkpoint.
+        """Record the epoch that ends with step ``step``, and write a checkpoint. If no epoch ends there, do nothing.
 
-        If no epoch ends after ``step``, nothing is done.
+        If the student is due to be tested, the record contains its measures.
         """
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
         if step * rounds < epoch * self.settings.steps:
@@ -188,7 +189,7 @@ class _Training:
 
 
 def _digest(chain: str, data: StudentData) -> str:
-    """Return a digest of the student's training data and of ``chain``, a digest that depends on the run's settings."""
+    """Return a digest of the student's training data and of ``chain``, which is a digest of the run's settings."""
     digest = hashlib.sha256(chain.encode())
     for part in (data.labelled, data.labels, data.unlabelled):
         digest.update(part.numpy(force=True).tobytes())
@@ -203,7 +204,7 @@ def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> St
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
-    """Return the scores of a model in evaluation mode, then restore the model's mode."""
+    """Return the scores of a model in evaluation mode. The mode of the model is restored."""
     training = model.training
     scores = score(model.eval(), inputs, labels)
     model.train(training)
@@ -284,7 +285,7 @@ _CHECKPOINT = TypeAdapter(StudentCheckpoint)
 
 
 def write_student(path: Path, standing: StudentCheckpoint, parts: Mapping[str, TrainingPart]) -> None:
-    """Write a checkpoint atomically. ``parts``: all objects that training changes, {name: object}."""
+    """Write a checkpoint atomically. ``parts``: {name: object} of all objects that training changes."""
     tensors = dict(_named(parts))
     facts = _CHECKPOINT.dump_json(standing).decode()
     write_whole(path, save(tensors, {"standing": facts, "sha256": digest_of(facts, dict(sorted(tensors.items())))}))
@@ -319,7 +320,7 @@ def restore(path: Path, tensors: Params, parts: Mapping[str, TrainingPart]) -> N
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         try:
             part.load_state_dict(_of_optimizer(part, own) if isinstance(part, torch.optim.Optimizer) else own)
-        except (RuntimeError, ValueError) as error:  # the stored tensors have other shapes
+        except (RuntimeError, ValueError) as error:  # raised if the stored tensors have other shapes
             raise UserError(
                 f"{path} does not fit: {name}: {error}; delete it; the student is then trained from the start"
             ) from error

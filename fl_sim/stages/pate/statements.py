@@ -55,11 +55,10 @@ _DOMAINS_ARE_PUBLIC: Final = (
 def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released: Released) -> list[dict[str, Any]]:
     """Return the privacy statements for ``result.json``. The first statement covers the labels and the student.
 
-    If one record is replaced, the new record is in the same teacher's shard. So at most one vote changes in each query.
-    At most one vote also changes if the record is missing. So the privacy ledger's events have the same cost, whether
-    a record is replaced or missing. The partition determines the stated adjacency. In an IID partition one additional
-    record would change the shuffle, and so every teacher. Then the adjacency is to replace one record, and the number
-    of records is public.
+    If one record is replaced or removed, only the teacher with this record changes, so at most one vote changes in each
+    query. The cost of the privacy ledger's events is therefore the same for both adjacencies. The partition determines
+    which adjacency the statement names. In an IID partition, one additional record would change the shuffle, and so
+    every teacher. The adjacency is then to replace one record, and the number of records is public.
     """
     ledger, labelling = released.ledger, settings.labelling
     relation, public = neighbours(experiment.partition)
@@ -85,7 +84,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
-    """Return the adjacency under which one record changes only one teacher, and a text on the public facts."""
+    """Return the adjacency for which one record changes only one teacher, and a text about the public facts."""
     if isinstance(partition, OverSplit):  # a record's transform depends only on the index of its teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
@@ -115,9 +114,9 @@ def _published(
 ) -> dict[str, Any]:
     """Return the privacy statement that covers both the labels and the published data-dependent epsilon.
 
-    The statement contains one guarantee for both, and the published epsilon. ``certain``: {event: count} of the largest
-    privacy cost of all queries, for any votes. The cost in the privacy ledger is not used, because it depends on which
-    queries were answered.
+    The statement contains one guarantee for both, and the published epsilon. ``certain``: {privacy event: count}, the
+    largest possible cost of the queries, for any votes. The cost in the privacy ledger is not used, because it depends
+    on which queries were answered.
     """
     published, terms = publish_cost(settings, votes, released)
     delta = settings.labelling.delta
@@ -152,9 +151,9 @@ def _published(
 def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
     """Return a Renyi curve that bounds the privacy cost of the labels.
 
-    The result is the minimum of two curves: the curve of the events ``certain``, and the curve of the privacy budget.
-    Tests and answers of queries are Gaussian mechanisms. A composition of them within the budget costs less than one
-    Gaussian mechanism that exceeds this budget. The curve of this one mechanism is the second curve.
+    The result is the minimum of two bounds. The first is the curve of the events ``certain``. The second follows from
+    the privacy budget: tests and answers of queries are Gaussian mechanisms, and all of them together stay within the
+    budget. So they cost less than a single Gaussian mechanism that exceeds the budget, and its curve is a bound.
     """
     curve = compose(certain)
     test, _ = labelling.mechanism.charges()
