@@ -20,14 +20,14 @@ _HEAD = "personal-head"
 
 
 class FedRoD(BalancedSoftmax):
-    """Body and generic head are trained by balanced softmax and averaged. Each client also has a personal head.
+    """The body and a generic head are trained with balanced softmax and averaged. Each client also has a personal head.
 
-    A client predicts by the sum of both heads' logits. In each local step, on one batch, the personal head makes a step
-    on the cross-entropy of this sum, without the shift of balanced softmax. This loss changes neither the body nor the
-    generic head. Both gradients are computed at the parameters before the step. A head is a linear layer, so the
-    client's own model has the sum of both heads as its head. The personal head begins at 0, so the own model begins as
-    the received model. In PFLlib the personal head begins as a copy of the initial generic head. The paper's variant
-    with personal heads from a hypernetwork is not implemented.
+    A client predicts by the sum of both heads' logits. In each local step, one batch trains two losses. Balanced
+    softmax changes the body and the generic head. The plain cross-entropy of the summed logits changes only the
+    personal head. Both gradients are computed at the parameters before the step. Heads are linear layers, so the
+    client's own model is the body with one head, the sum of both heads. The personal head is initially 0, so the
+    client's own model is initially the received model. In PFLlib the personal head begins as a copy of the initial
+    generic head. The paper's variant with personal heads from a hypernetwork is not implemented.
     """
 
     kind: Literal["fedrod"] = "fedrod"  # type: ignore[assignment]  # another kind than its base class
@@ -49,7 +49,7 @@ class FedRoD(BalancedSoftmax):
             )
 
     def course(self, job: LocalJob) -> Course:
-        """Train the generic model and the personal head side by side, batch by batch."""
+        """Train the received model and the personal head. Each batch gives one step to both."""
         from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
 
         generic, statistics, settings = job.task.params, job.task.statistics, job.task.settings
@@ -71,7 +71,7 @@ class FedRoD(BalancedSoftmax):
         return Trained(generic, buffers or {}, len(losses), loss, statistics=statistics, further={_HEAD: head})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of body and generic head; the personal head becomes the client state."""
+        """Return the update of the body and the generic head, with the personal head as client state."""
         update = super().finish(task, trained)
         head = trained.further[_HEAD].params if _HEAD in trained.further else self._personal(task)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, {_HEAD: head})

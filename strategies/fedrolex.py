@@ -9,15 +9,15 @@ from strategies.heterofl import HeteroFL
 
 
 class FedRolex(HeteroFL):
-    """HeteroFL whose small models begin at channel t mod K in round t, counted from 0, so all entries are trained.
+    """HeteroFL in which a small model takes the channels of each layer from channel t mod K on, in round t from 0.
 
-    K is the number of channels of a layer. After channel K - 1, the window continues at channel 0. The settings are
-    those of ``heterofl``.
+    K is the layer's number of channels; channel 0 follows channel K - 1. So over the rounds all parameters of the large
+    model are trained. The settings are those of ``heterofl``.
     """
 
     kind: Literal["fedrolex"] = "fedrolex"  # type: ignore[assignment]  # another kind than its base class
     title: ClassVar[str] = "FedRolex"
 
     def first_channel(self, rounds: int) -> int:
-        """Return the first channel of small models. It increases by one in every round."""
+        """Return the index of the first channel of small models. It increases by one in every round."""
         return rounds

@@ -12,12 +12,12 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedRS(Averaging):
-    """Each client multiplies the logits of classes that it lacks by ``alpha`` in training; 1 is FedAvg.
+    """In training, each client multiplies the logits of classes that it lacks by ``alpha``; with 1 this is FedAvg.
 
     The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled, too. The authors'
-    released code (lxcnju/FedRepo, issue 7) scales class c by alpha + (1 - alpha) n_c / max n. n holds the client's
-    label counts. This is the same if all classes of a client have equally many records; otherwise it scales down rarer
-    classes, too.
+    released code (lxcnju/FedRepo, issue 7) scales class c by alpha + (1 - alpha) n_c / max n, where n_c is the client's
+    number of records of class c. Both rules agree if the classes that a client has are equally frequent. Otherwise the
+    released code also scales down the client's rarer classes.
     """
 
     kind: Literal["fedrs"] = "fedrs"

@@ -14,10 +14,10 @@ class FedSAM(Averaging):
     """Clients step with the gradient at w + rho g / ||g||; if ``adaptive`` (FedASAM), at w + rho w^2 g / || |w| g ||.
 
     w is the client's model and g its gradient. ``rho``: 0 is FedAvg; Caldarola et al. take 0.1 (FedSAM) and 0.7
-    (FedASAM) on CIFAR-10. The norm is over the whole model, and weight decay is computed at w. The released FedASAM has
-    |w| + eta in place of |w|, with eta 0.2 on CIFAR-10, and scales only weights: a bias moves by rho g / norm. Here eta
-    is 0 and biases are scaled like weights, so the same ``rho`` of 0.7 gives a different distance from w, and different
-    models, than in the released code.
+    (FedASAM) on CIFAR-10. The norm is over the whole model, and weight decay is computed at w. The released FedASAM
+    code has |w| + eta in place of |w|, with eta 0.2 on CIFAR-10, and scales only weights: a bias moves by rho g / norm.
+    Here eta is 0, and biases are scaled like weights. So the same ``rho`` moves w by another distance here than in the
+    released code, and gives other models.
     """
 
     kind: Literal["fedsam"] = "fedsam"
@@ -32,6 +32,6 @@ class FedSAM(Averaging):
         return [] if self.rho else [off("algorithm.rho=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that computes gradients at distance ``rho`` uphill of w."""
+        """Return the local plan that takes each gradient after a step of length ``rho`` that increases the loss."""
         del task
         return LocalPlan(ascent=Ascent(self.rho, adaptive=self.adaptive))

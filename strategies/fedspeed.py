@@ -14,11 +14,11 @@ from strategies.feddyn import Dynamic
 class FedSpeed(Dynamic):
     """Clients step with (1 - s) g(w) + s g(w + rho g / ||g||) - g_i + alpha (w - x); the server step is FedDyn's.
 
-    w is the client's model, x the received model, g the gradient, and g_i FedDyn's correction. ``alpha``: in the paper
-    1 / lambda. ``uphill_share``: s, which is the paper's alpha. ``rho``: the distance from w to the point of higher
-    loss where the second gradient is computed; with 0 this gradient, too, is computed at w. In the paper's algorithm 1
-    the server averages the corrections of the cohort only, so that the model moves away from the optimum if not all
-    clients take part. The released code and this class average the corrections of all clients.
+    w is the client's model, x the received model, g the gradient, and g_i FedDyn's correction. ``alpha``: the paper's 1
+    / lambda. ``uphill_share``: s, the paper's alpha. ``rho``: the distance from w to the point of higher loss where the
+    second gradient is computed; with 0 this gradient, too, is computed at w. In the paper's algorithm 1 the server
+    averages only the corrections of the cohort. If not all clients take part, the model then moves away from the
+    optimum. The released code and this class average the corrections of all clients.
     """
 
     kind: Literal["fedspeed"] = "fedspeed"
@@ -34,5 +34,5 @@ class FedSpeed(Dynamic):
         return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedDyn's local plan, with a share of each gradient computed at distance ``rho`` uphill of w."""
+        """Return FedDyn's local plan, where a share of each gradient is computed at a point of higher loss."""
         return replace(super().plan(task), ascent=Ascent(self.rho, share=self.uphill_share))

@@ -23,12 +23,13 @@ LARGEST_MARGIN: Final = 100.0
 class FedTGP(FedProtoLocal):
     """``fedproto-local`` with other prototypes: the server trains them on the clients' mean features of each class.
 
-    The prototype of class c is g(e_c). g is a network with one hidden layer of ReLU and the width of the features; e_c
-    is a trained vector. Let P be a client's mean features of its class y. The server takes ``server_steps`` steps of
-    gradient descent, with the learning rate ``server_rate``, on the mean over all P of the cross-entropy of y under
-    softmax_c(-(||P - prototype c|| + margin [c = y])). The margin is the largest distance between two classes' means
-    of P, and at most 100 (section 3.3). g and all e_c are trained further in every round. A class that no client of the
-    round has keeps its prototype. In the released code, the server takes steps on batches of P.
+    The prototype of class c is g(e_c). g is a network with one hidden ReLU layer, whose layers are as wide as the
+    feature vector. e_c is a trained vector. Let P be a client's mean features of its class y. The logit of class c for
+    P is -||P - prototype c||, and for c = y it is smaller by the margin. The loss is the mean cross-entropy over all P.
+    The server minimises it by ``server_steps`` steps of gradient descent with the learning rate ``server_rate``. The
+    margin is the largest distance between two classes' means of P, and at most 100 (section 3.3). Training of g and of
+    all e_c continues in every round. If no client of the round has a class, the class keeps its prototype. In the
+    released code, the server takes steps on batches of P.
     """
 
     kind: Literal["fedtgp"] = "fedtgp"  # type: ignore[assignment]  # another kind than its base class
@@ -39,19 +40,22 @@ class FedTGP(FedProtoLocal):
     server_rate: float = Field(0.5, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for local privacy: it does not cover features."""
+        """Raise ValueError for settings that hide single clients, and for local privacy.
+
+        Local privacy does not cover features.
+        """
         check_in_the_clear(self, experiment, "mean features")
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit."""
+        """Return the reason why this method cannot use robust aggregators, for error messages."""
         return "its server trains on the mean features of all clients, also those that a robust aggregator leaves out"
 
     def note(self) -> str:
-        """Return the note for tables: it names what clients send."""
+        """Return the note below result tables: it lists the tensors that clients send."""
         return "FedTGP: clients send the mean features of each class that they hold, and each class's share."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round, with the initial e_c and g in the server's memory."""
+        """Return the server state before the first round. Its ``memory`` has the initial e_c and g."""
         server = super().init_for(params, model)
         classes, features = server.broadcast["prototypes"]["z"].shape
         draw, bound = rng(0, "trainable prototypes"), 1 / math.sqrt(features)
@@ -69,7 +73,7 @@ class FedTGP(FedProtoLocal):
         return replace(super().merge(server, aggregate), memory=server.memory)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state with trained prototypes of all classes that clients of the round have."""
+        """Train the prototypes. Return the server state with new prototypes for all classes of the round's clients."""
         sums, counts = rows.payloads["features"]["sums"], rows.payloads["features"]["counts"]
         held = counts > 0
         if not held.any():
@@ -108,9 +112,10 @@ def prototypes_of(weights: Params) -> torch.Tensor:
 
 
 def contrast(prototypes: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor, margin: float) -> torch.Tensor:
-    """Return the mean cross-entropy of ``labels`` (n,).
+    """Return the mean cross-entropy of classifying ``inputs`` (n, d) by their distances to the prototypes.
 
-    The logit of a class is minus the distance to its prototype. For the label, ``margin`` is subtracted, too.
+    The logit of a class is minus the distance to the class's prototype. The logit of the true class, given by
+    ``labels`` (n,), is also reduced by ``margin``.
     """
     distances = torch.cdist(inputs, prototypes)
     own = torch.nn.functional.one_hot(labels, len(prototypes)).to(distances.dtype)

@@ -1,4 +1,4 @@
-"""FedVLS: distillation of vacant classes and suppression of logits (Guo et al. 2025, eq. 3 to 6)."""
+"""FedVLS: distillation on a client's absent classes, and suppression of logits (Guo et al. 2025, eq. 3 to 6)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class FedVLS(Averaging):
 
     f_c is the logit of class c, C the number of classes, and pi_c the share of class c in the client's records. The
     first term is the cross-entropy of f + log pi, so the softmax leaves absent classes out. The second term is
-    ``distillation_weight`` (the paper's lambda) times KL(received model || own model) over the absent classes. The
-    third term is ``logit_weight`` times the sum over c of pi_c log(mean over the batch of
-    exp [y != c] (f_c - log pi_c - log C)).
+    ``distillation_weight`` (the paper's lambda) times KL(received model || trained model) over the absent classes. The
+    third term is ``logit_weight`` times the sum over c of pi_c log(mean of e_c over the batch). For a record of class
+    c, e_c is 1. For any other record, e_c is exp(f_c) / (C pi_c).
 
-    The third term and its weight follow the released code. In the paper it is log(mean of [y != c] exp f_c) with weight
-    1. That term has no lower bound, and training diverges. The paper's lambda is 0.1, and 0.5 on CIFAR-100. The
-    released code has log 1e-9 in place of log pi for an absent class. It joins training and test records, and evaluates
-    models on records on which clients train, so its figures for MNIST are not test accuracies.
+    The third term and its weight follow the released code. In the paper, e_c is 0 for a record of class c and exp(f_c)
+    for any other record, and the weight is 1. That term has no lower bound, and training diverges. The paper's lambda
+    is 0.5 on CIFAR-100 and 0.1 otherwise. For an absent class the released code has log 1e-9 in place of log pi. It
+    evaluates models on training and test records together, so its MNIST figures are not test accuracies.
     """
 
     kind: Literal["fedvls"] = "fedvls"
@@ -47,7 +47,7 @@ class FedVLS(Averaging):
         return [off(f"algorithm.{name}=0", instead) for name, (weight, instead) in parts.items() if not weight]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan with the three parts of the loss, computed from the client's label counts."""
+        """Return the local plan with the three terms of the loss, computed from the client's label counts."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shares = counts / counts.sum().clamp(min=1)
         return LocalPlan(

@@ -1,4 +1,4 @@
-"""FENS: the ensemble of the clients' models under a small network that the clients train (Allouah et al. 2024)."""
+"""FENS: a small network, trained by the clients, combines the outputs of their models (Allouah et al. 2024)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from strategies.ensemble import SeesModels
 
 
 class Fens(SeesModels):
-    """FedAvg; after the last round, clients train a combiner of the round's frozen models, which predicts.
+    """FedAvg; after the last round, clients train a combiner, a small model that combines their models' predictions.
 
-    The combiner maps the logits of all m models to logits. The server sends all models once. A client computes their
-    logits on records that it has held out of training (``evaluate.validation``, a tenth by default). Then the combiner
-    is trained by FedAvg for ``combiner_rounds`` rounds. Each client takes ``combiner_epochs`` epochs of SGD with
-    ``combiner_rate`` on batches of ``combiner_batch`` records, and counts by its held-out records.
+    The combiner maps the logits of the m models of the last round to one vector of logits. The server sends these
+    models once, and they are not trained further. A client computes their logits on records that it has held out of
+    training (``evaluate.validation``, a tenth by default). Then the combiner is trained by FedAvg for
+    ``combiner_rounds`` rounds. Each client takes ``combiner_epochs`` epochs of SGD with ``combiner_rate`` on batches of
+    ``combiner_batch`` records. Its weight is its number of held-out records.
 
-    ``combiner``: "weights" is a weighted sum, with a weight for each model and class that starts at 1/m: with 0 rounds
-    it is the mean of the logits. "network" is the paper's first choice, with one hidden layer of 2 m units. (The
+    ``combiner``: "weights" is a weighted sum of logits. It has one weight per model and class, initially 1/m, so with 0
+    rounds it is the mean of the logits. "network" is the paper's first choice, with one hidden layer of 2 m units. (The
     released code trains it for 500 rounds, with FedAdam at the server, and sends models as 8-bit numbers.)
 
-    The final accuracy is that of models and combiner together. They keep the models of all clients, so it compares
-    with the accuracy of the ensemble, not with that of one model. ``model.safetensors`` has the mean model, and a file
-    ``ensemble-DIGEST.safetensors`` the models and the combiner. The validation accuracy is that of the mean model.
+    The final accuracy is that of all models with the combiner. Compare it with the accuracy of an ensemble, not of one
+    model. ``model.safetensors`` contains the mean model, and a file ``ensemble-DIGEST.safetensors`` the models and the
+    combiner. The validation accuracy is that of the mean model.
     """
 
     kind: Literal["fens"] = "fens"
@@ -42,7 +43,7 @@ class Fens(SeesModels):
     combiner_batch: int = Field(128, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError without held-out records, or if the server does not see single models."""
+        """Raise ValueError if clients hold out no records, or if the server does not see the model of each client."""
         super().check(experiment)
         if not isinstance(experiment.evaluate.validation, float) or not experiment.evaluate.validation:
             raise ValueError(
@@ -51,7 +52,7 @@ class Fens(SeesModels):
             )
 
     def first(self, num_models: int, num_classes: int, generator: np.random.Generator) -> Params:
-        """Return the combiner before its first round."""
+        """Return the initial combiner."""
         if self.combiner == "weights":
             return {"weights": torch.full((num_models, num_classes), 1 / num_models)}
         made, before = dict[str, torch.Tensor](), num_models * num_classes
@@ -76,7 +77,7 @@ class Fens(SeesModels):
         return {name: value.detach() for name, value in weights.items()}
 
     def note(self) -> str:
-        """Return the note for tables."""
+        """Return the note below result tables: the accuracy is that of an ensemble."""
         return "FENS: the accuracy is that of all clients' models under a trained combiner, not of one model."
 
 

@@ -18,11 +18,11 @@ from strategies.algorithm import Weighting
 class Flame(Robust):
     """The mean of the updates in the largest cluster, each scaled down to the median norm at most, with noise.
 
-    HDBSCAN clusters the n updates by their cosine distances. A cluster has more than n / 2 updates, so there is one
-    cluster at most; without a cluster, all updates are taken. The median norm is that of all n updates. ``noise``: the
-    paper's lambda. Normal noise on every coordinate has a standard deviation of ``noise`` times the median norm. The
-    paper takes 0.001 for images. The noise comes from the run's seed, and the median norm depends on the updates
-    without a bound, so there is no privacy guarantee. More than half of the clients must be honest.
+    HDBSCAN clusters the n updates by their cosine distances. A cluster must have more than n / 2 updates, so there is
+    at most one. If there is none, all updates are taken. The median norm is that of all n updates. ``noise``: the
+    paper's lambda. Every coordinate of the mean gets normal noise with a standard deviation of ``noise`` times the
+    median norm. The paper takes 0.001 for images. There is no privacy guarantee: the noise comes from the run's seed,
+    and its standard deviation depends on the updates. More than half of the clients must be honest.
     """
 
     kind: Literal["flame"] = "flame"
@@ -48,7 +48,7 @@ class Flame(Robust):
 
 
 def _in_cluster(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of the points in the only cluster, shape (n,); without a cluster, it is True for all points.
+    """Return a mask of the points in the cluster, shape (n,). If there is no cluster, it is True for all points.
 
     ``distances``: the distances of all pairs of points, shape (n, n).
     """

@@ -56,12 +56,12 @@ class FederatedStrategy(Strategy):
     """A Flower Strategy made of one algorithm, one aggregator, one sampler, and the layers around them.
 
     ``server``: the server state after the last round; Flower's own ``arrays`` argument is the same model and is not
-    read. ``order``: the settings of the training task that every client receives. Each round sets its number and
+    read. ``order``: the settings of local training that every client receives. Each round sets its round number and
     learning rate. ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``:
-    the seed of the cohorts, or None for ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: the
-    clients whose updates were used in the last round. ``late``: the clients of that round whose updates came too late.
-    ``layer``: the outermost layer of ``layers``. ``holders``: True for each client that is known to hold training
-    records, shape (clients,); None: all clients hold records.
+    the seed of the cohorts, or None for ``seed``. ``on_clients``: the code of the layers that runs on clients.
+    ``cohort``: the clients of the last round whose updates are used. ``late``: the clients of the last round whose
+    updates come too late. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client that is known
+    to hold training records, shape (clients,); None: all clients hold records.
     """
 
     algorithm: Algorithm
@@ -164,20 +164,23 @@ class FederatedStrategy(Strategy):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes to and from one client in a round; a mean if clients or rounds differ."""
+        """Return the mean number of bytes that one client receives and sends in a round."""
         states, total = states_sent(self.algorithm, self.server, range(self.num_clients)), Traffic(0, 0)
         for size, _, count in states:
             total += self.traffic_of(size) * count
         return Traffic(round(total.down / self.num_clients), round(total.up / self.num_clients))
 
     def traffic_of(self, size: float) -> Traffic:
-        """Return the bytes to and from one client in a round; a mean if rounds differ. ``size``: the model size."""
+        """Return the mean number of bytes that a client with a model of ``size`` receives and sends in a round."""
         content, turns = self.content(self.order, self.sized(self.server, size)), turns_of(self.algorithm)
         ups = [self._expected(server_round, size).num_bytes for server_round in range(1, turns + 1)]
         return Traffic(arrays.num_bytes(content), round(sum(ups) / turns))
 
     def traffic_with(self, messages: Sequence[Message], server_round: int) -> Traffic:
-        """Return the bytes of a round before its merge: ``messages``, their answers, and models for late clients."""
+        """Return the number of bytes of a round: of ``messages``, of the replies, and of the models for late clients.
+
+        The server state must be that of the start of the round.
+        """
         contents = {id(one.content): one.content for one in messages}
         counts = Counter(id(one.content) for one in messages)
         down = sum(arrays.num_bytes(contents[key]) * count for key, count in counts.items())
@@ -222,9 +225,10 @@ class FederatedStrategy(Strategy):
         self, grid: Grid, order: wire.TaskConfig, timeout: float, task: str, clients: Sequence[int],
         read: Callable[[RecordDict], Read],
     ) -> tuple[list[Read], Traffic]:  # fmt: skip
-        """Send ``clients`` (ascending) a client task before a round. Return their answers, and the bytes of the models.
+        """Ask ``clients`` to do ``task`` before a round. Return their answers, and the number of bytes sent to them.
 
-        ``order``: the settings of the round. ``read``: a function that checks and converts one answer.
+        ``clients``: ascending. ``order``: the settings of the round. ``read``: a function that checks and converts one
+        answer.
         """
         order = replace(order, task=task)
         contents = self.contents(order, self.server, clients)
@@ -233,7 +237,7 @@ class FederatedStrategy(Strategy):
         return ask_everybody(grid, self.population, asking, read), Traffic(down, 0)
 
     def train(self, grid: Grid, order: wire.TaskConfig, timeout: float, clients: Sequence[int]) -> tuple[Reply, ...]:
-        """Train ``clients``, ascending, from the server state, and return their updates, which pass through no layer.
+        """Train ``clients``, ascending, from the server state, and return their updates. Layers do not change them.
 
         ``order``: the settings of the round. Raises RunError as ``aggregate_train`` does.
         """
@@ -266,8 +270,8 @@ class FederatedStrategy(Strategy):
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients hold records.
 
-        ``answers``: updates. A client whose update was trained on at least one record is marked as a client with
-        records.
+        ``answers``: the updates of a round. Their clients are added to the clients with records, if they trained on a
+        record.
         """
         if self.holders is None:
             return None
@@ -276,7 +280,7 @@ class FederatedStrategy(Strategy):
         return int(self.holders.sum() if self.members is None else self.holders[self.members].sum())
 
     def _expected(self, server_round: int, size: float) -> _Expected:
-        """Return the form of an update in round ``server_round`` from a client with a model of ``size``."""
+        """Return the expected tensors of an update in round ``server_round`` from a client with a model of ``size``."""
         key = ((server_round - 1) % turns_of(self.algorithm) + 1, size)
         if key not in self._by_turn:
             server = self.sized(self.server, size)
@@ -304,7 +308,7 @@ class FederatedStrategy(Strategy):
 
 @dataclass(frozen=True)
 class _Expected:
-    """The form of a client's update in a round.
+    """The tensors that a client's update must have in a round.
 
     ``template``: names and shapes of the payloads. ``packed``: {payload name: compressed size} for all payloads that
     clients compress.
@@ -315,7 +319,7 @@ class _Expected:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Return the bytes of the arrays in an update."""
+        """Return the number of bytes of the tensors in an update."""
         whole = {name: params for name, params in self.template.items() if name not in self.packed}
         packed = {name: Packed.blank(size) for name, size in self.packed.items()}
         return arrays.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
@@ -328,7 +332,7 @@ class _Innermost(Layer):
     strategy: FederatedStrategy
 
     def ready(self, work: Workload) -> None:
-        """Do nothing: the innermost layer does not use the clients' amounts of work."""
+        """Do nothing: the innermost layer does not need the numbers in ``work``."""
 
     def begin(self, server_round: int) -> None:
         """Do nothing: the innermost layer needs no preparation for a round."""
@@ -373,7 +377,7 @@ class _Innermost(Layer):
         return aggregate
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the result of the aggregator, which has no state of its own."""
+        """Return the aggregate of a hypothetical ``cohort``. The aggregator keeps no state of this call."""
         return self.aggregate(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
@@ -474,7 +478,7 @@ def run_round(
     before this round.
     """
     start = time.perf_counter()
-    if not strategy.population.nodes:  # before any privacy charge: on Flower's runtime nodes may be missing
+    if not strategy.population.nodes:  # raises an error if nodes are missing, so it comes before any privacy charge
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     strategy.layer.begin(server_round)
     order = replace(strategy.order, server_round=server_round, learning_rate=learning_rate)

@@ -1,4 +1,4 @@
-"""Images that the server makes without data: a small generator learns what an ensemble of models recognises.
+"""Images that the server makes without data: a small generator is trained on the outputs of an ensemble of models.
 
 The generator is that of DENSE (Zhang et al. 2022), whose released code Co-Boosting (Dai et al. 2024) uses, too.
 """
@@ -32,7 +32,7 @@ LossOf = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Making:
-    """The making of images: ``steps`` of Adam with the learning rate ``rate`` for ``count`` images.
+    """Settings of a generator: ``steps`` steps of Adam with the learning rate ``rate``, to make ``count`` images.
 
     ``channels``: the number of channels before the generator's last layer. ``longest``: the L2 norm to which the
     generator's gradients are clipped.
@@ -47,7 +47,7 @@ class Making:
 
 @dataclass
 class Album:
-    """All images made so far, as bytes, (n, *input shape), with their labels (n,)."""
+    """All images made so far, as uint8 of shape (n, *input shape), with their labels (n,)."""
 
     lesson: Lesson
     images: torch.Tensor
@@ -60,9 +60,9 @@ class Album:
         return cls(lesson, images, torch.zeros(0, dtype=torch.int64, device=lesson.device))
 
     def made(self, making: Making, loss_of: LossOf) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new images, as bytes, from a new generator, with their labels, drawn uniformly.
+        """Train a new generator, and return its images as uint8, with their labels.
 
-        The result has the images of the step with the lowest loss.
+        Labels are drawn uniformly. Of all training steps, the images of the step with the lowest loss are returned.
         """
         lesson, draw = self.lesson, torch.Generator().manual_seed(int(self.lesson.generator.integers(2**62)))
         labels = torch.randint(lesson.dataset.num_classes, (making.count,), generator=draw).to(lesson.device)
@@ -87,17 +87,17 @@ class Album:
         return (255 * kept).round().to(torch.uint8), labels
 
     def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add new images, as bytes."""
+        """Add new images, as uint8, with their labels."""
         self.images, self.labels = torch.cat([self.images, images]), torch.cat([self.labels, labels])
 
     def batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (rows, normalised images, labels) of all images, in a new random order, ``size`` images at a time."""
+        """Yield batches (indices, normalised images, labels) of at most ``size`` images, in a new random order."""
         order = torch.from_numpy(self.lesson.generator.permutation(len(self.labels))).to(self.lesson.device)
         for rows in torch.split(order, size):
             yield rows, self.shown(self.images[rows]), self.labels[rows]
 
     def shown(self, images: torch.Tensor) -> torch.Tensor:
-        """Return ``images``, bytes, as normalised float32."""
+        """Return the uint8 ``images`` as normalised float32."""
         return self._normalised(images.float() / 255)
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
@@ -108,16 +108,16 @@ class Album:
         return (images - mean) / std
 
     def step_of(self, pixels: float) -> torch.Tensor:
-        """Return the change of a normalised image, (1, channels, 1, 1), that is ``pixels`` of 255 in the image."""
+        """Return a step of ``pixels`` (from 0 to 255) in the units of normalised images, shape (1, channels, 1, 1)."""
         std = torch.tensor(self.lesson.dataset.std, dtype=torch.float32, device=self.lesson.device)
         return pixels / 255 / std.reshape(1, -1, 1, 1)
 
 
 class OnMadeImages(OnEnsemble):
-    """Base class of methods whose student learns from the ensemble on images that the server makes.
+    """Base class of methods whose server makes images, and distils the ensemble into a student model on these images.
 
-    ``epochs``: the number of times that images are made and learned from; 0 is FedAvg. ``generator_steps``,
-    ``generator_rate``: steps and learning rate of each generator. ``channels``: the width of a generator.
+    ``epochs``: how often the server makes new images and distils; 0 is FedAvg. ``generator_steps``, ``generator_rate``:
+    steps and learning rate of each generator. ``channels``: the width of a generator.
     """
 
     epochs: int = Field(0, ge=0, le=10**5)
@@ -128,7 +128,7 @@ class OnMadeImages(OnEnsemble):
 
     @property
     def learns(self) -> bool:
-        """Return True if there are epochs."""
+        """Return True if ``epochs`` is above 0."""
         return self.epochs > 0
 
     def check_data(self, dataset: Dataset, features: str) -> None:
@@ -141,22 +141,22 @@ class OnMadeImages(OnEnsemble):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a warning if there are no epochs."""
+        """Return a remark if ``epochs`` is 0: the method is then FedAvg."""
         del experiment
         return [] if self.learns else [off("algorithm.epochs=0", FEDAVG)]
 
     def making(self, longest: float = math.inf) -> Making:
-        """Return the settings of the generator. ``longest``: the norm to which gradients are clipped."""
+        """Return the settings of the generator. ``longest``: the norm to which its gradients are clipped."""
         return Making(self.generator_steps, self.generator_rate, self.images, self.channels, longest)
 
     def note(self) -> str:
-        """Return the note for tables."""
+        """Return the note below result tables: the number of made images."""
         made = f"{self.epochs} epochs of {self.images} made images, the last epoch's model"
         return f"{type(self).title}: {made if self.learns else 'no distillation'}; {UPPER_BOUND}."
 
 
 class ImageStudent:
-    """A model that learns from a teacher's logits by SGD with momentum .9, and with gradients of norm 10 at most."""
+    """A model that learns from a teacher's logits by SGD with momentum 0.9. Gradients are clipped to norm 10."""
 
     def __init__(self, params: Params, lesson: Lesson, rate: float, weight_decay: float = 0.0) -> None:
         self._lesson = lesson
@@ -168,7 +168,7 @@ class ImageStudent:
         return self._lesson.logits_of(self.params, images)
 
     def step(self, images: torch.Tensor, teacher: torch.Tensor, temperature: float, rate: float) -> None:
-        """Take one step with learning rate ``rate`` on the divergence from the ``teacher``'s logits."""
+        """Take one step with learning rate ``rate`` to reduce the divergence from the ``teacher``'s logits."""
         loss = divergence(self.logits(images), teacher, temperature).mean()
         self._sgd.zero_grad()
         torch.autograd.backward(loss)

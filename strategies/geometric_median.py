@@ -44,7 +44,7 @@ class GeometricMedian(Robust):
         """Return a sentence for the user if the result is the mean of ``rows``, else an empty string."""
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        # The factor 2: not only an update but also the starting point may be at the distance ``far`` from the mean.
+        # The factor is 2 because both an update and the starting point may be at the distance ``far`` from the mean.
         if len(rows) > 2 and 2 * float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:

@@ -64,8 +64,8 @@ class AdaptiveClipping(Settings):
     """Moves the clipping norm towards a quantile of the update norms, by noised counts (Andrew et al. 2021).
 
     ``target_quantile``: the share of updates that is not clipped. ``learning_rate``: learning rate of the geometric
-    update of the clipping norm. ``count_noise``: sigma_b, the noise on the count, below 2^20; None takes a twentieth of
-    the expected cohort size as the paper does, or the noise multiplier if that is larger.
+    update of the clipping norm. ``count_noise``: sigma_b, the standard deviation of the noise on the count, below 2^20.
+    None means a twentieth of the expected cohort size, as in the paper, or the noise multiplier if that is larger.
     """
 
     target_quantile: float = Field(0.5, gt=0, lt=1)
@@ -87,7 +87,7 @@ class Releasing(Protocol):
     """A preprocessing stage that publishes noisy sums under Global DP before the first round."""
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanisms of all noisy sums that the stage publishes, in order.
+        """Return the mechanisms of all noisy sums that the stage publishes, in the order of publication.
 
         ``aggregator``: the mechanism of the rounds.
         """
@@ -112,18 +112,18 @@ class GlobalDP(Settings):
     """Client-level differential privacy (Global DP) for any algorithm whose clients send tensors.
 
     ``noise_multiplier``: z, the standard deviation of the noise on the sum, divided by the clipping norm. With adaptive
-    clipping the updates get more noise, so that updates and counts together have the cost of z. With 0, updates are
-    only clipped, and nothing is guaranteed. With "from-epsilon" the run uses the least z with which all rounds together
-    cost no more than the budget. ``clipping_norm``: S, the bound on the norm of everything that a client sends, as one
-    vector (with adaptive clipping, the bound in the first round). ``epsilon``: the budget at ``delta``: training stops
-    before the round that would exceed this budget. If all rounds cost less, a part of the budget stays unused. None
-    sets no limit. ``delta``: the delta of the guarantee. ``accountant``: the method that computes the epsilon spent.
-    ``noise``: the source of the noise. With "secret" the noise comes from a fresh key of the operating system, so no
-    two runs have the same noise. With "seeded" the noise is repeatable; the guarantee is then only about the method,
-    not about this run. ``noise_bands``: the number of rounds over which the noise is correlated, which leaves less
-    noise in the model; 1 for independent noise. Only with ``sampler=cyclic`` of at least as many groups. In a resumed
-    run the correlation starts again. ``adaptive_clipping``: a table of settings with which the clipping norm follows
-    the updates; left out: the norm is fixed.
+    clipping a noisy count is published, too. The updates then get more noise, so that both together have the privacy
+    cost of z. With 0, updates are only clipped, and nothing is guaranteed. With "from-epsilon" the run uses the least z
+    with which all rounds together cost no more than the budget. ``clipping_norm``: S, the bound on the norm of
+    everything that a client sends, as one vector (with adaptive clipping, the bound in the first round). ``epsilon``:
+    the budget at ``delta``: training stops before the round that would exceed this budget. If all rounds cost less, a
+    part of the budget stays unused. None sets no limit. ``delta``: the delta of the guarantee. ``accountant``: the
+    method that computes the epsilon spent. ``noise``: the source of the noise. With "secret" the noise comes from a
+    fresh key of the operating system, so no two runs have the same noise. With "seeded" the noise is repeatable. Then
+    the guarantee holds for the method, but not for this run. ``noise_bands``: the number of rounds over which the noise
+    is correlated, so that less noise stays in the model; 1 for independent noise. It needs ``sampler=cyclic`` with at
+    least as many groups. In a resumed run the correlation starts again. ``adaptive_clipping``: a table of settings that
+    adapt the clipping norm to the updates. Without it the norm is fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -269,9 +269,10 @@ class GlobalDP(Settings):
     def event(self) -> dp_event.DpEvent:
         """Return the privacy event of a round without amplification by sampling; z is relative to ONE clipping norm.
 
-        With correlated noise, the event is the cost of each round in which a client takes part. Adaptive clipping is
-        included: the noised updates and the noised count together have the cost of z. If a client is replaced, the sum
-        changes by 2 S. ``amplify_fixed_size`` accounts for that, so z has the same meaning under either adjacency.
+        With correlated noise, the event is the cost of each round in which a client takes part. The cost of adaptive
+        clipping is included: the noised updates and the noised count together cost as much as z. If a client is
+        replaced, the sum changes by 2 S. ``amplify_fixed_size`` accounts for that, so z has the same meaning under
+        either adjacency.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -302,8 +303,8 @@ class GlobalDP(Settings):
         num_examples is. The update of a client counts as zeros if the client is missing or answered twice. It also
         counts as zeros if a payload is not finite or differs from the template in names or shapes. Noise and
         denominator (``cohort.expected_size``, public) stay the same, also for an empty cohort. Noise is drawn from the
-        streams of ``cohort.server_round``: never release two different cohorts under one key and round. ``correlated``:
-        the state of the correlated noise, carried from round to round; None with one band.
+        streams of ``cohort.server_round``: so never release two different cohorts with the same key and round.
+        ``correlated``: the state of the correlated noise, carried from round to round; None if ``noise_bands`` is 1.
         """
         correlated = CorrelatedNoise(1) if correlated is None else correlated
         assert correlated.bands == self.noise_bands
@@ -335,8 +336,8 @@ class GlobalDP(Settings):
     ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
         """Return the sum of clipped updates and the centred count of updates within the norm, both without noise.
 
-        SENSITIVE. If one client's records are added or removed, the sums change by at most ``clipping_norm`` and 1/2;
-        if a client is replaced by another, by at most twice as much.
+        SENSITIVE. If one client's records are added or removed, the sum changes by at most ``clipping_norm``, and the
+        count by at most 1/2. If a client is replaced by another, both change by at most twice as much.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
         # With b bands, a client's update is in the noisy sums of b rounds, and each of these sums is rounded.
@@ -366,7 +367,7 @@ class GlobalDP(Settings):
         return noise_multiplier * clipping_norm
 
     def count_noise(self, expected_size: float) -> float:
-        """Return the noise on the count of updates that are not clipped, for the expected cohort size; 0 for none."""
+        """Return the standard deviation of the noise on the count of unclipped updates; 0 without adaptive clipping."""
         if self.adaptive_clipping is None:
             return 0.0
         chosen = self.adaptive_clipping.count_noise

@@ -28,7 +28,7 @@ TELL_LOSS: Final = "tell-loss"
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts with the help of ``Feedback``, and divides updates by the sampler's probabilities, if any.
+    """Samples cohorts by ``Feedback``. Divides updates by the clients' sampling probabilities, if the sampler has them.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update.
     """
@@ -58,7 +58,7 @@ class GuidedCohorts(Layer):
             )
 
     def ready(self, work: Workload) -> None:
-        """Store the clients' numbers of records, and the function that returns the durations of their work."""
+        """Store the clients' numbers of records, and the function that returns the duration of a client's work."""
         self._sizes, self._seconds = work.sizes, work.seconds
         self.inner.ready(work)
 
@@ -93,7 +93,7 @@ class GuidedCohorts(Layer):
             replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
             cohort = replace(cohort, replies=replies)
         found = self.inner.aggregate(cohort, algorithm, server)
-        for reply in trained:  # after the aggregator, which refuses numbers that are not finite
+        for reply in trained:  # only now, because the aggregator raises an error for numbers that are not finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
         return found
 

@@ -35,19 +35,19 @@ class HeteroFL(Averaging):
     unchanged. Clients receive, train and send only small models, so bytes, memory and time are those of small models.
     The whole model is evaluated.
 
-    ``rates``: the widths. Of n rates each occurs once among clients 0 to n - 1, once among the next n clients, and so
-    on, in random orders. So a client's width does not depend on its classes in splits that assign classes by client ID.
-    List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes. With
-    "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on client ID and round number,
-    so they are the same in every run. Widths are public.
+    ``rates``: the widths. Each of n rates goes to one of the clients 0 to n - 1, to one of the next n clients, and so
+    on, in random order. The order is random because some partitions assign classes by client ID, and widths must not
+    depend on classes. List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never
+    changes. With "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on client ID and
+    round number, so they are the same in every run. Widths are public.
 
     ``scaler``: if true, the outputs of all layers except the last are divided by s in training, as in the paper. In the
     paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
     then diverge easily, so ``scaler`` is false by default. ``masked``: if true, the softmax leaves out the classes that
     a client lacks, and the client is left out of the mean of these classes' rows in the last layer. For this the client
     sends a mask of its classes. In the released code such logits are 0 and stay in the softmax, and all clients have
-    the same weight. The groups of nn.GroupNorm keep their number of channels if it divides the number of channels that
-    remain. BatchNorm, with statistics from a pass over all clients at the end, is not implemented.
+    the same weight. nn.GroupNorm keeps its number of channels per group, if it divides the small model's number of
+    channels. The paper's BatchNorm, whose statistics come from a final pass over all clients, is not implemented.
     """
 
     kind: Literal["heterofl"] = "heterofl"
@@ -79,11 +79,11 @@ class HeteroFL(Averaging):
         return said
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit: updates have different shapes."""
+        """Return the reason why this method cannot use robust aggregators: updates have different shapes."""
         return "updates of clients of different widths have different shapes"
 
     def note(self) -> str:
-        """Return the note for tables: the evaluated model, and what clients send."""
+        """Return the note below result tables: the evaluated model, and the tensors that clients send."""
         told = "; clients tell which classes they hold" if self.masked else ""
         return f"{self.title}: the whole model is evaluated, and bytes are those of the clients' small models{told}."
 
@@ -112,12 +112,12 @@ class HeteroFL(Averaging):
         return places_of(layout_of(server.params), size, self.first_channel(_round(server)))
 
     def first_channel(self, rounds: int) -> int:
-        """Return the first channel of small models after ``rounds`` rounds."""
+        """Return the index of the first channel of small models: 0 in every round."""
         del rounds
         return 0
 
     def size_in(self, task: LocalTask) -> float:
-        """Return the width of the client's model."""
+        """Return the width of the model that the client receives."""
         return float(task.broadcast[WIDTH]["rate"]) if WIDTH in task.broadcast else 1.0
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
@@ -127,7 +127,7 @@ class HeteroFL(Averaging):
         return narrowed(model, params, 1 / size if self.scaler else 1.0)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: that of FedAvg and, with ``masked``, without absent classes in the softmax."""
+        """Return FedAvg's local plan. If ``masked`` is true, the softmax leaves out the client's absent classes."""
         if not self.masked:
             return LocalPlan()
         return LocalPlan(logit_shift=torch.where(torch.tensor(task.class_counts) > 0, 0.0, -math.inf))

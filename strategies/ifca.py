@@ -28,10 +28,10 @@ class IFCA(Averaging):
     weight, and a test client chooses by its test records.
 
     The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
-    in random order within each tensor. If initial values are independent draws, as for most layers, this is as good as
-    a new draw, which the paper and the released code use. If ``spread`` is a number, each other model is the first one
-    plus normal noise of this standard deviation; this is for models that are trained already. The random numbers come
-    from a digest of the initial model, so they depend on ``model_seed``.
+    in random order within each tensor. If initial values are independent draws, as for most layers, a shuffled model is
+    distributed like a newly drawn one. The paper and the released code draw new models. If ``spread`` is a number, each
+    other model is the first one plus normal noise of this standard deviation; this is for models that are trained
+    already. The random numbers come from a digest of the initial model, so they depend on ``model_seed``.
 
     Each client receives k models. It sends one update and k numbers; ``OneUpdate`` leaves out the zeros of the other
     k - 1 updates. ``num_models`` 1 is FedAvg.
@@ -59,7 +59,7 @@ class IFCA(Averaging):
         return [off("algorithm.num_models=1", FEDAVG)] if self.num_models == 1 else []
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit, for error messages; empty for one model."""
+        """Return the reason why this method cannot use robust aggregators, for error messages; empty for one model."""
         if self.num_models == 1:
             return ""
         return "a client's update is zero for all models but one, and only a mean leaves such zeros without effect"
@@ -72,11 +72,14 @@ class IFCA(Averaging):
         )
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params``, and the other models."""
+        """Return the server state before the first round: ``params`` as the first model, and all other models."""
         return ServerState(params, broadcast=further_models(params, self.num_models, self.spread))
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the model of lowest loss on the client's records, or the first model without records."""
+        """Return the task with the model that has the lowest loss on the client's records.
+
+        A client without records gets the first model.
+        """
         if self.num_models == 1 or not len(client.records):
             return task
         models = models_of(task.params, task.broadcast)
@@ -85,7 +88,7 @@ class IFCA(Averaging):
 
     @property
     def start_passes(self) -> int:
-        """Return the number of models that evaluate each training record when a client chooses a model."""
+        """Return the number of models that a client evaluates on its training records to choose one."""
         return self.num_models if self.num_models > 1 else 0
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

@@ -79,7 +79,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The initial state of a run. Each layer reads it to check that the layer fits the run.
+    """Facts about a run before its first round. Each layer's ``check`` reads them.
 
     ``plan``: an example of a local plan. ``sent``: the payloads that a client without records sends. ``kept``: tensors
     with the names and shapes of the algorithm's client state. ``whole``: names of stages that train the whole model at
@@ -98,8 +98,8 @@ class Workload:
     """The amount of work of every client in a round, from which the virtual clock computes durations.
 
     ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
-    ``load_of``: a function from a client's ID to its load in the coming round. ``seconds(client, server_round)``: the
-    virtual duration of a client's work in a round; always 0 without a virtual clock.
+    ``load_of``: a function that returns a client's load (bytes and computation) in the coming round. ``seconds(client,
+    server_round)``: the virtual duration of a client's work in a round; always 0 without a virtual clock.
     """
 
     sizes: NDArray[np.int64]
@@ -109,10 +109,10 @@ class Workload:
 
 
 class Ask(Protocol):
-    """A function that asks clients before a round. They receive the same tensors as in the round."""
+    """A function that gives clients a task before a round. It sends them the tensors of the coming round."""
 
     def __call__(self, task: str, clients: Sequence[int], read: Callable[[Any], Read]) -> tuple[list[Read], Traffic]:
-        """Return the answers of ``clients`` to the client task named ``task``, and the bytes that were sent.
+        """Return the answers of ``clients`` to the client task named ``task``, and the number of bytes that were sent.
 
         ``clients``: ascending. ``read``: a function that checks and converts one answer. Raises RunError, which names
         the first client without a valid answer.
@@ -152,7 +152,7 @@ class Layer:
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
         """Return the layer for a run of ``experiment`` in run directory ``out``, or None if the run needs no layer.
 
-        ``progress``: the layer's ``state`` from the checkpoint of a resumed run; empty in a new run.
+        ``progress``: in a resumed run, the layer's ``state`` from the checkpoint; in a new run, empty.
         """
         del experiment, out, progress
         if cls.__init__ is object.__init__:
@@ -163,7 +163,7 @@ class Layer:
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the client half (the layer's code on clients), or None. ``model``: creates the model anew."""
+        """Return the layer's code that runs on clients, or None. ``model``: a function that creates a new model."""
         del experiment, algorithm, model
         return None
 
@@ -193,9 +193,9 @@ class Layer:
 
     @classmethod
     def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
-        """Return the forecast of a round's bytes in addition to models and updates, summed over its clients.
+        """Return a forecast: the number of bytes that the layer adds to a round, summed over the round's clients.
 
-        ``server``: the first server state.
+        Models and updates are not counted. ``server``: the initial server state.
         """
         del experiment, server
         return Traffic(0, 0)
@@ -234,7 +234,7 @@ class Layer:
         """Raise RunError if ``out``, the run directory, has rounds but lacks the layer's files, such as a ledger."""
 
     def ready(self, work: Workload) -> None:
-        """Receive the amount of work of the clients: numbers of records, local settings, bytes.
+        """Receive the workload of the clients: numbers of records, local settings, bytes.
 
         Called once, before round 1.
         """
@@ -275,9 +275,9 @@ class Layer:
         return self.inner.aggregate(cohort, algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate that ``cohort`` would have, as an attacker that knows the aggregator computes it.
+        """Return the aggregate of a hypothetical ``cohort``. Attackers call this to try out forged updates.
 
-        A layer overrides this method if the aggregator needs the layer's tensors. The method does not change any layer.
+        A layer overrides this method if the aggregator needs the layer's tensors. The call changes no layer.
         """
         return self.inner.foreseen(cohort, algorithm, server)
 

@@ -1,4 +1,4 @@
-"""The settings of local differential privacy: each client clips its own update and adds noise before it sends.
+"""The settings of local differential privacy: each client clips its own update and adds noise before sending.
 
 The mechanism is in ``clients.private_updates``.
 """

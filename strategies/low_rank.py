@@ -28,7 +28,7 @@ class Factors(NamedTuple):
 
 
 def factors_in(names: Collection[str]) -> list[Factors]:
-    """Return the pairs of factors A and B among ``names``, in order. A single A or B is left out."""
+    """Return the pairs of factors A and B among ``names``, in order. A factor without its partner is left out."""
     found = []
     for name in names:
         if (match := _FACTOR.match(name)) and match["side"] == "A":
@@ -61,7 +61,7 @@ def head_shape(params: Params) -> tuple[int, int]:
 
 
 def check_adapters(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError if ``model.trainable`` neither adds adapters to the model nor trains all of its parameters."""
+    """Raise ValueError if no adapters are trained, because ``model.trainable`` is neither "all" nor contains "lora"."""
     words = experiment.model.trainable.split(",")
     if "lora" not in words and words != ["all"]:
         raise ValueError(

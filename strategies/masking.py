@@ -5,11 +5,11 @@ key of one and the public key g^k of the other. Client u adds masks to its numbe
 
 y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)
 
-In the sum over all clients the masks of pairs cancel. Each client also gives every other client a share of k_u and of
-b_u (Shamir 1979). Any ``threshold`` shares determine the secret, and fewer shares reveal nothing about it. If clients
-drop out before they send y_u, the other clients send shares of the lost keys k_u. From these shares the server computes
-the masks of pairs that do not cancel. For clients that sent y_u, the others send shares of b_u. No client sends both
-for one client.
+In the sum over all clients the masks of pairs cancel. Each client also splits k_u and b_u into secret shares, one for
+every other client (Shamir 1979). Any ``threshold`` shares determine the secret; fewer shares reveal nothing about it.
+If clients drop out before they send y_u, the other clients send shares of the lost keys k_u. From these shares the
+server computes the masks of pairs that do not cancel. For clients that sent y_u, the others send shares of b_u. No
+client sends both for one client.
 
 This is a simulation of the arithmetic in one process. All secrets come from the run's seed, and the group for
 the agreement has 127 bits, so nothing here protects anybody.
@@ -37,9 +37,9 @@ message (AES-GCM); and of a client ID."""
 
 @dataclass(frozen=True)
 class MaskSecrets:
-    """The secrets of one client in one round: ``key``: k_u, for seeds of pairs; ``own``: b_u.
+    """The secrets of one client in one round, both below ``PRIME``.
 
-    Both are below ``PRIME``.
+    ``key``: k_u, from which the seeds of pairs are computed. ``own``: b_u, the seed of the client's own mask.
     """
 
     key: int
@@ -89,9 +89,10 @@ def masked(
 
 
 def share_of_secret(secret: int, place: int, threshold: int) -> int:
-    """Return the Shamir share of ``secret`` for the holder at ``place``, from 1 on.
+    """Return the Shamir share of ``secret`` with index ``place``, from 1: a polynomial's value at this index.
 
-    The coefficients of the polynomial, of degree ``threshold`` - 1, are a hash of the secret: simulation only.
+    The polynomial has degree ``threshold`` - 1. Its coefficients are hashes of the secret, so this is only a
+    simulation.
     """
     value = 0
     for power in range(threshold - 1, 0, -1):
@@ -101,7 +102,7 @@ def share_of_secret(secret: int, place: int, threshold: int) -> int:
 
 
 def rebuilt(shares: Mapping[int, int]) -> int:
-    """Return the secret of ``shares``, {place of the holder: share}, by Lagrange's formula at 0.
+    """Return the secret from its ``shares``, {index of the share: share}, by Lagrange interpolation at 0.
 
     With fewer shares than the threshold, the result is a wrong number.
     """

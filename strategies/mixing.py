@@ -25,7 +25,7 @@ class _Mixed(Robust):
     """
 
     if TYPE_CHECKING:
-        over: Any  # subclasses declare this field second: the short form of a kind sets the first field
+        over: Any  # subclasses declare it as their second field, as a short form such as "bucketing:2" sets the first
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the aggregator ``over`` cannot aggregate means, or if rounds have too few clients."""
@@ -45,11 +45,11 @@ class _Mixed(Robust):
 
     @property
     def has_memory(self) -> bool:
-        """Return True if the aggregator ``over`` has a memory."""
+        """Return True if the aggregator ``over`` carries tensors from round to round."""
         return isinstance(self.over, Robust) and self.over.has_memory
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return the memory of the aggregator ``over`` before the first round."""
+        """Return the initial tensors that the aggregator ``over`` carries from round to round."""
         return self.over.remembered(payloads, num_clients) if isinstance(self.over, Robust) else {}
 
     @property

@@ -41,8 +41,8 @@ class _Farthest(Knowing):
 
     The mean is the mean of the known updates, p is a direction, and g is a number.
 
-    ``direction``: with "deviation", p is minus the deviation of every coordinate. With "sign", p is minus the sign of
-    the mean. With "mean", p is minus the mean. p is then scaled to length 1.
+    ``direction``: with "deviation", p is minus the standard deviation of every coordinate. With "sign", p is minus the
+    sign of the mean. With "mean", p is minus the mean. p is then scaled to length 1.
     """
 
     direction: Literal["deviation", "sign", "mean"] = "deviation"
@@ -66,10 +66,10 @@ class _Farthest(Knowing):
 class MinMax(_Farthest):
     """Min-Max: mean + g p, no further from any known update than the largest distance between two known updates.
 
-    This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
-    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search for the largest
-    g; here it is the smallest positive root of the quadratic equations |mean + g p - d_i|^2 = D^2, for the largest
-    distance D.
+    This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard
+    deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The
+    authors search for the largest g. Here it is computed, as the smallest positive root of the equations |mean + g p -
+    d_i|^2 = D^2. d_i are the known updates, and D is the largest distance between two of them.
     """
 
     kind: Literal["min-max"] = "min-max"
@@ -83,11 +83,12 @@ class MinMax(_Farthest):
 
 
 class MinSum(_Farthest):
-    """Min-Sum: mean + g p. Its squared distances to known updates sum to at most the largest such sum of a known one.
+    """Min-Sum: mean + g p, with g limited by a sum of squared distances.
 
-    This is the attack of Shejwalkar and Houmansadr 2021, section 4. For the direction p see ``direction``: minus the
-    deviation of every coordinate, minus the "sign" of the mean, or minus the "mean". The authors search for the largest
-    g; here it is the largest distance of a known update to the mean, divided by |p|, which is the same.
+    The sum of squared distances from mean + g p to all known updates is at most the largest such sum of a known update.
+    This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard
+    deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The
+    authors search for the largest g. Here it is computed: it is the largest distance of a known update to the mean.
     """
 
     kind: Literal["min-sum"] = "min-sum"
@@ -103,16 +104,16 @@ class _Searched(Forging):
     """Base class of attacks that search for the strength with which the aggregate is furthest from the honest mean.
 
     The attackers know all honest updates, and the aggregator with its memory and its random numbers. They try out
-    ``evaluations`` strengths: from 0 in steps of 10, 20, 40 and so on, as long as the aggregate moves further from the
-    mean of the honest updates; then upwards from the best strength, in steps that shrink by a factor of .8 (Allouah et
-    al. 2023; the search of the program ByzFL). Under the plain mean every larger strength harms more, so training
-    diverges.
+    ``evaluations`` strengths. The first is 0, and the steps are 10, 20, 40 and so on, as long as the aggregate moves
+    further from the mean of the honest updates. After that, each step starts at the best strength, and steps shrink by
+    a factor of 0.8 (Allouah et al. 2023; the search of the program ByzFL). Under the plain mean every larger strength
+    harms more, so training diverges.
     """
 
     evaluations: int = Field(20, ge=2, le=10_000)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError also if the aggregator is private: each aggregate that is tried out would have a cost."""
+        """Raise ValueError if the aggregator is private, because each aggregate that is tried out would have a cost."""
         if isinstance(experiment.aggregator, Promising) and experiment.aggregator.is_private:
             raise ValueError(
                 f"attack {kind_of(self)} cannot run with aggregator {kind_of(experiment.aggregator)}: it tries out "
@@ -159,25 +160,25 @@ def strongest(harm: Callable[[float], float], evaluations: int) -> float:
 
 
 class OptimalALittleIsEnough(_Searched):
-    """Opt-ALIE: ALIE against the run's own aggregator, with the number z of deviations that harms most.
+    """Opt-ALIE: ALIE against the run's own aggregator, with the number z of standard deviations that harms most.
 
-    All hostile clients send mean - z * deviation of the honest updates. This is the attack of Shejwalkar and Houmansadr
-    2021 (section 4, equation 1) on a known aggregator, with the direction "deviation". For the search of z see
-    ``evaluations``.
+    All hostile clients send mean - z * (standard deviation) of the honest updates, for each coordinate. This is the
+    attack of Shejwalkar and Houmansadr 2021 (section 4, equation 1) on a known aggregator, with the direction
+    "deviation". z is searched for with ``evaluations`` trials.
     """
 
     kind: Literal["opt-alie"] = "opt-alie"
     title: ClassVar[str] = "Opt-ALIE"
 
     def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return mean - ``strength`` * deviation of the honest updates."""
+        """Return mean - ``strength`` * (standard deviation) of the honest updates, for each coordinate."""
         return honest.mean(dim=0) - strength * honest.std(dim=0, correction=0)
 
 
 class OptimalInnerProductManipulation(_Searched):
     """Opt-IPM: IPM against the run's own aggregator, with the factor eps that harms most.
 
-    All hostile clients send -eps times the mean of the honest updates. For the search of eps see ``evaluations``.
+    All hostile clients send -eps times the mean of the honest updates. eps is searched for with ``evaluations`` trials.
     """
 
     kind: Literal["opt-ipm"] = "opt-ipm"
@@ -192,10 +193,10 @@ class FangTrim(Knowing):
     """Fang's attack on the trimmed mean and the median (Fang et al. 2020, section 4.3).
 
     In every coordinate, hostile clients send random values beyond all honest values: below the smallest honest value if
-    the honest mean is positive, above the largest if it is negative. ``knows``: with "all" the values begin at this
-    honest value. With "own" they are 3 to 4 deviations from the mean of the hostile clients' honest updates.
-    ``spread``: the paper's b. With "all" the values end at the honest value times b, or divided by b if that is further
-    out.
+    the honest mean is positive, above the largest if it is negative. ``knows`` "all": the values lie between this
+    honest value and this value times ``spread``, or divided by ``spread`` if that is further out. ``knows`` "own": the
+    values are 3 to 4 standard deviations from the mean of the hostile clients' own honest updates. ``spread``: the
+    paper's b.
     """
 
     kind: Literal["fang-trim"] = "fang-trim"
@@ -221,9 +222,9 @@ class FangTrim(Knowing):
 class Mimic(HostileClients):
     """All hostile clients send a copy of one honest client's update (Karimireddy, He, Jaggi 2022, section 3.2).
 
-    So this client has more weight than others, although all updates are honest ones. The paper chooses the client along
-    the direction of the largest variance; here it is the client with the lowest ID in the round. The attack harms under
-    label skew, and hardly on IID data.
+    So this client has more weight than others, although no update is forged. The paper chooses the client by the
+    direction of the largest variance; here it is the client with the lowest ID in the round. The attack is effective
+    under label skew, and hardly on IID data.
     """
 
     kind: Literal["mimic"] = "mimic"

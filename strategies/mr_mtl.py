@@ -33,7 +33,7 @@ class MRMTL(Averaging):
     strength: float = Field(1.0, ge=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if ``local.personal`` is set: each client's whole model is personal, and is sent."""
+        """Raise ValueError if ``local.personal`` is set, because clients must send their whole models."""
         if experiment.local.personal != "none":
             raise ValueError(
                 f"algorithm mr-mtl cannot run with local.personal={experiment.local.personal}: the whole model "
@@ -46,7 +46,7 @@ class MRMTL(Averaging):
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the client's own model as its start; the mean is added to the client state."""
+        """Return the task with the client's own model as the model to train, and with the mean in the client state."""
         del client
         own = task.state.get(_OWN, task.initial)
         return replace(task, params=own, state={_MEAN: task.params})

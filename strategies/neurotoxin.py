@@ -20,7 +20,7 @@ RECEIVED: Final = f"{RESERVED}received"
 
 @dataclass(frozen=True)
 class HostileMemory(HostilePlans):
-    """The attack's client half: the ``hostile`` clients store the received model, and mask their steps.
+    """The attack's code on clients: the ``hostile`` clients store the received model, and mask their local steps.
 
     ``masked_share``: the share of the parameters that hostile steps do not change.
     """

@@ -18,21 +18,22 @@ _PERCENTILE: Final = 95.0
 
 
 class Oort(GuidedSampler):
-    """A part of the cohort are new clients; the others are drawn from the known clients with the highest utilities.
+    """A share of the cohort is new clients; the rest is drawn from the known clients with the highest utilities.
 
-    The utility of client i is (U_i + sqrt(0.1 log t / t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the
-    round, t_i the last round with an update of the client, and s_i the virtual duration of its work in that round
-    (``devices``). U_i is its number of records times its mean loss in that round, cut at the 95th percentile. T is a
-    percentile of all known durations. If the cohort has k places for known clients, the best clients are those with at
-    least 95 % of the k-th largest utility. k of them are drawn, in proportion to their utility.
+    Known clients have sent an update before; new clients have not. The utility of client i is (U_i + sqrt(0.1 log t /
+    t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the round, t_i the last round with an update of the
+    client, and s_i the virtual duration of its work in that round (``devices``). U_i is its number of records times its
+    mean loss in that round, limited to the 95th percentile. T is a percentile of all known durations. If the cohort has
+    k known clients, they are drawn in proportion to utility, from all clients with at least 95 % of the k-th largest
+    utility.
 
     In round t the share of new clients is max(least share, first share 0.98^(t-1)). They are drawn uniformly. If there
     are too few new clients, the missing ones are drawn uniformly from all other clients. If both shares are 1, cohorts
     are drawn as by ``fixed-size``, except that new clients come first.
 
     In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
-    root in the utility has t_i as in the released code; the paper has the number of rounds since t_i. T is always the
-    percentile, as at the start of the released code. The pacer, which raises T over the rounds, is not implemented.
+    root in the utility has t_i as in the released code; the paper has the number of rounds since t_i. The released code
+    begins with the same percentile T, and its pacer raises T over the rounds; the pacer is not implemented.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,
     durations do not count. ``exploration``: the share of new clients in the first round. ``least_exploration``: the

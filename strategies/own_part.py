@@ -37,9 +37,9 @@ UNCOVERED: Final = (
 
 
 class OwnPart(Layer):
-    """The server half of personal parameters.
+    """The layer of personal parameters. On the server it only checks settings and warns users.
 
-    It only checks settings and warns users, and changes nothing in rounds.
+    ``ClientOwnPart`` is its code on clients.
     """
 
     reserved: ClassVar[str] = OWN
@@ -58,7 +58,7 @@ class OwnPart(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's client half, which keeps the personal parameters in client state."""
+        """Return the layer's code on clients, which keeps the personal parameters in client state."""
         if not sends_a_part(algorithm, experiment.local.personal):
             return None
         params = detached(trainable(model()).items())
@@ -75,7 +75,7 @@ class OwnPart(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return a sentence for privacy statements about own models that clients train without noise."""
+        """Return a sentence for privacy statements: clients train their own models without noise."""
         return [] if experiment.local.privacy.covers_own_models else [UNCOVERED]
 
     @classmethod
@@ -108,8 +108,8 @@ class ClientOwnPart(ClientLayer):
     """Keeps the personal parameters with their client.
 
     ``own``: the initial personal parameters of every client. ``names``: all parameter names of the model, in order.
-    ``room``: with clients of different architectures, the length of the vector in which a client state stores personal
-    parameters, with zeros at its end; else 0, and they are stored by name.
+    ``room``: if clients have different architectures, a client state stores its personal parameters as a vector of this
+    length, padded with zeros. If it is 0, they are stored by name.
     """
 
     own: Params = field(repr=False)
@@ -124,8 +124,8 @@ class ClientOwnPart(ClientLayer):
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
         """Return the plan for the whole model: personal parameters are trained without the method's corrections.
 
-        Gradient offsets and momentum buffers, which the method has for the sent parameters, get zeros for the personal
-        parameters. MOON's loss contains the client's last model; this model gets the personal parameters that it had.
+        The method's gradient offsets and momentum buffers cover only the sent parameters. Zeros are added for the
+        personal parameters. MOON's loss contains the client's last model; its personal parameters are added, too.
         """
         missing = self._kept_in(came.state)
         zeros = {name: torch.zeros_like(value) for name, value in missing.items()}
@@ -175,9 +175,9 @@ class ClientOwnPart(ClientLayer):
         return {**state, OWN: {"vector": torch.zeros(self.room)} if self.room else self.own} if self.own else state
 
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
-        """Return this layer with a vector of the length of the largest model in client states.
+        """Return this layer with ``room`` for the personal parameters of the largest of all architectures.
 
-        The layer is unchanged if all architectures have equal parameters.
+        The layer is unchanged if the personal parameters of all architectures have the same names and shapes.
         """
         halves = [one for one in others if isinstance(one, ClientOwnPart)]
         if all(layout_of(one.own) == layout_of(self.own) for one in halves):
