@@ -126,7 +126,7 @@ class FederatedStrategy(Strategy):
         Under Global DP such a client counts as a zero vector, and RunError is raised only if no client sends a valid
         update.
         """
-        if self._sent is not None:  # clients in this process share the server's tensors and must not change them
+        if self._sent is not None:  # clients in this process share the server's tensors, and must not change them
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
         answers = self._checked(server_round, list(replies))
         seed_process(self.seed, "merging", server_round)

@@ -79,7 +79,7 @@ class GuidedCohorts(Layer):
         return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Store facts about the updates, and return their mean; updates are divided by probabilities p_i, if any.
+        """Store facts about the updates, and return their mean, with updates divided by probabilities p_i, if any.
 
         Let w_i be the weights of all clients with records. Each update is multiplied by f_i = (sum of w in the cohort)
         / (p_i sum of all w). The weighted mean over the cohort then is (sum of w_i update_i / p_i) / (sum of all w).

@@ -94,7 +94,7 @@ class GuidedSampler(Settings):
         return 0
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's probability of taking part, shape (clients,), or None to leave updates undivided."""
+        """Return each client's sampling probability, by which updates are divided; None: updates are not divided."""
         del feedback
         return None
 

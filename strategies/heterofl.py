@@ -106,7 +106,7 @@ class HeteroFL(Averaging):
         return ServerState(params, {**server.broadcast, WIDTH: {"rate": torch.tensor([size])}}, server.memory)
 
     def places(self, server: ServerState, size: float) -> Places:
-        """Return the positions that a model of width ``size`` has in the whole model, in the coming round."""
+        """Return the positions in the whole model of all entries that a small model of width ``size`` has."""
         from fl_sim.narrow_models import places_of  # noqa: PLC0415 (as above)
 
         return places_of(layout_of(server.params), size, self.first_channel(_round(server)))

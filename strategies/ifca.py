@@ -65,7 +65,7 @@ class IFCA(Averaging):
         return "a client's update is zero for all models but one, and only a mean leaves such zeros without effect"
 
     def note(self) -> str:
-        """Return the note for tables: the evaluated model, and the models and updates whose bytes are counted."""
+        """Return the note below result tables: the evaluated model, and the models and updates that are sent."""
         return (
             "IFCA: the first of several models is evaluated, and evaluate.clients measures the model that each client "
             "chooses; bytes are those of all models down and of one update up."

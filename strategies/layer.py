@@ -211,7 +211,7 @@ class Layer:
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences about facts that no epsilon of the run covers; every privacy statement ends with them."""
+        """Return sentences about what the run's guarantees do not cover. Every privacy statement ends with them."""
         del experiment
         return ()
 
@@ -245,7 +245,7 @@ class Layer:
         self.inner.begin(server_round)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Ask clients before the cohort of a round is drawn, if the layer needs it; return the bytes that were sent."""
+        """Ask clients before the round's cohort is drawn, if the layer needs it. Return the number of bytes sent."""
         return self.inner.consult(server_round, ask)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:

@@ -126,7 +126,7 @@ class _Searched(Forging):
         """Return the forged update for ``strength``, (d,). ``honest``: the honest updates, float64 (n, d)."""
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the forged update of best strength for each hostile client, or ``hostile`` if no client is honest."""
+        """Return the most harmful update for each hostile client. If no client is honest, return ``hostile``."""
         if not seen.honest:
             return hostile
         assert seen.aggregated is not None
@@ -230,7 +230,7 @@ class Mimic(HostileClients):
     kind: Literal["mimic"] = "mimic"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the first honest client's update for each hostile client, or ``hostile`` if no client is honest."""
+        """Return the first honest client's update for each hostile client; without honest clients, ``hostile``."""
         return [replace(reply, payloads=seen.honest[0].payloads) for reply in hostile] if seen.honest else hostile
 
 

@@ -27,13 +27,14 @@ class PerFedAvg(Averaging):
     draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then w <- w - eta g with g = grad f(w'; B')
     for the ``variant`` "first-order" (FO), and g = (I - alpha Hessian f(w; B'')) grad f(w'; B') for "exact".
     ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper. ``local.learning_rate``: eta, the paper's beta, 0.001
-    to 0.01. The batches B' are those of FedAvg, and ``local.epochs`` counts them; B and B'' come from further shuffles
-    of the client's records. A local step computes two gradients. The variant "exact" also computes a product with the
-    Hessian.
+    to 0.01. The batches B' are those of FedAvg, so ``local.epochs`` is the number of passes over them. B and B'' come
+    from further shuffles of the client's records. A local step computes two gradients. The variant "exact" also
+    computes a product with the Hessian.
 
     Clients keep no model. A client uses the received model after one step with rate alpha on a batch of its training
-    records. The measurement ``trained`` evaluates this model. Common released code takes B and B' one after another
-    from one shuffle. Before the measurement it makes two steps, one with rate alpha and one with rate eta.
+    records. The measurement ``trained`` evaluates this model. Common released code takes B and B' as two successive
+    batches of one shuffle. Before it measures a client's model, it makes two steps, one with rate alpha and one with
+    rate eta.
     """
 
     kind: Literal["per-fedavg"] = "per-fedavg"

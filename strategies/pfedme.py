@@ -21,7 +21,7 @@ _OWN = "own-model"
 
 
 class PFedMe(Averaging):
-    """Each local step takes one batch: theta ~ argmin f + strength/2 |theta - w|^2; w <- w - eta strength (w - theta).
+    """In each local step, theta ~ argmin f(theta) + strength/2 |theta - w|^2, then w <- w - eta * strength (w - theta).
 
     f is the loss on the batch, theta the client's own model, and w its copy of the global model x. eta is the local
     learning rate. ``strength``: the paper's lambda, 15 for most of its results. ``personal_steps``: the number of steps
@@ -29,9 +29,9 @@ class PFedMe(Averaging):
     steps (0.01 to 0.1 in the paper). ``beta``: the factor of the server's step x <- (1 - beta) x + beta mean w (1 to 4
     in the paper), with the same weight for every client.
 
-    theta begins at x in a round's first batch, and at the previous batch's solution in all later batches. Both rates
-    have limits: eta strength must stay below 2, and so must personal_learning_rate (strength + the curvature of f). A
-    round of the paper has 20 steps of w (``local.steps``).
+    theta begins at x in a round's first batch, and at the previous batch's solution in all later batches. Both learning
+    rates have limits. eta * strength must stay below 2, and also personal_learning_rate * (strength + the curvature of
+    f). A round of the paper has 20 steps of w (``local.steps``).
 
     In the released code all clients train in every round, and the server averages only the w of the cohort; here a
     client outside of the cohort does not train. In the released code the steps of theta have a fixed weight decay of

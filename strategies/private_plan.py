@@ -1,6 +1,6 @@
 """The privacy cost of Global DP in plans: sampling, groups, noise bands, adaptive clipping and a private start.
 
-The functions that charge a run also compute the releases and their noise here.
+Releases and their noise are computed by the functions that also charge a run.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class GlobalRounds:
         return noise_within(aggregator, target, partial(self._charges_of, rounds=steps))
 
     def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
-        """Return the largest number of rounds that cost at most epsilon ``target``, together with a private start."""
+        """Return the largest number of rounds that cost at most epsilon ``target``; a private start counts, too."""
         self._check_start(target, delta, accountant)
         apart = self.sampler.rounds_apart
         return apart * most_that_fit(

@@ -88,7 +88,7 @@ def digest_of(experiment: Any) -> str:
 
 
 def models_of(algorithm: object, params: Params) -> int:
-    """Return the number of models that a client trains in a round: the sent one, and further ones such as Ditto's."""
+    """Return the number of models that a client trains in a round: the model that it sends, and own ones (Ditto)."""
     if not isinstance(algorithm, FurtherModels):
         return 1
     return 1 + len(algorithm.further(_task(ServerState(params))))

@@ -23,10 +23,10 @@ PUBLIC_LOGITS: Final = "public-logits"
 
 
 class PublicLogits(OwnPart):
-    """Before each round but the first, asks all clients for their logits, and sends their mean to the cohort.
+    """Before each round, asks all clients for their logits on the public records, and sends the mean to the cohort.
 
-    The number of rows of the mean is 0 while there is none. The first round has no mean, because no client is trained.
-    ``shape``: (records, classes) of a client's logits, which a stage sets before the first round.
+    In the first round no client is trained, so the layer asks nobody and sends a tensor with 0 rows. ``shape``:
+    (records, classes) of a client's logits; a stage sets it before the first round.
     """
 
     def __init__(self, experiment: Any) -> None:
@@ -36,13 +36,13 @@ class PublicLogits(OwnPart):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> PublicLogits | None:
-        """Return the layer, or None without public records. It has no state: it asks anew before each round."""
+        """Return the layer, or None without public records. It has no state, as clients are asked before each round."""
         del out, progress
         return None if experiment.algorithm.proxy == "none" else cls(experiment)
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError as ``OwnPart`` does, and for settings that do not fit questions to all clients."""
+        """Raise UserError as ``OwnPart`` does, and for settings with which not all clients could be asked."""
         super().check(experiment, beginning)
         what = f"algorithm {kind_of(experiment.algorithm)}"
         if experiment.num_members < experiment.num_clients:
@@ -68,7 +68,7 @@ class PublicLogits(OwnPart):
 
     @classmethod
     def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
-        """Return the forecast of a round's mean bytes: questions to all clients, their logits, and the mean."""
+        """Return the forecast number of bytes of a mean round: messages to all clients, their logits, and the mean."""
         rounds, settings = experiment.rounds, experiment.algorithm
         if settings.proxy == "none":
             return Traffic(0, 0)
@@ -84,7 +84,7 @@ class PublicLogits(OwnPart):
         return Traffic(round(down * (rounds - 1) / rounds), round(experiment.num_clients * up * (rounds - 1) / rounds))
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Ask all clients for their logits on the public records, and return the bytes that were sent."""
+        """Ask all clients for their logits on the public records, and return the number of bytes that were sent."""
         traffic = self.inner.consult(server_round, ask)
         self._consensus = None
         if server_round == 1:

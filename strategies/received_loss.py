@@ -40,5 +40,5 @@ class SendingLoss(Averaging):
 
 
 def losses_of(replies: Sequence[Reply]) -> list[float]:
-    """Return F_i for each reply. A number below 0, which only a hostile client sends, counts as 0."""
+    """Return F_i for each reply. A negative F_i, which only a hostile client sends, counts as 0."""
     return [max(0.0, float(reply.payloads[_RECEIVED]["loss"])) for reply in replies]

@@ -32,14 +32,14 @@ class Ridge(SumsOfFeatures):
     model's last layer, with a constant for the intercept. y is the one-hot label. Every split of the records gives the
     same head, bit for bit, if a record's feature does not depend on other records.
 
-    ``ridge``: lambda, for vectors z of norm 1 at most. ``clipping_norm``: features that are longer are scaled down to
-    this norm. None means the square root of the number of features. ``epsilon`` (None: sums without noise) and
-    ``delta``: the privacy cost of a client's sums for each of its records, under zero-out adjacency. The L2 sensitivity
-    of the sums is sqrt 2, and each client adds noise for this sensitivity to its own sums. With noise, lambda is at
-    least the standard deviation of the noise on each number of sum G_i, times the square root of the number of
-    features. This is half of the noise's largest eigenvalue. Negative eigenvalues of sum G_i count as 0. ``noise``: the
-    source of the noise. With "secret" the protection is real, and the noise differs from run to run. With "seeded" the
-    noise is repeatable, and protects in simulation only.
+    ``ridge``: lambda. It refers to vectors z that are scaled to norm 1 at most. ``clipping_norm``: features of a larger
+    norm are scaled down to this norm before. None means the square root of the number of features. ``epsilon`` and
+    ``delta``: the privacy guarantee of a client's sums for each of its records, under zero-out adjacency; without
+    ``epsilon``, sums have no noise. The L2 sensitivity of the sums is sqrt 2, and each client adds noise for this
+    sensitivity to its own sums. With noise, lambda is at least the standard deviation of the noise on each number of
+    sum G_i, times the square root of the number of features. This is half of the noise's largest eigenvalue. Negative
+    eigenvalues of sum G_i count as 0. ``noise``: the source of the noise. With "secret" the protection is real, and the
+    noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
     kind: str = ""
@@ -98,7 +98,7 @@ class Ridge(SumsOfFeatures):
         return private_products(features, labels, num_classes, clipping_norm, self.protection, noise)
 
     def _longest(self, num_features: int, num_classes: int) -> float:
-        """Return the largest norm that a vector z may have. Raises UserError if the noise's rounding is too coarse."""
+        """Return the largest norm of a scaled vector z. Raises UserError if the rounding of the noise is too coarse."""
         if self.protection is None:
             return 1.0
         from clients.private_gram import longest_private  # noqa: PLC0415 (the accountants load slowly)
@@ -106,7 +106,7 @@ class Ridge(SumsOfFeatures):
         return longest_private(num_features, num_classes, self.protection)
 
     def strength(self, num_clients: int, size: int) -> float:
-        """Return lambda, for the sums of ``num_clients`` clients with records, and vectors z of ``size`` numbers."""
+        """Return lambda. ``num_clients``: the number of clients with records. ``size``: the length of the vectors z."""
         if (protection := self.protection) is None:
             return self.ridge
         return max(self.ridge, protection.std * math.sqrt(num_clients / 2 * size))

@@ -1,4 +1,4 @@
-"""Rounds of secure aggregation: clients send masked whole numbers, and the server can open only their sum.
+"""Rounds of secure aggregation: clients send masked integers, and the server can unmask only their sum.
 
 The settings are in ``strategies.secure_sum``, and the arithmetic of masks in ``strategies.masking``.
 """
@@ -52,7 +52,7 @@ EXTRA: Final = 2
 
 
 def scale_of(settings: SecureSum, cohort: int) -> float:
-    """Return the factor for numbers before rounding, with which the sum over ``cohort`` clients cannot overflow."""
+    """Return the scale of numbers before rounding, with which a sum over ``cohort`` clients cannot overflow."""
     return ((1 << (settings.bits - 1)) - 1) // cohort / settings.clipping_range
 
 
@@ -62,16 +62,16 @@ def is_weighted(settings: SecureSum, algorithm: Algorithm) -> bool:
 
 
 def names_of(cohort: Sequence[int]) -> Params:
-    """Return the IDs of a round's clients as a tensor for messages; float32 is exact up to 2^24 clients."""
+    """Return the client IDs of a cohort as a float32 tensor, which is exact for IDs up to 2^24."""
     return {"clients": torch.tensor(list(cohort), dtype=torch.float32)}
 
 
 def quantised(
     values: NDArray[np.float64], scale: float, rounding: str, coins: Callable[[], np.random.Generator]
 ) -> NDArray[np.int64]:
-    """Return ``values`` times ``scale``, rounded to whole numbers.
+    """Return ``values`` times ``scale``, rounded to integers.
 
-    ``coins``: creates the random generator for rounding.
+    ``coins``: a function that creates the random generator of stochastic rounding.
     """
     scaled = values * scale
     if rounding == "nearest":
@@ -84,8 +84,8 @@ def quantised(
 class SecureRounds(Layer):
     """Sends the IDs of the cohort to its clients, and computes the mean from the sum of their masked numbers.
 
-    ``clients``: the cohort of the round. ``unopened``: the rounds whose sums were not opened. ``dropped``: the number
-    of drop-outs in all rounds.
+    ``clients``: the cohort of the round. ``unopened``: the rounds whose sums could not be unmasked. ``dropped``: the
+    number of drop-outs in all rounds.
     """
 
     reserved = GROUP
@@ -107,7 +107,7 @@ class SecureRounds(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's client half, which rounds an update and adds masks."""
+        """Return the layer's code on clients, which rounds an update and adds masks."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         settings = experiment.aggregator
@@ -175,7 +175,7 @@ class SecureRounds(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the mean of the clients' updates from the sum of their masked numbers.
 
-        Returns None if the sum is not opened, or if no client of the sum has records. The model is then unchanged.
+        Returns None if the sum cannot be unmasked, or if no client of the sum has records. The model is then unchanged.
         """
         settings, bits = self.settings, self.settings.bits
         remaining = frozenset(self._present(cohort.server_round, self.clients))
@@ -200,7 +200,7 @@ class SecureRounds(Layer):
         return Aggregate(payloads_in(torch.from_numpy(mean), template), cohort.participation(with_records))
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return warnings, one of them about rounds whose sums were not opened."""
+        """Return warnings, one of them about rounds whose sums could not be unmasked."""
         warnings = self.inner.conclusions(rounds)
         if self.unopened:
             warnings.append(
@@ -210,7 +210,7 @@ class SecureRounds(Layer):
         return warnings
 
     def state(self) -> Mapping[str, Any]:
-        """Return the counts of drop-outs and of unopened sums, for the checkpoint."""
+        """Return the rounds whose sums could not be unmasked, and the number of drop-outs, for the checkpoint."""
         return {"unopened": self.unopened, "dropped": self.dropped}
 
     def _present(self, server_round: int, cohort: Sequence[int]) -> list[int]:
@@ -221,7 +221,7 @@ class SecureRounds(Layer):
 
 @dataclass(frozen=True)
 class ClientMasks(ClientLayer):
-    """Turns an update into masked whole numbers.
+    """Turns an update into masked integers.
 
     ``template``: the payload template of the algorithm. ``is_weighted``: True if the weight of a client is its number
     of records.
@@ -246,7 +246,7 @@ class ClientMasks(ClientLayer):
         settings, bits = self.settings, self.settings.bits
         cohort = [int(one) for one in came.broadcast[GROUP]["clients"].tolist()]
         values = payload_vector(update.payloads, self.template).double().cpu().numpy()
-        if not np.abs(values).max(initial=0.0) <= settings.clipping_range:  # also for numbers that are not finite
+        if not np.abs(values).max(initial=0.0) <= settings.clipping_range:  # the "not" also refuses NaN
             raise RunError(
                 f"its update has a number beyond aggregator.clipping_range={settings.clipping_range:g}: training "
                 "diverged, or a larger clipping_range is needed"
@@ -271,7 +271,7 @@ class ClientMasks(ClientLayer):
         return ClientUpdate({}, 0, None, update.state, content)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the size of each payload: the first one carries the numbers of all payloads."""
+        """Return the size of each payload. The first payload contains all masked numbers; the others are empty."""
         del model
         first, *others = template
         return {first: Size(0, self._num_bytes(template)), **dict.fromkeys(others, Size(0))}

@@ -16,13 +16,12 @@ from fl_sim.types import Aggregate, Cohort
 
 
 class SecureSum(Settings):
-    """Clients round their updates to whole numbers and add masks that cancel in the sum (Bonawitz et al. 2017).
+    """Clients round their updates to integers and add masks that cancel in the sum (Bonawitz et al. 2017).
 
-    A number is scaled such that ``clipping_range`` times the number of clients in the round is half of 2^``bits``. So
-    no sum can overflow, and a number beyond ``clipping_range`` ends the run with an error. One step is 2
-    ``clipping_range`` n / 2^``bits`` for n clients. ``rounding``: "nearest" has an error of at most half a step per
-    number. "stochastic" has an error of less than a step, and no bias. The sum without masks is the sum of the whole
-    numbers, bit for bit.
+    Numbers are scaled such that the sum over n clients cannot overflow: n times ``clipping_range`` becomes half of
+    2^``bits``. A number beyond ``clipping_range`` ends the run with an error. The rounding step is 2 n
+    ``clipping_range`` / 2^``bits``. ``rounding``: "nearest" has an error of at most half a step per number.
+    "stochastic" has an error of less than a step, and no bias. The unmasked sum is exactly the sum of the integers.
 
     ``most_records``: 0 gives all clients with records the same weight. Otherwise an algorithm that weights clients by
     records does so: a client sends its update times its number of records / ``most_records``, and a client with more

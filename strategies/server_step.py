@@ -24,7 +24,7 @@ Step: TypeAlias = Callable[[Params, list[Params], int], Params]
 
 @dataclass
 class StepOnModels(Layer):
-    """The layer that stores the models of a round, and lets ``step`` change the mean model.
+    """The layer that stores the clients' models of a round, from which ``step`` then computes the server's model.
 
     ``models``: the models of the last round's clients with records, in the order of clients. ``step`` is set by a stage
     before the first round.

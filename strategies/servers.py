@@ -57,7 +57,8 @@ class _Asynchronous(Settings):
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
-    # Both subclasses declare these fields themselves, because the short form of a kind sets its first field.
+    # Both subclasses declare these fields themselves, to choose their first field: it is the one that a short form #
+    # such as "fedbuff:10" sets.
     if TYPE_CHECKING:
         concurrency: int
         staleness_exponent: float
@@ -158,8 +159,8 @@ class FedAsync(_Asynchronous):
     """x <- (1 - a) x + a y for each arriving model y, with a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
 
     Xie et al. 2019, algorithm 1, with polynomial staleness. The staleness of y is the number of server steps since its
-    client received the global model; it is 0 for a client that received the latest model. If the paper's t - tau also
-    counts the model that y is about to produce, then t - tau is larger by 1. A round is the arrival of one update.
+    client received the global model; it is 0 for a client that received the latest model. The paper's t - tau is larger
+    by 1 if t is the index of the new model. A round is the arrival of one update.
 
     ``mixing``: the share of an update without staleness in the new model. ``staleness_exponent``: larger values give
     stale updates less weight. ``concurrency``: the number of clients that train at the same time.
@@ -183,7 +184,7 @@ class FedAsync(_Asynchronous):
         if aggregate is None:
             return server
         share = self.mixing * self._weight(arrival.staleness)
-        arrived = add(arrival.start, aggregate.payloads["delta"])  # the client's model y
+        arrived = add(arrival.start, aggregate.payloads["delta"])  # the paper's y, the client's model
         return replace(server, params=add(scale(server.params, 1 - share), arrived, share))
 
     def _check_algorithm(self, algorithm: object, chosen: str) -> None:

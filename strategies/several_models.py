@@ -1,4 +1,4 @@
-"""Several global models, of which each client trains one: their initial values, and the layer for updates."""
+"""Several global models, of which each client trains one: the initial models, and the layer for updates."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ class SeveralModels(Layer):
         return bool(experiment.algorithm.num_models > 1)
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``clients_of_models`` for ``result.json``: the number of clients of each model."""
+        """Return the field ``clients_of_models`` for ``result.json``: the number of clients that chose each model."""
         counts = np.bincount(list(self.chosen.values()), minlength=len(self.counts))
         return {"clients_of_models": counts.tolist()} if self.chosen else {}
 
 
 class OneUpdate(SeveralModels):
-    """Sends a client's update of its chosen model, without the zeros of all other models, and counts the choices."""
+    """Counts the clients that choose each model. On clients, leaves out the updates of models that were not chosen."""
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> OneUpdate:
@@ -137,7 +137,7 @@ class OneUpdate(SeveralModels):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the client half of the layer, which packs and unpacks updates."""
+        """Return the layer's code for updates: a client sends only the update of its chosen model."""
         del algorithm, model
         return ClientOneUpdate(experiment.algorithm.num_models)
 
@@ -195,12 +195,12 @@ class OneUpdate(SeveralModels):
 
 @dataclass(frozen=True)
 class ClientOneUpdate(ClientLayer):
-    """Packs a client's ``num_models`` updates into one, as all but one are zeros. The server unpacks them."""
+    """Sends only the update of the chosen model. The server restores zeros as the updates of all other models."""
 
     num_models: int
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update with the payload of the chosen model under the first model's name.
+        """Return the message with one update only, that of the chosen model, under the first model's name.
 
         The payloads of all other models are empty.
         """
@@ -213,7 +213,7 @@ class ClientOneUpdate(ClientLayer):
         return replace(update, payloads=payloads, packed={**update.packed, **packed})
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the size of one update for the first model's payload, and 0 for all other models' payloads."""
+        """Return the size of each model's payload: one update for the first model, and 0 for all other models."""
         del model
         size = flattened(template[delta_name(0)]).flat.numel()
         return {delta_name(j): Size(size if j == 0 else 0) for j in range(self.num_models)}

@@ -18,13 +18,14 @@ from strategies.algorithm import Weighting
 class SignGuard(Robust):
     """The mean of the updates with usual norms and usual signs, each scaled down to the median norm at most.
 
-    For the signs, the rule draws some coordinates by the run's seed and computes each update's shares of positive, zero
-    and negative values there. Mean shift (scikit-learn, bandwidth of quantile 0.5, as in the authors' program) clusters
-    these triples. The updates of the largest cluster have usual signs. If no update has a usual norm and usual signs,
-    all updates with usual norms are taken. More than half of the clients must be honest. No privacy guarantee.
+    For the signs, the rule draws some coordinates by the run's seed. For each update it computes the shares of
+    positive, zero and negative values at these coordinates. Mean shift (scikit-learn, bandwidth of quantile 0.5, as in
+    the authors' program) clusters these triples. The updates of the largest cluster have usual signs. If no update has
+    a usual norm and usual signs, all updates with usual norms are taken. More than half of the clients must be honest.
+    No privacy guarantee.
 
-    ``lowest``: the least usual norm, in median norms. ``highest``: the largest usual norm, in median norms.
-    ``coordinate_share``: the share of the coordinates that are drawn.
+    A norm is usual from ``lowest`` to ``highest`` times the median norm. ``coordinate_share``: the share of the
+    coordinates that are drawn.
     """
 
     kind: Literal["signguard"] = "signguard"

@@ -25,7 +25,7 @@ class Learning(Protocol):
 
 
 class SinglePayloads(OwnPart):
-    """Gives the payloads of every client of a round to the algorithm's method ``learned``, after the mean is merged."""
+    """After each round's merge, passes the payloads of every single client to the algorithm's method ``learned``."""
 
     def __init__(self, algorithm: Learning) -> None:
         self._algorithm = algorithm

@@ -60,8 +60,8 @@ def check_single_updates(algorithm: object, experiment: Choices) -> None:
 class SplitClusters(SeveralModels):
     """Averages updates within clusters, splits clusters, and sends each client the model of its cluster.
 
-    ``server.params`` is the model of cluster 0, and the server's memory holds all other models. ``settings``: the
-    settings of CFL. ``progress``: the state in the checkpoint; it is empty in a new run.
+    ``server.params`` is the model of cluster 0, and ``server.memory`` has all other models. ``settings``: the settings
+    of CFL. ``progress``: the state in the checkpoint; it is empty in a new run.
     """
 
     column: ClassVar[str] = "cluster"
@@ -83,7 +83,7 @@ class SplitClusters(SeveralModels):
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return ``server`` with tensors of zeros in its memory, for the models of later clusters."""
+        """Return ``server`` with tensors of zeros in ``memory``, as placeholders for the models of later clusters."""
         del model
         later = range(1, experiment.algorithm.max_clusters)
         return replace(server, memory={**server.memory, **{model_name(j): zeros_like(server.params) for j in later}})
@@ -137,7 +137,7 @@ class SplitClusters(SeveralModels):
         return self._seen[1][cluster]
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean update of each cluster, after all splits of this round. For payload names see ``_delta``."""
+        """Split clusters, and return the mean update of each cluster. Names of payloads: see ``_delta``."""
         means, norms, self._parents = dict[int, Aggregate](), list[list[float]](), {}
         self._next = np.array(list(self.chosen.values()))
         self._missing = cohort.num_clients - len(cohort.replies)
@@ -244,7 +244,7 @@ def two_parts(cosines: NDArray[np.float64], linkage: Literal["complete", "single
 
 
 def _delta(cluster: int) -> str:
-    """Return the name of a cluster's mean update in the aggregate: that of FedAvg's update for cluster 0."""
+    """Return the name of a cluster's mean update in the aggregate. Cluster 0 has the name of FedAvg's update."""
     return delta_name(cluster) if cluster else DELTA
 
 

@@ -82,7 +82,7 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, privacy event of a query): two Laplace mechanisms, as one record changes two counts by 1."""
+        """Return (None, privacy event of a query): two Laplace mechanisms, as one vote changes two counts by 1."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -154,7 +154,7 @@ class ConfidentGNMax(Settings):
 
 
 class NoNoise(_AnswersEveryQuery):
-    """The plain majority without noise: no guarantee, for comparisons only."""
+    """The majority vote without noise: no privacy guarantee, for comparisons only."""
 
     kind: Literal["none"] = "none"
 
@@ -212,8 +212,8 @@ class Labelling(Settings):
     ) -> "Ledger":
         """Return the ledger of the private records; ``path`` is its charge log, None for a ledger in memory.
 
-        ``receipt``: a receipt of the charges with which the log must begin. These charges paid for ``holder``, a name
-        for error messages.
+        ``receipt``: number and digest of earlier charges, with which the log must begin. ``holder``: a name for error
+        messages, of what these charges paid for.
         """
         from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 

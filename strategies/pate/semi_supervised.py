@@ -49,13 +49,13 @@ from strategies.pate.student import (
 )
 
 _LATENT: Final = 100  # the generator's input has this many random numbers
-_START: Final = 500  # number of records that set the initial scales of the weights
-_DIRECTIONS: Final = 8  # bins of a histogram of gradients
+_START: Final = 500  # the number of records from which the initial scales of the weights are computed
+_DIRECTIONS: Final = 8  # the number of bins (directions) in a histogram of gradients
 _MOST_COMPARED: Final = 10_000
 """The largest number of records between which all pairwise distances are computed: these take 400 MB."""
 _MOST_CHOSEN: Final = 1000
 _NEIGHBOURS: Final = 10
-_SPREADING: Final = 0.99  # alpha of Zhou et al.
+_SPREADING: Final = 0.99  # alpha of Zhou et al. 2004: the weight of the neighbours in each iteration
 _ITERATIONS: Final = 90
 
 
@@ -104,12 +104,12 @@ class FixMatch(Settings):
         with torch_kept():
             seed_torch(seed, "fixmatch student")
             generator = generator_for(seed, "fixmatch student")
-            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # a third less time on a CPU
+            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # saves a third of the time on a CPU
             return _FixMatchRun(self, data, fast, generator).result(watch).to(memory_format=torch.contiguous_format)
 
 
 class _FixMatchRun:
-    """The state of one training: network, average of its weights, predicted class frequencies, neighbours' labels."""
+    """The state of a training run: network, averaged weights, predicted class frequencies, labels from neighbours."""
 
     def __init__(
         self, settings: FixMatch, data: StudentData, model: torch.nn.Module, generator: torch.Generator
@@ -121,7 +121,7 @@ class _FixMatchRun:
         self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
         if settings.neighbours:
             shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # the probabilities themselves are too uniform
+            shares = shares[len(data.labels) :].square()  # squared, because the probabilities are too uniform
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> torch.nn.Module:

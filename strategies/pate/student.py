@@ -73,7 +73,7 @@ nobody = Nobody()
 
 @dataclass(frozen=True)
 class StudentData:
-    """The data of a student: all data are public, except for the noise in ``labels``.
+    """The data of a student: public records, and ``labels`` from noisy majority votes of the teachers.
 
     ``labelled``: (n, *input shape), normalised, with ``labels`` (n,) in 0..num_classes-1. ``unlabelled``: (m, *input
     shape); it may contain the labelled records, too.
