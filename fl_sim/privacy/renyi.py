@@ -1,4 +1,4 @@
-"""Renyi divergences of one release at fixed orders, and the epsilon that their sum proves (Mironov et al. 2019).
+"""Renyi divergences of one release at fixed orders, and the epsilon of several releases (Mironov et al. 2019).
 
 Every curve is an upper bound for all valid parameters, however extreme. Where a value cannot be computed, a larger
 bound replaces the value: the value without amplification by sampling, the value at the next order, or ``inf``. To avoid
@@ -52,7 +52,7 @@ Its error is at most 1e-12 for the noise multipliers and sampling rates to which
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
-# Standard deviation in grid steps. The bound for a share of discrete Gaussian noise is proven from this value up.
+# The bound on sums of discrete Gaussians is proven only if each summand has at least this standard deviation.
 _LEAST_STD: Final = 0.5
 
 
@@ -68,10 +68,10 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return an upper bound on ``rdp_curve`` in a fifth of its time, for the search of a noise multiplier.
+    """Return an upper bound on ``rdp_curve``, in a fifth of the time. The search of a noise multiplier uses it.
 
-    The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Far
-    from that order, straight lines between whole orders replace the slow series.
+    The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Far from
+    that order, the values are interpolated linearly between integer orders, without the slow series.
     """
     lines = steps * _bounded(event, _SERIES[:0])
     decides = _ORDERS[np.argmin(lines + prices(delta))]
@@ -86,7 +86,7 @@ def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
 
 
 def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
-    """Return the epsilon that each Renyi curve (a row over ``ORDERS``) proves at ``delta``; ``inf`` for no epsilon.
+    """Convert each Renyi curve, a row with one value per order, to an epsilon at ``delta``; ``inf`` for no epsilon.
 
     The conversion is proposition 12 of Canonne, Kamath and Steinke 2020. The epsilon is 0 where the total variation
     distance of the two output distributions is below ``delta``. The Kullback-Leibler divergence bounds this
@@ -98,7 +98,7 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return for each of ``ORDERS`` the term t that turns a Renyi divergence D into an epsilon at ``delta``: D + t."""
+    """Return, for each of ``ORDERS``, the number t in the conversion of a Renyi divergence D: epsilon = D + t."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
@@ -153,7 +153,7 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
-    # One form avoids cancellation for a small exponent, the other one avoids overflow for a large exponent.
+    # The formula ``small`` avoids cancellation for small exponents, and ``large`` avoids overflow for large ones.
     few = np.minimum(exponent, 1.0)
     small = np.log1p(2 * np.sinh(few / 2) ** 2 + math.tanh(epsilon / 2) * np.sinh(few))
     large = np.logaddexp(log_expit(epsilon) + exponent, log_expit(-epsilon) - exponent)
@@ -168,14 +168,14 @@ def integer_noise_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) ->
             return _skellam_curve(event, orders)
         case DiscreteGaussiansDpEvent():
             return _discrete_gaussians_curve(event, orders)
-    raise TypeError(f"{event} is no event of integer noise that this version knows")
+    raise TypeError(f"{event} is no event of integer noise that this version supports")
 
 
 def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bound of Agarwal, Kairouz and Liu 2021 at whole orders, and its interpolation between them.
+    """Return the bound of Agarwal, Kairouz and Liu 2021 at integer orders, and its interpolation between them.
 
-    (order - 1) times the divergence is a convex function of the order, and 0 at order 1. So a straight line between its
-    values at two orders is an upper bound between these orders.
+    (order - 1) times the divergence is a convex function of the order, and 0 at order 1. So a linear interpolation
+    between two orders is an upper bound.
     """
     l1, l2, variance = event.vectors * event.l1, event.vectors * event.l2, event.variance
     if not variance > 0:
@@ -221,12 +221,12 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
     """Return an upper bound on the Renyi divergences of the sampled Gaussian mechanism.
 
     The bound follows section 3.3 of Mironov et al. 2019. Let D_a be the divergence at order a, and A(a) = exp((a - 1)
-    D_a). At a whole order A - 1 is a sum of positive terms, so a tiny divergence keeps its digits. log A is a convex
-    function of a, so a straight line between its values at two whole orders is an upper bound between these orders.
+    D_a). At an integer order, A - 1 is a sum of positive terms, so even a tiny divergence is precise. log A is a convex
+    function of a, so a linear interpolation between two integer orders is an upper bound.
     """
-    # The result of dp_accounting is no upper bound. The library computes A (see the docstring) instead of A - 1. So
-    # where A is near 1, its divergence is rounded, also downwards. The relative error is 1e-9 at a sampling rate of
-    # 0.01, 1e-5 at a rate of 1e-6, and 1 between orders 1 and 2.
+    # The result of dp_accounting is not always an upper bound. The library computes A (see the docstring), not A - 1.
+    # If A is close to 1, rounding can make the divergence too small. The relative error is 1e-9 at a sampling rate of
+    # 0.01, and 1e-5 at a rate of 1e-6. Between the orders 1 and 2, the relative error can be 1.
     logs = _log_moments(rate, noise)
     below = np.floor(_ORDERS).astype(int)
     share = _ORDERS - below
@@ -265,15 +265,15 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
 def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Curve:
     """Return an upper bound on the Renyi divergences of a Gaussian release on a cohort of fixed size, for replace-one.
 
-    Let q be the sampling rate, z the noise multiplier and S the clipping norm. A unit in the cohort takes the place of
-    another unit, so the sensitivity is 2S. The dominating pair of distributions for sampling without replacement is
-    (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in both
-    directions. Without amplification by sampling, the divergence at order a is 2 a / z^2. Both bounds hold, so the
+    Let q be the sampling rate, z the noise multiplier and S the clipping norm. In the adjacent data set, another unit
+    replaces a unit of the cohort, so the sensitivity is 2S. The dominating pair of distributions for sampling without
+    replacement is (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in
+    both directions. Without amplification by sampling, the divergence at order a is 2 a / z^2. Both bounds hold, so the
     smaller bound holds.
     """
     if event.sampling_probability != 1:
         raise UserError(
-            "only cohorts of a fixed size are accounted for: the sampling probability before truncation must be 1"
+            "only cohorts of a fixed size are supported here: the sampling probability before truncation must be 1"
         )
     noise, rate = event.noise_multiplier, event.truncated_batch_size / event.dataset_size
     plain = 4 * _gaussian_curve(noise)

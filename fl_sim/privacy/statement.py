@@ -2,10 +2,10 @@
 
 A guarantee is an epsilon that was fixed before the data were read. The epsilon spent by a run is no guarantee, because
 the moment at which the run ends may depend on its published results. Examples are an unused part of a budget,
-unanswered queries, and a reader who interrupts the run. The costs up to such a moment bound nothing.
+unanswered queries, and a user who interrupts the run. The costs up to such a moment are no upper bound.
 
-The cost of ALL planned releases is a guarantee: a run that ends earlier releases a part of the plan, which is
-post-processing of the whole. A budget is a guarantee, too: it is a privacy filter (Feldman, Zrnic 2021).
+The cost of ALL planned releases is a guarantee. If a run ends earlier, it publishes only some of these releases, and to
+drop the others is post-processing. A budget is a guarantee, too: it is a privacy filter (Feldman, Zrnic 2021).
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class Coverage:
     """The outputs that a privacy statement covers.
 
     ``covers``: the covered outputs, in words. ``does_not_cover``: the outputs that are not protected, in words.
-    ``simulation_only``: True where the noise comes from a seed.
+    ``simulation_only``: True if the noise is seeded, so that anybody with the seed can subtract it.
     """
 
     covers: str
@@ -61,8 +61,8 @@ class UncoveredFacts:
     """Facts about the data that no epsilon covers.
 
     ``read_off``: facts that were computed from the private records without noise, in words. ``tested_on``: the public
-    test records, in words; empty where nothing is measured on them. ``tuned_on``: a sentence on settings that were
-    chosen earlier by means of the same records. ``beside``: further sentences, from layers.
+    test records, in words; empty if no measure uses them. ``tuned_on``: a sentence about settings that were chosen
+    earlier on the same records. ``beside``: further sentences, which come from layers.
     """
 
     read_off: tuple[str, ...] = ()
@@ -86,9 +86,9 @@ class UncoveredFacts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
-    """Return copies of the privacy statements, with more sentences in ``does_not_cover``.
+    """Return copies of the privacy statements, with further sentences in ``does_not_cover``.
 
-    These are ``facts``, and a sentence on the cost for a person whose data are in several units.
+    The further sentences state ``facts``, and the cost for a person whose data belong to several privacy units.
     """
     more = facts.in_words()
     return [
@@ -103,10 +103,10 @@ def statement(
     planned: Mapping[dp_event.DpEvent, int] | None,
     coverage: Coverage,
 ) -> dict[str, Any]:
-    """Return the privacy statement as JSON values, as ``Ledger.statement`` does.
+    """Return the privacy statement as a dictionary of JSON values.
 
     ``charges``: all charges so far, as (name of the release, event). ``planned``: {event: number of releases} for all
-    releases that were fixed beforehand; None where only the budget limits the releases.
+    releases that were fixed beforehand; None if only the budget limits the releases.
     """
     account = _account(terms, charges, planned)
     epsilon, accountant, source = _guarantee(terms, account)
@@ -157,7 +157,7 @@ class _Account:
 def promised_releases(
     terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int]
 ) -> _Counts:
-    """Return all releases that were fixed beforehand: the planned ones, or fewer where the budget ends earlier.
+    """Return all releases that were fixed beforehand: the planned releases, or fewer if the budget is too small.
 
     Releases that were charged again after an interruption are added to the plan. If all releases have the same event,
     the number of releases that the budget allows is certain before the first release: it depends neither on outputs nor
@@ -195,8 +195,8 @@ def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _C
 def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
     """Return the number of releases of the event ``event``, from ``least`` to ``most``, that the budget allows.
 
-    Returns ``most`` where the budget does not allow ``least``. This happens with the log of an earlier version,
-    which accepted a charge beyond the budget.
+    If the budget is too small for ``least`` releases, the result is ``most``. This happens only with a ledger of an
+    earlier version, which accepted a charge beyond the budget.
     """
 
     def fits(number: int) -> bool:
@@ -216,12 +216,15 @@ def _used_up(terms: Terms, spent: _Counts) -> bool:
 
 
 def _cost(terms: Terms, counts: _Counts) -> float:
-    """Return the epsilon that is compared with the budget, computed by the accountant in the ledger's terms."""
+    """Return the epsilon of ``counts``, computed by the ledger's accountant. Callers compare it with the budget."""
     return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 
 def _guarantee(terms: Terms, account: _Account) -> tuple[float | None, str, str]:
-    """Return (epsilon, accountant, source): the smallest epsilon that was certain beforehand, and its source."""
+    """Return (epsilon, accountant, source) of the guarantee: the smallest epsilon that was fixed beforehand.
+
+    ``source``: a sentence that says how this epsilon was determined.
+    """
     budget, whole = terms.budget, account.bounds
     if budget is not None and _cost(terms, account.spent) > budget:
         budget = None  # an earlier version accepted a charge beyond the budget, so the budget is no guarantee

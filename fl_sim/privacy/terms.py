@@ -12,9 +12,10 @@ Accountant: TypeAlias = Literal["rdp", "pld"]
 
 
 class Adjacency(StrEnum):
-    """The change of the population that a guarantee covers; ``fl_sim.privacy.statement`` describes it in words.
+    """The adjacency of a privacy guarantee: to add or remove one privacy unit, or to replace one.
 
-    tests/fl_sim/simulation/test_two_worlds.py runs every client-level mechanism on two adjacent populations.
+    The texts of ``fl_sim.privacy.statement`` define both adjacencies. tests/fl_sim/simulation/test_two_worlds.py runs
+    every client-level mechanism on two adjacent populations.
     """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
@@ -44,7 +45,7 @@ class Terms:
 
 
 def valid_delta(delta: float) -> float:
-    """Return ``delta`` unchanged. Raises UserError where it is not in (0, 1)."""
+    """Return ``delta`` unchanged. Raises UserError if it is not in (0, 1)."""
     if not 0 < delta < 1:
         raise UserError(
             f"delta {delta} is not in (0, 1): choose one well below 1 / number of protected units, such as 1e-5"
@@ -53,7 +54,7 @@ def valid_delta(delta: float) -> float:
 
 
 def delta_advice(delta: float, units: float) -> str | None:
-    """Return a warning where ``delta`` is too large for a population of ``units`` privacy units, else None.
+    """Return a warning if ``delta`` is too large for a population of ``units`` privacy units, else None.
 
     At a delta of 1/``units`` or more, even the publication of all data of one random unit would satisfy the definition
     of differential privacy.

@@ -1,1 +1,1 @@
-"""Privacy costs of PATE's noisy votes, and the publication of a cost that was computed from the votes."""
+"""Privacy costs of PATE's noisy votes, and the private publication of a cost that depends on the votes."""

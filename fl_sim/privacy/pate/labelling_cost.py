@@ -1,4 +1,4 @@
-"""Privacy cost of labels by PATE: Renyi curves of queries, their sum and its epsilon.
+"""Privacy cost of labels by PATE: the Renyi divergences of each query, their sum, and the epsilon of the sum.
 
 A cost is data-dependent (for the given votes) or data-independent (for any votes).
 
@@ -6,12 +6,12 @@ The privacy unit is one record of the private set. The record lies in one teache
 per query. So a changed record changes one vote of a query: the count of one class falls by 1, and the count of another
 class rises by 1.
 
-A data-independent epsilon is a guarantee and may be published. A data-dependent epsilon is a function of the votes, so
-it is as private as the votes are (Papernot et al. 2018, section 3). Publish only the result of
+A data-independent epsilon is a guarantee and may be published. A data-dependent epsilon is computed from the votes, so
+it can reveal private records, like the votes (Papernot et al. 2018, section 3). Publish only the result of
 ``smooth_sensitivity.release``.
 
-Curves are Renyi divergences of shape (queries, orders), in nats. ``log_q`` is ln of q, shape (queries,); q is an upper
-bound on the probability that the label is not the teachers' majority.
+A Renyi curve contains the Renyi divergences of one query at several orders, in nats. ``log_q`` is ln(q), of shape
+(queries,). q is an upper bound on the probability that the label is not the class with the most votes.
 
 LNMax: Papernot et al. 2017, "Semi-supervised Knowledge Transfer". GNMax and Confident-GNMax: Papernot et al. 2018,
 "Scalable Private Learning with PATE".
@@ -44,20 +44,23 @@ _MOST_VOTES: Final = 2**31
 
 
 class Cost(ABC):
-    """Privacy cost of one query to a PATE mechanism, as Renyi curves at given orders."""
+    """Privacy cost of one query to a PATE mechanism, as Renyi divergences at given orders."""
 
     @property
     def pure_epsilon(self) -> float:
-        """Return the epsilon of one query at delta 0; ``inf`` where there is none."""
+        """Return the epsilon of one query at delta 0; ``inf`` if no such epsilon exists."""
         return math.inf
 
     @abstractmethod
     def worst_case(self, orders: Floats) -> Floats:
-        """Return an upper bound on the Renyi curve of one query, for any votes, answered or not, shape (orders,)."""
+        """Return an upper bound on the Renyi divergences of one query, shape (orders,).
+
+        The bound holds for any votes, and for answered and unanswered queries.
+        """
 
     @abstractmethod
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return the privacy events of one answered query: the highest cost of a query, for any votes."""
+        """Return the privacy events of one answered query. No query costs more, for any votes."""
 
     @abstractmethod
     def chance_of_answer(self, counts: Counts) -> Floats:
@@ -67,13 +70,16 @@ class Cost(ABC):
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) Renyi curves of shape (queries, orders).
 
-        ``answered``: shape (queries,), 1 for an answered query and 0 for others. Probabilities of an answer
-        instead give expected curves.
+        ``answered``: shape (queries,), 1 for an answered query and 0 for others. If it contains the probabilities of
+        answers instead, the result is the expected curves.
         """
 
     @abstractmethod
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return a lower bound on the data-dependent Renyi curve of an answered query, for any votes: (orders,)."""
+        """Return a lower bound on the data-dependent Renyi divergences of an answered query, shape (orders,).
+
+        The bound holds for any votes.
+        """
 
 
 class AnswerCost(Cost):
@@ -81,25 +87,23 @@ class AnswerCost(Cost):
 
     @abstractmethod
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln q of each query, shape (queries,).
+        """Return ln(q) of each query, shape (queries,).
 
         q is an upper bound on the probability that the label is not the class with the most votes.
         """
 
     @abstractmethod
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q for votes in which every other class has ``gaps`` votes fewer than the first class.
+        """Return ln(q) for votes in which the first class has ``gaps`` more votes than each other class.
 
-        ``log_q`` explains q.
-
-        With a negative gap the other classes have more votes.
+        The method ``log_q`` defines q. If a gap is negative, the other classes have more votes.
         """
 
     @abstractmethod
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query, computed from its ln q: at every order the smaller of two bounds.
+        """Return the Renyi curve of each query, computed from its ln(q). Each value is the smaller of two bounds.
 
-        The first bound is the theorem in the mechanism's paper, the second one is ``worst_case``, for any votes.
+        The first bound is the theorem in the mechanism's paper. The second bound is ``worst_case``, for any votes.
         """
 
     def dependent(self, counts: Counts, orders: Floats) -> Floats:
@@ -111,13 +115,13 @@ class AnswerCost(Cost):
         return np.ones(len(counts))
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves; ``answered`` is ignored, as every query is answered."""
+        """Return (data-dependent, data-independent) curves. ``answered`` is ignored: every query is answered."""
         del answered
         dependent = self.dependent(counts, orders)
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the Renyi curve of a query on which all teachers agree, so that another label is least likely."""
+        """Return the Renyi curve of a query on which all teachers agree. Such a query has the lowest cost."""
         return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
@@ -132,36 +136,39 @@ class LNMaxCost(AnswerCost):
 
     @property
     def pure_epsilon(self) -> float:
-        """Return 2 gamma, because one record lowers the count of one class by 1 and raises another count by 1."""
+        """Return 2 gamma: one record changes two counts by 1 each, and each change costs an epsilon of gamma."""
         return 2 * self.gamma
 
     def worst_case(self, orders: Floats) -> Floats:
         """Return the Renyi curve of one query for any votes.
 
-        The label is computed from the noisy counts, of which two change by 1. So the curve is at most the curve of two
-        Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This is less than any bound that
-        follows only from (2 gamma, 0)-privacy.
+        The label is computed from the noisy counts. A changed record changes two of the counts by 1. So the curve is at
+        most the curve of two Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This bound is
+        lower than any bound that uses only the epsilon of 2 gamma.
         """
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return two Laplace mechanisms of sensitivity 1: one record changes two counts by 1 each."""
+        """Return two Laplace mechanisms of sensitivity 1, because one record changes two counts by 1 each."""
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln q of each query by the union bound of lemma 4 of the 2017 paper, at most ln(1 - 1/classes)."""
+        """Return ln(q) of each query: the union bound in lemma 4 of the 2017 paper, limited to ln(1 - 1/classes)."""
         gaps = self.gamma * _gaps_to_the_top(counts)
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isinf(gaps), -np.inf, _log_beaten(gaps))
         return _capped(logsumexp(terms, axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q for votes in which all other classes have ``gaps`` votes fewer, at most ln(1 - 1/classes)."""
+        """Return ln(q) for votes in which the first class has ``gaps`` more votes than each other class.
+
+        The result is at most ln(1 - 1/classes).
+        """
         tail = _log_beaten(self.gamma * np.abs(gaps))
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query: at every order the smaller bound of theorem 3 and ``worst_case``."""
+        """Return the Renyi curve of each query. Each value is the minimum of theorem 3 and ``worst_case``."""
         return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
@@ -175,7 +182,7 @@ class GNMaxCost(AnswerCost):
     sigma: float
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the Renyi curve of one query for any votes: one record changes two counts by 1 (proposition 8)."""
+        """Return the Renyi curve of one query, for any votes, by proposition 8 of the 2018 paper."""
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
@@ -183,27 +190,30 @@ class GNMaxCost(AnswerCost):
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln q of each query by the bound of proposition 7 of the 2018 paper, at most ln(1 - 1/classes)."""
+        """Return ln(q) of each query: the bound in proposition 7 of the 2018 paper, limited to ln(1 - 1/classes)."""
         gaps = _gaps_to_the_top(counts)
         return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
-        """Return ln q for votes in which all other classes have ``gaps`` votes fewer, at most ln(1 - 1/classes)."""
+        """Return ln(q) for votes in which the first class has ``gaps`` more votes than each other class.
+
+        The result is at most ln(1 - 1/classes).
+        """
         log_beaten = log_ndtr(-gaps / (np.sqrt(2) * self.sigma))
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query: at every order the smaller bound of theorem 6 and ``worst_case``."""
+        """Return the Renyi curve of each query. Each value is the minimum of theorem 6 and ``worst_case``."""
         return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 
 @dataclass(frozen=True)
 class ConfidentCost(Cost):
-    """Cost of Confident-GNMax: a noisy test, and GNMax with ``sigma`` for queries that pass the test.
+    """Cost of Confident-GNMax: a noisy test of each query, then GNMax for the queries that pass the test.
 
-    A query passes where its largest count plus noise of ``sigma_threshold`` reaches ``threshold``. The test publishes
-    whether the noisy largest count reaches the threshold. One record changes the largest count by at most 1. The cost
-    of the test is paid whether or not the query is then answered.
+    The test adds Gaussian noise with standard deviation ``sigma_threshold`` to the largest count. A query passes if the
+    noisy count reaches ``threshold``. The result of the test is published. One record changes the largest count by at
+    most 1. Every query pays for its test, also without an answer. ``sigma``: the noise of GNMax.
     """
 
     threshold: float
@@ -236,7 +246,7 @@ class ConfidentCost(Cost):
     def test_curves(self, counts: Counts, orders: Floats) -> Floats:
         """Return the data-dependent Renyi curve of each query's test, by theorem 6.
 
-        The test has two outcomes. q is the probability of the rarer one.
+        The test has two outcomes. q is the probability of the less likely outcome.
         """
         distance = np.abs(counts.max(axis=1) - self.threshold) / self.sigma_threshold
         return self.test.divergence(np.asarray(log_ndtr(-distance), dtype=np.float64), orders)
@@ -280,11 +290,12 @@ class QueryCosts:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The privacy costs of a labelling; ``answers`` is the number of answered queries, or its expectation.
+    """The privacy costs of a labelling.
 
     ``dependent``: the data-dependent costs, which are PRIVATE, because they are computed from the votes.
     ``independent``: the data-independent costs. ``worst_case``: the epsilon for any votes and any number of answers, by
-    both accountants. A plan may promise only this epsilon.
+    both accountants. Only this epsilon may be promised before the votes are counted. ``answers``: the number of
+    answered queries, or the expected number.
     """
 
     dependent: QueryCosts
@@ -296,8 +307,8 @@ class Analysis:
 def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bool_] | None = None) -> Analysis:
     """Return the privacy costs at ``delta`` of labelling the queries with the votes ``counts``.
 
-    ``answered``: the mask of answered queries, shape (queries,). Without the mask the cost of each answer is weighted
-    by the probability of the answer, as in the published analysis. The result is then an expectation, not a bound.
+    ``answered``: the mask of answered queries, shape (queries,). Without the mask, the cost of each answer is weighted
+    by the probability of the answer, as in the papers. The result is then an expected cost, not an upper bound.
     """
     valid_delta(delta)
     queries, pure = len(counts), cost.pure_epsilon
@@ -326,12 +337,12 @@ def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int
 
 
 def least_epsilon(cost: Cost, teachers: int, classes: int, delta: float) -> float:
-    """Return a lower bound on the data-dependent epsilon of one answered query, for any votes."""
+    """Return a lower bound on the data-dependent epsilon of one answered query. The bound holds for any votes."""
     return float(epsilon_of_curves(cost.least(teachers, classes, _ORDERS)[None], delta)[0])
 
 
 def epsilon_of_curves(curves: Floats, delta: float) -> Floats:
-    """Return the epsilon at ``delta`` that each Renyi curve (a row over ``ORDERS``) proves, shape (rows,)."""
+    """Convert each Renyi curve, a row with one value per order, to an epsilon at ``delta``; shape (rows,)."""
     assert not np.isnan(curves).any()
     assert (curves >= 0).all()
     return epsilons_of_curves(curves, delta)
@@ -363,16 +374,16 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
 
 
 def independent_2017(gamma: float, orders: Floats) -> Floats:
-    """Return the Renyi curve of one query for any votes by the 2017 paper: 2 gamma^2 order, at most 2 gamma."""
+    """Return the bound of the 2017 paper on the Renyi curve of any query: min(2 gamma^2 order, 2 gamma)."""
     return np.minimum(2 * gamma**2 * orders, 2 * gamma)
 
 
 def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
-    """Return data-dependent Renyi curves by theorem 3 of the 2017 paper, ``inf`` where it does not hold.
+    """Return data-dependent Renyi curves by theorem 3 of the 2017 paper; ``inf`` where the theorem does not hold.
 
-    Shape: (queries, orders). The theorem holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) +
-    1). The script published with the paper applies it beyond that range, where the result can be too small. A
-    moment of the paper is (order - 1) times the divergence.
+    Shape: (queries, orders). The theorem holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) + 1).
+    The paper's script also applies it to larger q, where the result can be too small. The paper states log moments. A
+    log moment is (order - 1) times the Renyi divergence.
     """
     holds = log_q < -np.logaddexp(0.0, 2 * gamma)
     inside = np.where(holds, log_q, -1 - 2 * gamma - np.log(2))[:, None]
@@ -384,12 +395,12 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
 
 
 def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
-    """Return data-dependent Renyi curves by theorem 6 of the 2018 paper, ``inf`` where it does not hold.
+    """Return data-dependent Renyi curves by theorem 6 of the 2018 paper; ``inf`` where the theorem does not hold.
 
-    Shape: (queries, orders). The mechanism costs order / sigma^2 for any votes. ``log_q``: ln of an upper bound on the
-    probability of all outcomes but the likeliest, shape (queries,). mu_1 and mu_2 are defined in proposition 10. The
-    theorem needs order <= mu_1. It also needs q in the range where its bound grows with q, because only a bound on q is
-    known.
+    Shape: (queries, orders). The mechanism costs order / sigma^2 for any votes. ``log_q``: ln(q), shape (queries,). q
+    is an upper bound on the total probability of all outcomes except the most likely one. mu_1 and mu_2 are defined in
+    proposition 10. The theorem needs order <= mu_1. It is applied only where its result grows with q, because the exact
+    probability is unknown.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         mu_2 = sigma * np.sqrt(-log_q)
@@ -410,9 +421,10 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
 
 
 def _gaps_to_the_top(counts: Counts) -> Floats:
-    """Return each query's largest number of votes minus the votes of each class, shape (queries, classes).
+    """Return the difference between the largest count and the count of each class, shape (queries, classes).
 
-    The class with the most votes gets ``inf``; of several such classes, only the first one.
+    The value of the class with the most votes is ``inf``. If several classes have the most votes, only the first of
+    them gets ``inf``.
     """
     top = counts.argmax(axis=1)[:, None]
     gaps = (np.take_along_axis(counts, top, axis=1) - counts).astype(np.float64)
@@ -421,9 +433,9 @@ def _gaps_to_the_top(counts: Counts) -> Floats:
 
 
 def _log_beaten(gaps: Floats) -> Floats:
-    """Return ln of the probability that one noisy count exceeds the noisy largest count, under Laplace noise.
+    """Return ln of the probability that a smaller count exceeds the largest count after both get Laplace noise.
 
-    ``gaps`` >= 0: the difference of the two counts, in noise scales.
+    ``gaps`` >= 0: the differences of the two counts, divided by the scale of the noise.
     """
     return np.log((2 + gaps) / 4) - gaps
 

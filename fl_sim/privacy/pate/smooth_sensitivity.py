@@ -1,18 +1,19 @@
-"""Publication of a data-dependent PATE cost, with noise in proportion to the cost's smooth sensitivity.
+"""Publication of a data-dependent PATE cost, with noise that is proportional to the cost's smooth sensitivity.
 
 The method is that of Papernot et al. 2018, appendix B. The published number is an upper bound on B. B is the sum of the
 data-dependent divergences of all queries at ONE Renyi order, which is chosen without looking at the votes.
 
-The sensitivity of B is bounded as follows. One changed vote changes every gap between two classes by at most 2. The
-effect of a changed gap on a tail probability is concave, so q (see ``labelling_cost``) changes at most as much as for
-votes whose gaps are all equal. Let t(votes) be the equal gap that gives the same q. Then each query's divergence is a
-falling function beta(t), and the t of two neighbours differ by at most 2. At distance d the local sensitivity is at
-most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The maximum is taken over small cells of t,
-with an upper bound in each, which assumes only that beta falls.
+The sensitivity of B is bounded as follows. A gap is the difference between the votes of two classes. One changed vote
+changes every gap by at most 2. The effect of a changed gap on a tail probability is concave, so q (see
+``labelling_cost``) changes at most as much as for votes whose gaps are all equal. Let t be the gap for which votes with
+equal gaps have the same q. Then each query's divergence is a decreasing function beta(t), and the values of t for two
+neighbouring data sets differ by at most 2. At distance d the local sensitivity is at most the largest beta(t' - 2) -
+beta(t') over t' in [t - 2d, t + 2d + 2]. The range of t is divided into small cells, and each cell gets an upper bound.
+The bounds assume only that beta is decreasing.
 
-Confident-GNMax also pays for its test of the largest count, which one changed vote changes by at most 1. For this test
-all counts within d votes are examined one by one. The mask of answered queries is taken as given, because it is known
-from the labels.
+Confident-GNMax also pays for its test of the largest count. One changed vote changes the largest count by at most 1.
+For this test, every count within d votes is examined. The mask of answered queries needs no protection, because the
+published labels show it.
 
 The publication itself has a privacy cost. With few queries or teachers the published epsilon can exceed the
 data-independent epsilon.
@@ -36,9 +37,9 @@ Answered: TypeAlias = NDArray[np.bool_]
 PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 
 _CELLS_PER_VOTE: Final = 8
-# Largest number of cells by which one vote moves a gap; one of the cells is for rounding.
+# One changed vote moves a gap by at most this number of cells. One of these cells allows for rounding.
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1
-# The terms that ``planned`` tries: Renyi orders, products of order and smoothness, and noise.
+# The values that ``planned`` tries: Renyi orders, order times smoothness, and noise.
 _ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
 _PRODUCTS: Final = (0.05, 0.1, 0.2)
 _NOISES: Final = (3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
@@ -49,10 +50,10 @@ _LEAST: Final = 1e-9  # a lower bound on the sensitivity, which keeps its logari
 class PublicationTerms:
     """Settings of the publication of a PATE cost B (see the module), fixed without looking at the votes.
 
-    ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa, the discount rate of distant votes in
-    the smooth sensitivity; its product with ``order`` must stay well below 1/2. ``noise``: the noise on B, in
-    smooth sensitivities. It is also the noise on the logarithm of the smooth sensitivity, in units of kappa;
-    readers need this second noisy number to bound the error of B.
+    ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa, the discount rate of distant votes in the
+    smooth sensitivity; its product with ``order`` must stay well below 1/2. ``noise``: the standard deviation of the
+    noise on B, as a multiple of the smooth sensitivity. The logarithm of the smooth sensitivity is published, too, with
+    a standard deviation of ``noise`` * kappa. Readers need it to bound the error of B.
     """
 
     order: float = 20.0
@@ -69,12 +70,12 @@ class PublicationTerms:
             )
 
     def divergence(self) -> float:
-        """Return the Renyi divergence at ``order`` of the publication itself, that is of both noisy numbers.
+        """Return the Renyi divergence at ``order`` of the publication, which consists of two noisy numbers.
 
         The result is the divergence of N(B, (noise S)^2) and N(B', (noise S')^2) with |B - B'| <= min(S, S') and S
         within e^(+-kappa) of S', plus the divergence of the noisy logarithm of S. Here S is the smooth sensitivity, and
-        B' and S' are the numbers for a neighbouring data set. The bound is theorem 23 of the paper, without its
-        rounding up of the Gaussians' divergence.
+        B' and S' are the values for a neighbouring data set. The bound is theorem 23 of the paper, without its rounding
+        up of the Gaussians' divergence.
         """
         order, kappa = self.order, self.smoothness
         scale = max(_scale_divergence(order, -kappa), _scale_divergence(order, kappa))
@@ -82,7 +83,7 @@ class PublicationTerms:
         return scale + shift + order / (2 * self.noise**2)
 
     def curve(self, orders: Floats) -> Floats:
-        """Return the Renyi divergence of the publication itself at each of ``orders``; ``inf`` for no bound."""
+        """Return the Renyi divergence of the publication at each of ``orders``; ``inf`` if no bound is known."""
         costs = np.full(len(orders), np.inf)
         for place, order in enumerate(orders):
             with suppress(UserError):  # UserError: the smoothness is too large for this order
@@ -98,8 +99,8 @@ class PublishedCost:
     """A data-dependent PATE cost that may be published.
 
     ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes, except with
-    probability ``failure``: if the noise is beyond its quantile. ``divergence``: the published bound on the joint Renyi
-    divergence of labels and publication, at ``order``.
+    probability ``failure``: the probability that the noise exceeds its quantile. ``divergence``: the published bound on
+    the joint Renyi divergence of labels and publication, at ``order``.
     """
 
     epsilon: float
@@ -183,9 +184,10 @@ def smooth_sensitivity(
 class _CostPart:
     """One part of the cost of all queries: the cost of the labels, or the cost of the tests.
 
-    A query's state is a whole number, such as the cell of its gap. The query's sensitivity depends only on this
-    state. ``local`` yields, for distance 0, 1, 2, ..., an array with one bound for each state, on the local sensitivity
-    of one query. ``states``: the states that occur. ``queries``: the number of queries in each of these states.
+    A query's state is an integer, such as the index of the cell that contains its gap. The query's sensitivity depends
+    only on this state. ``local``: an iterator over the distances 0, 1, 2, .... It yields an array with a bound for each
+    state: the largest local sensitivity of one query in this state. ``states``: the states that occur. ``queries``: the
+    number of queries in each of these states.
     """
 
     local: Iterator[Floats]
@@ -194,15 +196,15 @@ class _CostPart:
 
 
 def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
-    """Return the cost of the labels; the state of a query is the cell of its equivalent gap t.
+    """Return the cost of the labels. The state of a query is the index of the cell that contains its t.
 
-    If all other classes had t votes fewer than the first class, the query would have the same q.
+    The number t is a gap: if the first class had t more votes than each other class, q would be the same.
     """
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
-    # log q falls with the gap. Each query gets the cell of its equivalent gap. If several cells have an equal q, as at
-    # the largest value of q, the query gets the last one.
+    # log q decreases with the gap. Each query is assigned to the cell that contains its t. If several cells have the
+    # same q, such as the largest possible q, the query is assigned to the last of them.
     found = len(gaps) - 1 - np.searchsorted(log_q[::-1], cost.log_q(counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
     orders = np.array([order])
@@ -211,7 +213,7 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
 
 
 def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
-    """Return the cost of Confident-GNMax's tests. A query's state: its largest count minus the least possible one."""
+    """Return the cost of Confident-GNMax's tests. A query's state is its largest count minus the lowest possible."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
@@ -229,9 +231,9 @@ def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
 
 
 def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
-    """Yield, for distance 0, 1, 2, ..., bounds on one query's local sensitivity, one bound for each cell of its gap.
+    """Yield, for distance 0, 1, 2, ..., an array with a bound on one query's local sensitivity for each cell of gaps.
 
-    ``beta``: the query's divergence at every boundary of the cells. ``before``: its divergence where the gap is 2
+    ``beta``: the query's divergence at every boundary of the cells. ``before``: its divergence for a gap that is 2
     votes smaller.
     """
     if (np.diff(beta) > 1e-12).any():
@@ -246,9 +248,9 @@ def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
 def _published(
     total: float, sensitivity: float, delta: float, terms: PublicationTerms, normal: tuple[float, float]
 ) -> PublishedCost:
-    """Return the published cost from the exact cost ``total``, its sensitivity, and two standard normal numbers.
+    """Return the published cost from the exact cost ``total``, its sensitivity, and two standard normal samples.
 
-    Each noisy number is beyond its quantile with probability delta / 2.
+    Each noisy number exceeds its quantile with probability delta / 2.
     """
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
@@ -259,7 +261,7 @@ def _published(
 
 
 def _from(values: Floats, ahead: int) -> Floats:
-    """Return, for each position in ``values``, the value ``ahead`` positions later; the end values are repeated."""
+    """Return ``values`` shifted by ``ahead`` positions: element i is values[i + ahead]. The ends are repeated."""
     return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
 
 
