@@ -3,16 +3,16 @@
 An experiment has several seeds. So the variance from one of them, such as the seed of the partition, can be measured
 separately. The purposes of each seed are:
 
-``partition_seed``: "partition", "validation", and PATE's "public pool"; also the changes of records by a partition,
-"feature-noise" (for test and validation records, too) and "client groups". ``model_seed``: "model" for initial weights,
+``partition_seed``: "partition", "validation", PATE's "public pool", and the partition's changes of records:
+"feature-noise" (also for test and validation records) and "client groups". ``model_seed``: "model" for initial weights,
 and "teacher" for the initial weights of PATE's networks. ``sampling_seed``: "sampler". ``seed``: all other purposes,
 such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a
-forest's "teacher" and students; and seeded noise. Secret noise, and the cohorts of Global DP, come from no seed.
+forest's "teacher" and students; and seeded noise. Secret noise and the cohorts of Global DP do not come from a seed.
 
-A user's own code may draw from the global generators of torch, NumPy or Python. The global generators are seeded for
-the purposes above, and for "data set" (by 0). In a round, these generators are seeded for "plan" and "finish" of a
-client, and for "sampling", "merging" and "evaluation". The global generators are not seeded for code that makes
-synthetic records.
+A user's own code may draw from the global generators of torch, NumPy or Python. These generators are seeded for the
+purposes above, and for "data set" (with the seed 0). In a round, they are seeded before a client's "plan" and "finish",
+and before the server's "sampling", "merging" and "evaluation". They are not seeded for code that makes synthetic
+records.
 """
 
 from __future__ import annotations
@@ -142,6 +142,6 @@ def process_state() -> tuple[object, ...]:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Lock the global generators in this block, which builds a model; then restore torch's generators."""
+    """Lock the global generators in this block, and restore torch's generators afterwards. Models are built in it."""
     with _LOCK, torch_kept():
         yield

@@ -25,9 +25,10 @@ CHECKS: Final = "fl_sim.check"
 
 @dataclass(frozen=True)
 class InOneLine:
-    """The marker of a text field that also accepts a table: ``to_table`` parses the text, ``to_text`` writes it.
+    """Marks a text setting that can also be given as a table. Settings files contain the text.
 
-    So a user can set a part of the text: ``data.label=outcome`` changes one option of ``data``. Files contain the text.
+    So a user can change a part of the text: ``data.label=outcome`` changes one option of ``data``. ``to_table``:
+    converts the text to a table. ``to_text``: converts the table to a text.
     """
 
     to_table: Callable[[str], Json]
@@ -44,9 +45,9 @@ class InOneLine:
 
 @dataclass(frozen=True)
 class Short:
-    """The marker of a group of settings that may be given as a text, which is the value of the group's ``field``.
+    """Marks a group of settings that has a short form: a single text. The text becomes the value of ``field``.
 
-    So ``model=resnet`` sets ``model.name``, and ``model.weights=PATH`` sets another field of the same group.
+    For example, ``model=resnet`` means ``model.name=resnet``. The setting ``model.weights=PATH`` has no short form.
     """
 
     field: str
@@ -74,10 +75,10 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _completed_table(cls, table: Any) -> Any:
-        """Return ``table`` with the kinds that the user left out, and with lists in place of comma-separated texts.
+        """Return ``table`` with all missing kinds, and with lists in place of comma-separated texts.
 
-        ``generator.batch_size=64`` without a kind sets the batch size of the default generator.
-        ``classifiers=discriminant,mlp`` becomes a list.
+        A kind is the name of a settings class. The setting ``generator.batch_size=64`` has no kind, so it belongs to
+        the default generator. ``classifiers=discriminant,mlp`` becomes a list.
         """
         if not isinstance(table, dict):
             return table
@@ -99,10 +100,11 @@ class Settings(BaseModel):
 
 
 def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[Json, type[BaseModel] | None]:
-    """Return the entry ``name`` of ``table`` as a table, and the settings class of this inner table.
+    """Return (the group of settings ``name`` as a table, the settings class of this group).
 
-    ``settings``: the settings class of ``table``. A short form (``algorithm=fedprox``) becomes a table. The returned
-    class is None for an unknown name, which validation reports later. Raises UserError if the entry is a single value.
+    ``table``: the settings that contain the group. ``settings``: the settings class of ``table``. A group in short form
+    (``algorithm=fedprox``) becomes a table. The returned class is None for an unknown name, which validation reports
+    later. Raises UserError if the entry is a single value.
     """
     field = settings.model_fields.get(name) if settings is not None else None
     marks = field.metadata if field is not None else []
@@ -126,7 +128,7 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 
 
 def spelt_out(field: FieldInfo | None, value: Any) -> Any:
-    """Return ``value`` as a table if it is the short form of a group of settings; otherwise return it unchanged."""
+    """Expand the short form of a group of settings to a table. Return any other ``value`` unchanged."""
     short = next((mark for mark in field.metadata if isinstance(mark, Short)), None) if field is not None else None
     return value if short is None else short.to_table(value)
 
@@ -134,8 +136,8 @@ def spelt_out(field: FieldInfo | None, value: Any) -> Any:
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
     """Return the settings class that ``table`` chooses for the field ``name`` of ``settings``, such as FedProx.
 
-    The choice may be a name, a table or an object. A missing choice is the default. The result is None for an unknown
-    name, which validation reports later.
+    ``table`` may contain a name, a table or an object. If it has no such entry, the default value decides. The result
+    is None for an unknown name, which validation reports later.
     """
     field = settings.model_fields[name]
     given, one_of = table.get(name, field.default), _one_of(field)

@@ -291,7 +291,7 @@ def _maps(table: Table) -> Iterator[str]:
 
 
 def _rows(about: About, table: Table) -> Iterator[str]:
-    """Yield the Markdown lines of the table. The published accuracies of a method are below our row."""
+    """Yield the Markdown lines of the table: for each method our accuracies, then the published accuracies."""
     yield from _head(table.columns)
     measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
     best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}

@@ -207,7 +207,7 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
 
 
 def _titles(run: SavedRun) -> dict[str, str]:
-    """Return {kind: title} of the run's algorithm, preprocessing and server, such as {"fedavg": "FedAvg"}."""
+    """Return {setting: title} of the run's algorithm, preprocessing and server, such as {"fedavg": "FedAvg"}."""
     config = run.config
     kinds = {"algorithm": config.algorithm.kind, "preprocess": config.preprocess.kind, "server": config.server.kind}
     return {kinds[part]: title for part, title in (run.result.titles if run.result else {}).items()}
@@ -216,8 +216,8 @@ def _titles(run: SavedRun) -> dict[str, str]:
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
     """Return the name of a run's method: the titles of its preprocessing, algorithm and server.
 
-    ``titles``: {kind: title}. A kind without a title, such as "fedavg", is shown itself. The default server is left
-    out.
+    ``titles``: {setting: title}, such as {"fedavg": "FedAvg"}. A setting without a title is shown as in the settings.
+    The default server is left out.
     """
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
@@ -227,7 +227,7 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the value of the setting ``place`` is not the same in all groups that can have this setting.
+    """Return True if the setting ``place`` has different values in the groups that have such a setting.
 
     ``flat``: for each group {setting: value}.
     """

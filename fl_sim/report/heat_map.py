@@ -1,4 +1,4 @@
-"""The layout of a heat map of a table. The table's plan makes it, and a report draws it."""
+"""The layout of a heat map, which shows the results of a table for all values of two settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 class HeatMap:
     """The layout of a heat map, which shows a part of a table.
 
-    ``title``: the column of the table, and settings with one value in this map. ``column``: the column of the table.
-    ``rows``, ``columns``: the names of the axes. ``row_labels``, ``column_labels``: the values on the axes, in order.
-    ``places``: {(row label, column label): row of the table}.
+    ``title``: the column of the table, and the settings that are constant in this map. ``column``: the column of the
+    table. ``rows``, ``columns``: the names of the axes. ``row_labels``, ``column_labels``: the values on the axes, in
+    order. ``places``: {(row label, column label): row of the table}.
     """
 
     title: str
@@ -23,9 +23,10 @@ class HeatMap:
 
 
 def row_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
-    """Return {row of the table: its row label in the heat maps, and the settings with one value in its map}.
+    """Return {row of the table: its row label in a heat map, with the settings that are constant in this map}.
 
-    A text below the table then names one line of a map in place of all its rows.
+    The rows of the table that share a line of a map have the same text. Notes below the table use this text, in place
+    of a list of all these rows.
     """
     groups: dict[str, str] = {}
     for one in maps:

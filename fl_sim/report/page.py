@@ -166,7 +166,7 @@ def _digest(text: str) -> str:
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
     """Return the names of the pictures that fit into ``room`` bytes.
 
-    Pictures whose curves the page's script also draws are added last: the page shows their curves anyway.
+    If the page's script draws the same curves, a picture is added last, because the reader sees these curves anyway.
     """
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):

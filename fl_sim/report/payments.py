@@ -104,8 +104,8 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
     # the statement guarantees a budget, so its epsilon is not the cost of the planned events
     if not pool and statement.epsilon == statement.budget:
         charged = ()
-    # The name of a pool's file depends on its content. A ledger of PATE with the name "ID, published" includes the
-    # labels in the ledger "ID".
+    # The name of a pool's file depends on its content. PATE can have two ledgers, "ID" and "ID, published". Both get
+    # the identity "ID", because the second ledger includes all costs of the first one.
     identity = pool or statement.ledger.partition(",")[0]
     delta, adjacency = statement.delta or 0.0, Adjacency(statement.adjacency)
     said = (statement.unit, identity, statement.epsilon, delta, adjacency, charged, statement.simulation_only)

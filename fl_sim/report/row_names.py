@@ -13,9 +13,9 @@ _SETTING = re.compile(r"[\w.]+=")
 
 
 def short_names(labels: Iterable[str]) -> dict[str, str]:
-    """Return {label: short name}. A short name has the method, and the settings in which its rows differ.
+    """Return {label: short name}. A short name has the method, and the settings in which this method's rows differ.
 
-    It always states an aggregator other than the mean, and keeps text in brackets that is no setting. If two rows would
+    It always states an aggregator other than the mean. Text in brackets stays if it is not a setting. If two rows would
     have the same short name, both rows keep their whole labels.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())

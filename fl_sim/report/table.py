@@ -133,7 +133,7 @@ class Comparison:
 def title_of_measure(name: str, titles: Mapping[str, str]) -> str:
     """Return the title of the measure with this dotted name in ``result.json``; the name itself if it has no title.
 
-    The measure must be a share. ``titles``: the titles of the measures of stages.
+    The measure must be a share, which is a number in [0, 1]. ``titles``: the titles of the measures of stages.
     """
     return {**_FURTHER, **titles}.get(f"{name}_percent", name)
 
@@ -247,7 +247,8 @@ def differences(table: Table) -> Grid | None:
     """Return a table with the difference of each row to the reference row, for each column.
 
     The result is None if no confidence interval can be computed, and for a table with heat maps but no reference row.
-    The highest mean of such a table would only show the weakest attack.
+    The rows of a heat map differ in settings, such as the strength of an attack. The row with the highest mean, such as
+    the weakest attack, is then no useful reference.
     """
     if table.heat_maps and not table.reference:
         return None

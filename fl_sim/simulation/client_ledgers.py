@@ -2,10 +2,10 @@
 
 The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
 of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
-one data file, no matter how the file is read. This folder has one subfolder for each deal. A deal is one reading of the
-file, with one assignment of its records to clients. The name of the subfolder is a digest of the deal. A run with other
+one data file, no matter how the file is read. A deal is one assignment of the file's records to clients, after the file
+is read in one way. The folder has one subfolder for each deal, whose name is a digest of the deal. A run with other
 settings, another generator or a deleted pool uses the same ledger. Runs with another seed, label column, range or test
-part form another deal. The privacy costs of all deals are added up.
+part have another deal. The privacy costs of all deals are added up.
 
 Earlier versions gave other names to both folders. The ledgers in folders with such names are still used. When a run
 needs a client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From
@@ -53,7 +53,7 @@ def ledgers_root() -> Path:
 
 
 def ledger_path(job: Job, client: int) -> Path:
-    """Return the path of the privacy ledger of the client number ``client`` of ``job``."""
+    """Return the path of the privacy ledger of the client with the ID ``client``."""
     name, earlier = f"client-{client}.jsonl", _earlier_deal(job)
     if (earlier / name).exists():
         _link_earlier(_folder(job), earlier.parent)
@@ -62,7 +62,7 @@ def ledger_path(job: Job, client: int) -> Path:
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return two folder names for the job's assignment of records to clients: the present and the old name."""
+    """Return two names for the job's assignment of records to clients: the present name, and that of old versions."""
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
@@ -113,14 +113,14 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders that may hold privacy ledgers about the job's records, including those of earlier versions."""
+    """Return all folders that may hold privacy ledgers about the job's records, also folders of earlier versions."""
     folder, earlier = _folder(job), _earlier_deal(job).parent
     joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
     return {folder, earlier, *(ledgers_root() / name for name in joined)}
 
 
 def _link_earlier(folder: Path, earlier: Path) -> None:
-    """Note in ``folder`` that the folder ``earlier`` contains privacy ledgers about the same records."""
+    """Store the name of the folder ``earlier`` in ``folder``, because both have ledgers about the same records."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):

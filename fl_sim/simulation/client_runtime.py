@@ -126,9 +126,9 @@ def runtime_for(
 
 
 def with_architectures(runtime: ClientRuntime, job: Job, layers: Sequence[tuple[ClientLayer, ...]]) -> ClientRuntime:
-    """Return ``runtime`` with a client runtime for each architecture, if the clients of ``job`` have different ones.
+    """Add a client runtime for each model architecture to ``runtime``, if clients have different architectures.
 
-    ``layers``: the client halves of the layers for each architecture.
+    ``layers``: for each architecture, the client-side objects of the layers, such as compression.
     """
     jobs = job.by_architecture
     if len(jobs) == 1:
@@ -148,7 +148,7 @@ def _ledger(job: Job, client: int) -> Path:
 
 
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
-    """Return the settings of local training in a round. ``learning_rate``: the learning rate of this round."""
+    """Return the settings of local training in a round that has the learning rate ``learning_rate``."""
     local = job.experiment.local
     # The fields are copied by name. If the experiment's settings lack a field of LocalSettings, this raises an error.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
@@ -258,9 +258,10 @@ def _own_records(job: Job, client: int, tamper: Tamper | None) -> Records:
 
 
 def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
-    """Return ``examples`` on the job's device, with the labels and the feature skew that ``client`` sees.
+    """Return ``examples`` on the job's device, changed as the partition changes the records of ``client``.
 
-    ``purpose``: the name of the random stream of the skew, such as "own test feature-noise" (see ``fl_sim.seeding``).
+    These changes are new inputs or labels, and feature skew. ``purpose``: the name of the random stream of the skew,
+    such as "own test feature-noise" (see ``fl_sim.seeding``).
     """
     examples = _as_held_by(client, examples, job)
     if not _is_skewed(job.experiment):
@@ -270,9 +271,10 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
 
 
 def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None], Records]:
-    """Return a function (client, tamper) -> records. The function slices one array with the records of all clients.
+    """Return a function with the arguments (client, tamper) that returns the client's records from one large array.
 
-    ``tampers``: {client: function that changes the client's records}. The array ends with the changed records.
+    ``tampers``: {client: function that changes the client's records}. The array has the unchanged records of all
+    clients, then the changed records.
     """
     honest, bounds = _as_held(job.records.train.take(job.shards.records), job.shards, job), job.shards.bounds
     changed = list[Examples]()
@@ -306,8 +308,8 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
 def _tampers(job: Job) -> dict[int, tuple[Tamper, Callable[[int], bool]]]:
     """Return {client: (tamper, applies)} for all clients whose records an attack changes.
 
-    ``tamper``: the function that changes the records. ``applies``: a function that is True for the rounds with this
-    change.
+    ``tamper``: the function that changes the records. ``applies``: a function that returns True for each round in which
+    the attack changes the records.
     """
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
     return {
@@ -401,7 +403,7 @@ def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
 
 
 def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
-    """Return ``examples`` as changed by the partition for ``client``: inputs and labels, but no feature noise."""
+    """Return ``examples`` with the inputs and labels that the partition gives to ``client``, without feature noise."""
     experiment, num_classes = job.experiment, job.dataset.num_classes
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):

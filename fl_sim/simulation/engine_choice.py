@@ -95,7 +95,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
         if not engine.address:
-            choose_token()  # Ray reads the token when it is imported, so it is chosen first
+            choose_token()  # Ray reads its access token when it is imported, so the token is set before
         # This module is imported here, so that the other engines do not need Ray.
         from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
@@ -185,7 +185,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         return alone, f"engine inprocess: {why}"
     seconds, beforehand = estimated_seconds(job), seconds_of_stages(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
-    seconds += beforehand  # without Ray, one process also divides this work among its threads
+    seconds += beforehand  # without Ray, the threads of this process share the computation of the stages
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -214,7 +214,7 @@ def trains_natively(job: Job) -> bool:
 
 
 def _takes_private_steps(job: Job) -> bool:
-    """Return True if the native trainer supports this job's private steps (DP-SGD). They run one client at a time."""
+    """Return True if the native trainer supports this job's private steps (DP-SGD). Such steps train one client at a time."""
     plan, shape = procedure_of(job).typical_plan(), job.input_shape
     return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
 
@@ -267,12 +267,12 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 
 def estimated_seconds(job: Job) -> float:
-    """Estimate the seconds of local training in a run, without parallel clients, from the timing of a few steps."""
+    """Estimate the seconds of all local training in a run, one client after another, from a few timed steps."""
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 
 def seconds_of_stages(job: Job) -> float:
-    """Estimate the seconds that clients compute in stages, without parallel clients, from the timing of small parts."""
+    """Estimate the seconds of the clients' computation in stages, one client after another, from short timings."""
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 
 

@@ -108,7 +108,7 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
-# The settings that do not change the seconds of a minibatch step: those of the experiment, and of its group local.
+# Settings that do not change the seconds of a minibatch step: of the experiment, then of its section ``local``.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
@@ -143,9 +143,10 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def by_architecture(procedure: Procedure, work_of: Callable[[Procedure], Work]) -> tuple[Work, ...]:
-    """Return the amounts of the clients' computation for each architecture of their models.
+    """Return the amounts of the clients' computation, one for each model architecture.
 
-    ``work_of``: a function that returns the work of all clients, as if all had the architecture of a procedure's job.
+    ``work_of``: a function that returns the work of all clients for one procedure. It assumes that all clients have the
+    architecture of this procedure.
     """
     procedures, clients = procedure.by_architecture, procedure.job.experiment.num_clients
     if len(procedures) == 1:
@@ -246,7 +247,7 @@ def _kind(experiment: Experiment, *what: object) -> str:
 def _turn(
     job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, stack: int, size: int, steps: int
 ) -> Callable[[], object]:
-    """Return a function that trains ``steps`` minibatch steps of ``size`` records, for a timing.
+    """Return a function for timings, which trains ``steps`` minibatch steps of ``size`` records.
 
     The function trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. A
     client also trains the algorithm's further models, such as a personal model.

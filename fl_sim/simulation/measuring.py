@@ -116,8 +116,8 @@ class Measuring:
     def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
         """Return the evaluator of ``job``, with its records in memory.
 
-        ``own_metrics``: {name of an observer: its metric function}. The function of the setting ``evaluate.metrics`` is
-        added.
+        ``own_metrics``: {name of an observer: its metric function}. The function in the setting ``evaluate.metrics`` is
+        used, too.
         """
         validation = validation_records(job) if job.num_validated else None
         # In a private run, the clients' class counts are private.
@@ -141,8 +141,8 @@ class Measuring:
     def own(self, params: Params, server_round: int) -> dict[str, float]:
         """Return the user's own metrics, {name: number}, of the model with the parameters ``params``.
 
-        Each metric function receives its own copy of the model, and only the public test records. Raises RunError as
-        ``measured_by`` does, and for a name that two functions use.
+        Each metric function receives its own copy of the model, and only the public test records. Raises RunError if
+        two functions use the same name, and for all reasons of ``measured_by``.
         """
         found: dict[str, float] = {}
         for what, metrics in self.own_metrics.items():

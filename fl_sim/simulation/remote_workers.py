@@ -34,9 +34,9 @@ class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
     ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``, ``weights``: as in ``Job``.
-    ``digest``: the digest of all arrays. ``signer``: an object that checks the signatures of tickets. A ticket is the
-    driver's signed proof that a client's privacy ledger contains the cost of a private output. ``files``: {name:
-    content} of files that the worker received later.
+    ``digest``: the digest of all arrays. ``signer``: the object with which the worker checks the signatures of tickets.
+    A ticket is the driver's signed proof that a client's privacy ledger contains the cost of a private output.
+    ``files``: {name: content} of files that the worker received later.
     """
 
     experiment: str
@@ -120,8 +120,8 @@ class ClientStore:
     """The driver's files of all remote clients of a run: client states, noise keys and privacy ledgers.
 
     If workers share the driver's disk, a run writes the same files with the same content. Before a worker makes a
-    private output, this class writes the privacy cost into the client's ledger. ``signer``: an object that signs a
-    ticket, the proof that the cost was written. Workers check the signature.
+    private output, this class writes the privacy cost into the client's ledger. ``signer``: the object with which the
+    driver signs a ticket, which is the proof that the cost was written.
     """
 
     job: Job

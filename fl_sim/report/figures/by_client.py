@@ -1,4 +1,4 @@
-"""Figures that compare each client's model in a row of a table with one that it trains without federation.
+"""Figures that compare two models of each client: one from a row of a table, and one without federation.
 
 A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. Stages compute
 the accuracies (``fl_sim.simulation.stage.Stage.titles``).
@@ -44,7 +44,7 @@ Pair: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class ClientPanel:
-    """The clients of all seeds in one row of a table."""
+    """One panel of a figure: the accuracies of all clients and seeds in one row of a table."""
 
     label: str
     pairs: tuple[Pair, ...]
@@ -60,7 +60,7 @@ class ClientFigure:
     """The data of one figure: ``panels`` for the rows of one column of a table.
 
     ``share``: the title of the measure, such as "accuracy of the client's own model". ``where``: the column of the
-    table. ``notes``: for each data set that is stand-in data, its name and a text about it.
+    table. ``notes``: a text about each data set that is stand-in data (synthetic records in place of the real ones).
     """
 
     share: str
@@ -70,7 +70,7 @@ class ClientFigure:
 
 
 def client_figures(found: Found) -> list[ClientFigure]:
-    """Return the data of all figures. Tables need a row in which every client trains only its own model."""
+    """Return the data of all figures. A table without a row of local-only training has no figures."""
     runs = {run.path: run for run in found.runs}
     figures = []
     for place, table in found.tables.items():
@@ -117,7 +117,7 @@ def _pairs(
 
 
 def draw_clients(found: Sequence[ClientFigure]) -> list[Picture]:
-    """Return a picture for each figure."""
+    """Draw each figure, and return it as a picture with a caption."""
     pictures = []
     for name, one in zip(file_names([f"clients-{one.where}" for one in found]), found, strict=True):
         drawn_as = (

@@ -1,7 +1,7 @@
 """Figure of synthetic records: each column is a class, and each row is an epsilon.
 
-The figure is drawn as figure 5 of DA-FL (Tang, Wang, Liu 2023). If a synthetic record is a feature vector, the figure
-shows an image with similar features. A note says that this image is not real.
+The layout is that of figure 5 in the DA-FL paper (Tang, Wang, Liu 2023). If a synthetic record is a feature vector, the
+figure shows an image with similar features. A note says that this image is not real.
 
 This module selects the synthetic records. The caller gives the function that searches for the images (``Finder``),
 because the search depends on the data set. Found images are stored in the run directory.
@@ -130,7 +130,7 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
 
 
 def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRun]]:
-    """Yield (group, run) for each run with synthetic records."""
+    """Yield each run with synthetic records, as (its group, run)."""
     for one in groups:
         for run in one.runs:
             if run.preprocess is not None and run.result is not None and run.result.preprocess.pool:

@@ -163,8 +163,8 @@ def draw(
     """Return a figure of a ``measure`` in all ``panels``, with the legend below.
 
     ``styles``: {label of a method: line style}. ``over_time``: True if the horizontal axis shows virtual time in place
-    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. ``scaled_for``: the panels whose values
-    the vertical axis covers; empty: ``panels``. With the same ``scaled_for``, several figures have the same vertical
+    of rounds. ``full_axis``: True if the accuracy axis goes from 0 to 100 %. ``scaled_for``: the panels that determine
+    the range of the vertical axis; if empty, ``panels``. Figures with the same ``scaled_for`` have the same vertical
     axis.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)

@@ -1,7 +1,7 @@
-"""Figure of privacy: the delta of a run's planned releases over epsilon, and the stated pair (epsilon, delta).
+"""Figure of the privacy of runs: for each epsilon, the delta that all planned releases of a run have together.
 
-The pair (epsilon, delta) in the run's privacy statement is one point of this curve. The curve is computed by PLD from
-the privacy events in the statement.
+The curve is computed by PLD from the privacy events in the run's privacy statement. A marked point shows the pair
+(epsilon, delta) that the statement contains.
 """
 
 from collections.abc import Sequence
@@ -69,8 +69,7 @@ def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
 def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     """Return the curve of a privacy statement; None if it has no planned events, or if PLD cannot compute their cost.
 
-    The result is also None if the guarantee is a budget, because the planned events are then no upper bound of the
-    releases.
+    The result is also None if the guarantee is a budget, because a budget can stop the run before all planned events.
     """
     epsilon, delta = statement.epsilon, statement.delta
     if not epsilon or not delta or not statement.planned_events or epsilon == statement.budget:

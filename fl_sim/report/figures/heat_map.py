@@ -83,7 +83,7 @@ def _mean(results: list[SeedResult]) -> float | None:
 
 
 def _text(results: list[SeedResult], mean: float | None) -> str:
-    """Return the number of a cell. A star marks a mean over only some of the seeds."""
+    """Return the text of a cell: its mean, with a star if some of the seeds have no result."""
     if mean is None:
         return "failed" if any(one.status == "failed" for one in results) else "-"
     return f"{mean:.1f}{'' if len(percentages(results, 'last')) == len(results) else '*'}"
@@ -107,7 +107,7 @@ def _measure(table: Table) -> str:
 
 
 def _caption(table: Table, one: HeatMap) -> tuple[str, ...]:
-    """Return the lines below the figure. They explain the star at a mean over only some of the seeds."""
+    """Return the lines below the figure. They explain the star, if any cell has one."""
     cells = [table.at(name, one.column) for name in one.places.values()]
     seeds = sorted({result.seed for results in cells for result in results})
     partial_ones = any(0 < len(percentages(results, "last")) < len(results) for results in cells)

@@ -271,7 +271,7 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
 
 
 def caption(samples: Samples, settings: Mapping[str, Any], note: str) -> list[str]:
-    """Return the lines of the figure's title: its content, the privacy budget, the number of records, and ``note``."""
+    """Return the lines of the figure's title: data set, generator, privacy budget, number of records, and ``note``."""
     chosen = settings["preprocess"]
     givers = len(set(samples.clients.tolist()))
     gammas = chosen.get("client_gammas") or [chosen["gamma"]]
