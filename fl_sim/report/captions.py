@@ -105,7 +105,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return the sentences in ``said`` as one text. If a sentence holds for some rows only, it begins with their names.
+    """Return the sentences in ``said`` as one text. Row names precede a sentence that holds for some rows only.
 
     ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
     """

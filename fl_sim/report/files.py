@@ -280,7 +280,7 @@ class ResultFile(FileModel):
     @model_validator(mode="before")
     @classmethod
     def _with_lists(cls, content: Any) -> Any:
-        """Collect the lists under the key ``by_client`` of all fields. Lists with values outside [0, 1] are left out."""
+        """Collect the lists ``by_client`` of all fields. Lists with values outside [0, 1] are left out."""
         if not isinstance(content, dict):
             return content
         found = {

@@ -207,7 +207,7 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
 
 
 def _titles(run: SavedRun) -> dict[str, str]:
-    """Return {setting: title} of the run's algorithm, preprocessing and server, such as {"fedavg": "FedAvg"}."""
+    """Return the titles of the run's algorithm, preprocessing and server, such as {"fedavg": "FedAvg"}."""
     config = run.config
     kinds = {"algorithm": config.algorithm.kind, "preprocess": config.preprocess.kind, "server": config.server.kind}
     return {kinds[part]: title for part, title in (run.result.titles if run.result else {}).items()}
@@ -216,8 +216,8 @@ def _titles(run: SavedRun) -> dict[str, str]:
 def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
     """Return the name of a run's method: the titles of its preprocessing, algorithm and server.
 
-    ``titles``: {setting: title}, such as {"fedavg": "FedAvg"}. A setting without a title is shown as in the settings.
-    The default server is left out.
+    ``titles``: {name in the settings: title}, such as {"fedavg": "FedAvg"}. Without a title, the name in the settings
+    is used. The default server is left out.
     """
     kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])

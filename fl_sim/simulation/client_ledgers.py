@@ -2,8 +2,8 @@
 
 The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
 of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
-one data file, no matter how the file is read. A deal is one assignment of the file's records to clients, after the file
-is read in one way. The folder has one subfolder for each deal, whose name is a digest of the deal. A run with other
+one data file, no matter how the file is read. A deal is one way to read the file and to assign its records to clients.
+The folder has one subfolder for each deal. The name of the subfolder is a digest of the deal. A run with other
 settings, another generator or a deleted pool uses the same ledger. Runs with another seed, label column, range or test
 part have another deal. The privacy costs of all deals are added up.
 

@@ -214,7 +214,7 @@ def trains_natively(job: Job) -> bool:
 
 
 def _takes_private_steps(job: Job) -> bool:
-    """Return True if the native trainer supports this job's private steps (DP-SGD). Such steps train one client at a time."""
+    """Return True if the native trainer supports this job's DP-SGD steps. They are computed one client at a time."""
     plan, shape = procedure_of(job).typical_plan(), job.input_shape
     return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
 

@@ -94,7 +94,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 
 def on_trust(out: Path, now: Identity) -> str:
-    """Return a warning if the run in ``out`` stored no digest of its records or code that can be compared; else ""."""
+    """Return a warning if the run's records or code cannot be compared with the present ones; else an empty text."""
     if not (out / run_directory.CONFIG).exists() or not (unknown := now.unverified(run_directory.read_identity(out))):
         return ""
     return (
@@ -219,10 +219,10 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
 
 
 def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: Identity | None) -> str:
-    """Return a phrase with the settings that differ from ``found``, the stored experiment of the run in ``out``, or "".
+    """Return a phrase with the settings that differ from the stored experiment ``found``; empty if none differs.
 
-    The settings in ``_FREE`` are not compared: a run may continue with other values of these settings. A path of the
-    user's own files may differ, too, if the digest of the records is equal to the stored digest.
+    The settings in ``_FREE`` are not compared: a run may continue with other values of these settings. The path of the
+    user's own files in ``out`` may differ, too, if the digest of the records is equal to the stored digest.
     """
     compared = (one.model_dump(exclude=_FREE) for one in (experiment, found))
     settings, earlier = compared
@@ -236,7 +236,7 @@ def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: I
 
 
 def _has_other_file(now: object, then: object) -> bool:
-    """Return True if two groups of settings name a file, and differ only in the digest of this file."""
+    """Return True if two groups of settings are equal except for the digest of a file: the file has changed."""
     if not isinstance(now, Mapping) or not isinstance(then, Mapping) or now.get("digest") == then.get("digest"):
         return False
     return {**now, "digest": ""} == {**then, "digest": ""}
@@ -289,8 +289,8 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        # if the chains are equal, an earlier call has already written the state, and a crash has then interrupted this
-        # call
+        # If the hash chains are equal, an earlier call of this function wrote the checkpoint already, but did not
+        # finish.
         if progress.chain != chain:
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
@@ -320,7 +320,7 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return name prefixes, such as ``test_``, of the measures that this round would lack if more rounds followed."""
+    """Return the prefixes of measures, such as ``test_``, that this round would not have if it were not the last."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED

@@ -188,7 +188,7 @@ class Rounds(Procedure):
         return replace(server, params=self._whole(params)).model
 
     def _whole(self, params: Params) -> Params:
-        """Return the server's ``params`` together with the initial values of the parameters that stay on clients."""
+        """Add the initial values of the parameters that stay on clients to ``params``, the server's parameters."""
         for half in reversed(self.on_clients):
             params = half.model(params, {})
         return params
@@ -206,7 +206,7 @@ class Rounds(Procedure):
 
     @cached_property
     def _halves(self) -> list[tuple[ClientLayer, ...]]:
-        """The client halves for each architecture of the clients' models."""
+        """The client-side objects of the layers, one tuple for each architecture of the clients' models."""
         jobs = self.job.by_architecture
         halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
         if len(jobs) == 1:

@@ -66,17 +66,17 @@ class RunLog:
     the run ended early. ``stopped_by_observer``: the reason if an observer ended the run. ``measured``: the measures of
     the last measured model. ``measured_again``: the measures of a model that changed, or was first tested, after the
     last round. ``pooled``: the synthetic records that all clients train on. ``released``: the synthetic records that
-    the server has received, even if clients do not train on them. ``layer``: the outermost layer (layers wrap every
-    round, such as Global DP). ``layer_states``: {name of a layer: its state in the checkpoint}. ``traffic``: the bytes
-    of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all clients before and after
-    the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records. ``facts`` and
-    ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself. ``seal``: the
-    checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint. ``versions``:
-    {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that divides by the
-    number of clients counts only clients with records. ``fixed``: the tensors of the model that are not trained. They
-    are saved with the server's tensors. ``chain``: the hash chain over the settings and rounds. ``identity``: digests
-    of the user's own records and code. ``doubts``: warnings that the user's records or code have changed, or could not
-    be compared with those at the start of the run.
+    the server has received, even if clients do not train on them. ``layer``: the outermost layer. A layer, such as
+    Global DP, is code that wraps every round. ``layer_states``: {name of a layer: its state in the checkpoint}.
+    ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all
+    clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records.
+    ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself.
+    ``seal``: the checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint.
+    ``versions``: {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that
+    divides by the number of clients counts only clients with records. ``fixed``: the tensors of the model that are not
+    trained. They are saved with the server's tensors. ``chain``: the hash chain over the settings and rounds.
+    ``identity``: digests of the user's own records and code. ``doubts``: warnings that the user's records or code have
+    changed, or could not be compared with those at the start of the run.
     """
 
     server: ServerState
@@ -296,7 +296,7 @@ def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | No
 
 
 def _chosen_on(experiment: Experiment) -> str:
-    """Return the kind of records by which the best model is chosen: "validation" or "test".
+    """Return the name of the records on which the best model is chosen: "validation" or "test".
 
     Two other values are possible: "last" if only the last model is tested, "nothing" if no model is measured.
     """
@@ -433,7 +433,7 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 
 
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
-    """Return the result fields of all stages. A setting without a stage has one field, its kind, such as "none"."""
+    """Return the result fields of all stages. A setting without a stage has only the field ``kind``."""
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()

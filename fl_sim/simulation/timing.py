@@ -200,7 +200,7 @@ class _GrowingTiming:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the seconds that a second piece (step) of ``size`` records adds; 0 if the timing takes too long."""
+        """Return the additional seconds of a second piece (step) in the same turn; 0 if it is not measured."""
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
             return 0.0

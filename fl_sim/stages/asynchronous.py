@@ -171,7 +171,7 @@ class _Server:
         )  # fmt: skip
 
     def _train(self, made: ServerStep) -> None:
-        """Train the clients whose updates arrive in the step ``made``, and already some clients of later steps."""
+        """Train all clients whose updates arrive in the step ``made``, together with some clients of later steps."""
         due = [turn for turn in made.arrived if turn not in self.trained]
         if not due:
             return

@@ -1,9 +1,9 @@
 """The stage of CCVR (Luo et al. 2021), after the last round.
 
-Features are the inputs of the model's last layer, the head. Clients send class moments: for each class the number, the
-sum and the sum of outer products of their features. The server draws features from normal distributions with these
-moments. It trains the head again on the drawn features. The settings are in ``strategies.ccvr``. The module
-``clients.private_moments`` adds the noise to the class moments.
+Features are the inputs of the model's last layer, the head. For each class, clients send moments: the number of their
+records, the sum of the features, and the sum of the features' outer products. The server draws features from normal
+distributions with these moments. Then it trains the head on the drawn features. The settings are in
+``strategies.ccvr``. The module ``clients.private_moments`` adds the noise to the class moments.
 """
 
 import math

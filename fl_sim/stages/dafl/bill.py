@@ -1,7 +1,7 @@
 """The privacy cost of DA-FL's pool of synthetic records, and the privacy statement about it.
 
-The clients' records are disjoint, and each client pays only for its own records. So the privacy cost of the pool for
-any record is at most the highest cost of a client.
+The clients' records are disjoint, and each client pays only for its own records. So the pool costs a record at most the
+highest cost of any client.
 """
 
 import json
@@ -82,7 +82,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Bill:
-    """The privacy cost of one client's synthetic records, for each of the client's own records.
+    """The privacy cost of one client's synthetic records. The privacy unit is one record of this client.
 
     The costs are epsilons at the delta of the settings. ``events``: {name of a private output: privacy event}.
     ``labels``, ``generator``: the cost of label selection and of the generator. ``epsilon``: their joint cost.
@@ -101,7 +101,7 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
     generator = dp_event.SelfComposedDpEvent(events.from_json(facts["generator"]), facts["generator_steps"])
     alone = epsilon_of_counts({generator.event: generator.count}, delta)
     joint = epsilon_of_counts(Counter({labels: 1}) + Counter({generator.event: generator.count}), delta)
-    # Both are upper bounds: the sum of the two epsilons, and the epsilon of the sum of the Renyi curves.
+    # Two upper bounds exist: the sum of the two epsilons, and the epsilon of the sum of the Renyi divergences.
     together = min(joint, alone + facts["labels_epsilon"])
     return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
 

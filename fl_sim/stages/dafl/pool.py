@@ -62,8 +62,8 @@ class ClientPart:
 
     ``counts``: the number of synthetic records of each class. ``refused``: the reason if the client made no synthetic
     records, else empty. ``facts``: the privacy costs. ``receipt``: the privacy ledger's receipt for these costs, None
-    without synthetic records. ``here``: True if the client's privacy ledger is on this machine, and not with a remote
-    client.
+    without synthetic records. ``here``: True if the client's privacy ledger is on this machine; False if a remote
+    client has it.
     """
 
     counts: tuple[int, ...]
@@ -122,7 +122,7 @@ def prepare_pool(run: Run) -> Pool:
 
 
 def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
-    """Raise UserError if earlier rounds used another pool than the file ``name``; "" stands for a new pool."""
+    """Raise UserError if earlier rounds used another pool. ``name``: the file of this pool; empty for a new pool."""
     used = {path.name for path in run.out.glob("synthetic-*.safetensors")} if run.log.rounds else set()
     if used and name not in used:
         raise UserError(

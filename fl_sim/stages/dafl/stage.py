@@ -52,7 +52,7 @@ class Synthesize:
     """The client task that makes synthetic records, once. Their privacy cost is in the client's privacy ledger."""
 
     job: Job
-    # False: the records get noise, whose privacy cost is charged. The client's policy checks the noise.
+    # False, because the task returns only noisy outputs, whose cost is charged. The client's policy checks the noise.
     reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
