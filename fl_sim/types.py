@@ -17,7 +17,7 @@ from fl_sim.importing import torch
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
-    # this module does not import the type of tensors, because settings are read before the import of torch
+    # without torch.Tensor in the type: settings are read before torch is imported
     Params = Mapping
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
@@ -121,7 +121,7 @@ class Column:
 
     @property
     def cells(self) -> int:
-        """The number of different entries. All unlisted categories together count as one entry."""
+        """The number of different values of this column. All unlisted categories together count as one value."""
         return len(self.values) or self.categories + 1
 
 
@@ -131,21 +131,20 @@ class Dataset:
 
     ``name``: as in ``data=name``. ``train``: the records that are assigned to clients. ``test``: the records on which
     models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``: one float per
-    channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``). ``mean`` and ``std`` are published
-    constants of the data set, never computed from the clients' records. ``note``: facts about this copy that a reader
-    must know (a subset, generated stand-in data), shown with all results. ``counted``: private facts about the user's
-    own records, such as the number of records left out; shown only if the run promises no privacy. ``columns``: the
-    columns of a table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the
-    names of the classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (content
-    found in a file, its use). ``read_off``: facts that were computed from the records and are visible in results or in
-    the model's shape. A fact comes with the setting that makes the fact public, if there is such a setting. Every
-    privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such as its
-    decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
-    (tokens). ``validation``: records that no client holds and that are not for testing, for
-    ``evaluate.validation=given``. ``image_shape``: the shape of the original images if features have replaced the
-    images; else empty. ``sources``: the names of the sources of records, if known. The source with the ID i (in
-    ``Examples.groups``) is ``sources[i]``. ``text_of``: if records are texts, a function from one record (a row of
-    tokens) to its text.
+    channel; an input byte b becomes ``(b / 255 - mean) / std``. ``mean`` and ``std`` are published constants of the
+    data set, never computed from the clients' records. ``note``: facts about this copy that a reader must know (a
+    subset, generated stand-in data), shown with all results. ``counted``: private facts about the user's own records,
+    such as the number of ignored records; shown only if the run promises no privacy. ``columns``: the columns of a
+    table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the names of the
+    classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (column or part of a
+    file, its use). ``read_off``: facts that were computed from the records and are visible in results or in the model's
+    shape, each with the setting that makes it public, if there is one. Every privacy statement lists these facts.
+    ``inferred``: assumptions about a file that no setting states, such as its decimal separator, one line each.
+    ``vocabulary``: if above 0, records are sequences of whole numbers below it (tokens). ``validation``: validation
+    records that come with the data set, for ``evaluate.validation=given``; no client holds them. ``image_shape``: the
+    shape of the original images if features have replaced the images; else empty. ``sources``: the names of the sources
+    of records, if known. The source with the ID i (in ``Examples.groups``) is ``sources[i]``. ``text_of``: if records
+    are texts, a function from one record (a row of tokens) to its text.
     """
 
     name: str
@@ -204,11 +203,11 @@ class LocalSettings:
     part of the last epoch. ``steps``: if not 0, the number of steps, in place of ``epochs``. When all records have been
     used, the records are shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over
     all classes. ``clip_norm``: the maximum L2 norm of a step's gradient over all parameters (0: no maximum). The
-    gradient is clipped after all additions of the local plan, and before weight decay and momentum. So a correction
-    that cancels the gradient at the optimum still cancels it, as in FedDyn's program, which puts the correction into
-    the loss. (FedDyn's objective also has a gradient term alpha w, where w are the parameters. FedDyn's program adds
-    this term as weight decay, so the program does not clip the term.) ``augment``: the random augmentation of images,
-    drawn anew for each use of a record.
+    gradient is clipped after the local plan's corrections are added, and before weight decay and momentum. So a
+    correction that cancels the gradient at the optimum is clipped together with the gradient, and still cancels it.
+    FedDyn's released code does the same, because its correction is part of the loss. (That code adds one term of
+    FedDyn's gradient, alpha w for parameters w, as weight decay, and so does not clip this term.) ``augment``: the
+    random augmentation of images, drawn anew for each use of a record.
     """
 
     learning_rate: float
@@ -278,8 +277,8 @@ class Trained:
     layer. A row has the sum of the features over the client's records of one class. ``statistics``: the running
     statistics of the new model's BatchNorm layers. ``personal``: the new values of the parameters that stay with the
     client; in an algorithm's ``finish``, ``params`` has only the sent parameters. ``further``: the results of the
-    algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course
-    (fl_sim.training.courses).
+    algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course:
+    step-by-step local training (fl_sim.training.courses).
     """
 
     params: Params
@@ -292,7 +291,7 @@ class Trained:
     personal: Params = field(default_factory=dict)
 
     def followed_by(self, later: Trained) -> Trained:
-        """Return the joint result of this training and of ``later``, a training that began with its parameters."""
+        """Return the joint result of this training and of ``later``, which started from this training's parameters."""
         losses = [(one.loss, one.num_steps) for one in (self, later) if one.loss is not None]
         steps = self.num_steps + later.num_steps
         loss = sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None
@@ -300,7 +299,7 @@ class Trained:
 
 
 class Size(NamedTuple):
-    """The size of a compressed group of tensors: the count of its float32 ``numbers``, and of the bytes in ``bits``."""
+    """The size of a compressed group of tensors: ``numbers`` float32 numbers and ``bits`` bytes (see ``Packed``)."""
 
     numbers: int
     bits: int = 0
@@ -308,14 +307,14 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A compressed group of an update's tensors: ``numbers`` (n,) as float32, and ``bits`` (m,) as uint8."""
+    """A compressed group of an update's tensors: float32 ``numbers``, shape (n,), and bytes ``bits``, shape (m,)."""
 
     numbers: torch.Tensor
     bits: NDArray[np.uint8]
 
     @staticmethod
     def of(numbers: torch.Tensor | NDArray[np.float32], bits: NDArray[np.uint8] | None = None) -> Packed:
-        """Return a compressed group of float32 ``numbers`` and, if given, of ``bits``."""
+        """Return the compressed group with these float32 ``numbers`` and, if given, these bytes ``bits``."""
         kept = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
         return Packed(kept, np.zeros(0, np.uint8) if bits is None else bits)
 
@@ -342,7 +341,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's update as the server received it. ``packed``: the groups of tensors that are still compressed."""
+    """One client's update as received by the server. ``packed``: the groups of tensors that are still compressed."""
 
     client: int
     payloads: Payloads
@@ -402,7 +401,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The means over clients. The server side of an algorithm sees nothing else of a round.
+    """The means over a round's clients. The server half of an algorithm sees nothing else of a round.
 
     ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients whose updates
     are in the means, divided by the number of clients with records. Under Global DP the set of clients with records is

@@ -29,7 +29,7 @@ def check_drawn(beta: float, min_size: int | None) -> None:
 
     Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6 and ``min_size`` is at least 0, or None (not set).
     """
-    if not 0 < beta <= MAX_BETA:  # this form also refuses NaN
+    if not 0 < beta <= MAX_BETA:  # ``not`` in front: then NaN is refused, too
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
@@ -116,10 +116,10 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 
 
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
-    """Assign the records to clients at random. The array ``owner`` gives the number of records of each client.
+    """Shuffle the client IDs in ``owner``, assign record j to the j-th of them, and return each client's records.
 
-    ``owner``: an array of client numbers with one entry per record. Client i receives as many random records as the
-    number i occurs in ``owner``. The order of the entries is irrelevant.
+    ``owner``: client IDs, one for each record. So client i receives as many random records as its ID i occurs in
+    ``owner``. The order of the entries is irrelevant.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

@@ -81,8 +81,8 @@ class FeatureNoise:
 class Natural:
     """Each client receives all records of one or more sources, such as hospitals (LEAF, Caldas et al. 2018).
 
-    If there are as many sources as clients, client i receives the source with the i-th smallest number. If there are
-    more sources, the sources are divided at random. The clients' numbers of sources then differ by at most one.
+    If there are as many sources as clients, client i receives the i-th source, in ascending order of source IDs. If
+    there are more, the sources are divided at random, and clients' numbers of sources differ by at most one.
     """
 
     kind: Literal["natural"] = field(default="natural", kw_only=True)
@@ -101,7 +101,7 @@ class Natural:
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client. Every record has a client, and every client has a record.
 
-        ``groups``: the number of each record's source. Raises ImpossibleSplit for more clients than sources.
+        ``groups``: the source ID of each record. Raises ImpossibleSplit for more clients than sources.
         """
         check_sizes(len(labels), num_partitions)
         numbers, group_of = np.unique(groups, return_inverse=True)
@@ -114,7 +114,7 @@ class Natural:
 
 
 def without_sources() -> ImpossibleSplit:
-    """Return the error for a data set that does not name the sources of its records."""
+    """Return the error for a data set whose records have no source IDs."""
     return ImpossibleSplit(
         "this data set does not say where its records come from; set data.client=COLUMN for a table or "
         "data.domains=true for a folder PATH/DOMAIN/CLASS, add an array client_train to an npz file (in Python: "

@@ -1,10 +1,10 @@
 """Partitions for groups of clients with different inputs or labels: client i is in group i mod k.
 
-All partitions of this module except ``Domain`` make such groups, and change the records of the clients in a group.
+All partitions of this module except ``Domain`` form such groups, and change the records of clients by group.
 ``Domain`` uses the groups that the data set has: the sources of its records.
 
 Clustered and personalised methods are tested on such groups (Sattler et al. 2021, Ghosh et al. 2020). The group of a
-client is public. The inner partition ``over`` assigns records to clients. A partition that makes groups then changes a
+client is public. The inner partition ``over`` assigns records to clients. The outer partition then changes a
 client's training records, validation records and own test records. The global test set is not changed. Group 0 keeps
 its records unchanged, so the global test set has the inputs and labels of group 0.
 """
@@ -42,10 +42,9 @@ _IID: Final = Iid()
 
 
 class AnyPartition:
-    """The marker of a field that holds a partition. fl-sim reads such a field like the setting ``partition``.
+    """Type annotation for a field that holds a partition: fl-sim parses the field like the setting ``partition``.
 
-    Only pydantic calls the marker's method. fl-sim requires pydantic, but the package ``partitions`` requires only
-    numpy.
+    Only pydantic calls its method. fl-sim requires pydantic, but the package ``partitions`` requires only numpy.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -89,7 +88,7 @@ class OverSplit:
         return client % self.k
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return the record indices of every client, exactly as the inner partition ``over`` does.
+        """Return the record indices of every client, as assigned by the inner partition ``over``.
 
         Raises ImpossibleSplit for fewer clients than groups. A single client is allowed; its records are not changed.
         """
@@ -97,9 +96,9 @@ class OverSplit:
         return self.over.split(labels, num_partitions, rng)
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Return the record indices of every client, exactly as the inner partition ``over`` does.
+        """Return the record indices of every client, as assigned by the inner partition ``over``.
 
-        ``groups``: the number of each record's source. Inner partitions that use sources (``ByGroup``) read it.
+        ``groups``: the source ID of each record, used only if ``over`` uses sources (``ByGroup``).
         """
         self._check_groups(num_partitions)
         if isinstance(self.over, ByGroup):
@@ -118,12 +117,12 @@ class OverSplit:
     def held_by(
         self, client: int, inputs: Stored, labels: Indices, num_classes: int, rng: Generator
     ) -> tuple[Stored, Indices]:
-        """Return the inputs of ``client``, changed as for its group, and ``labels`` (``RecordSkew.held_by``)."""
+        """Return the inputs of ``client``, changed by the rule of the client's group, and unchanged ``labels``."""
         del num_classes, rng
         return self.seen_in(self.group_of(client), inputs), labels
 
     def seen_in(self, number: int, inputs: Stored) -> Stored:
-        """Return ``inputs``, bytes of shape (records, channels, height, width), changed as for group ``number``."""
+        """Return the changed inputs of group ``number``. ``inputs``: bytes, (records, channels, height, width)."""
         raise NotImplementedError
 
     def _check_groups(self, num_partitions: int) -> None:
@@ -282,7 +281,7 @@ class Domain:
     """Each client has records of one domain, and the records of a domain are divided among its clients.
 
     A domain is a source of records, such as a hospital or a style of images (PACS, Li et al. 2017). The domains are
-    sorted by their numbers, and client i has domain i mod D for D domains. ``over``: the partition that divides the
+    sorted by their IDs. With D domains, client i has domain i mod D. ``over``: the partition that divides the
     records of each domain among the clients of this domain, such as ``dirichlet:0.3``.
     """
 
@@ -309,8 +308,8 @@ class Domain:
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the sorted record indices of every client. No client has records of two domains.
 
-        A record belongs to no client only if ``over`` leaves out records. ``groups``: the number of each record's
-        domain. Raises ImpossibleSplit for a single domain, for fewer clients than domains, and for a domain that
+        Every record belongs to a client, unless ``over`` leaves out records. ``groups``: the domain ID of each
+        record. Raises ImpossibleSplit for a single domain, for fewer clients than domains, and for a domain that
         ``over`` cannot divide.
         """
         check_sizes(len(labels), num_partitions)

@@ -119,7 +119,7 @@ class Dirichlet:
         for c in np.flatnonzero(class_sizes):
             has_room = sizes < fair
             share = rng.dirichlet(np.full(num_partitions, self.beta)) * has_room
-            # With a tiny beta, one client may get the whole class. If this client is full, no other client has a share.
+            # With a tiny beta, one client may draw the whole class. If this client is full, all remaining shares are 0.
             if share.sum() == 0:
                 share[rng.choice(np.flatnonzero(has_room))] = 1.0
             counts[:, c] = assign.cut(share / share.sum(), int(class_sizes[c]))

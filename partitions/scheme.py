@@ -44,7 +44,7 @@ class ByGroup(Protocol):
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.
 
-        ``labels``: the label of each record, shape (records,). ``groups``: the number of each record's source, shape
+        ``labels``: the label of each record, shape (records,). ``groups``: the source ID of each record, shape
         (records,). Raises ImpossibleSplit, a ValueError, if no such split exists.
         """
         ...

@@ -1,1 +1,1 @@
-"""Federated algorithms, one file each, with aggregators, samplers, servers, attacks and layers."""
+"""Federated algorithms, one file each, and aggregators, samplers, servers, attacks, and code that wraps rounds."""

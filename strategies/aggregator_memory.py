@@ -20,7 +20,7 @@ MEMORY: Final = "aggregator"
 
 
 class AggregatorMemory(Layer):
-    """The layer that gives the aggregator its memory of the last round, and stores the new memory."""
+    """Passes the aggregator its memory from the last round, and stores the new memory in the server state."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -29,7 +29,7 @@ class AggregatorMemory(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> AggregatorMemory:
-        """Return the layer for a run."""
+        """Create the layer of a run. It has no state of its own."""
         del experiment, out, progress
         return cls()
 
@@ -50,7 +50,7 @@ class AggregatorMemory(Layer):
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate that ``cohort`` would have with the last round's memory. Nothing is stored."""
+        """Return the aggregate that ``cohort`` would give, without storing a new memory."""
         return self.inner.foreseen(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:

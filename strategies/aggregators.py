@@ -101,7 +101,7 @@ class Robust(Settings):
             )
 
     def fewest(self) -> int:
-        """Return the smallest number of updates to which the rule can be applied."""
+        """Return the smallest number of updates that the rule needs."""
         return 1
 
     @property
@@ -110,7 +110,7 @@ class Robust(Settings):
         return False
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return the memory before the first round. ``payloads``: tensors with the names and shapes of an update."""
+        """Return the aggregator's memory before round 1. ``payloads``: tensors with names and shapes of an update."""
         del payloads, num_clients
         return {}
 
@@ -133,7 +133,7 @@ class Robust(Settings):
         return ""
 
     def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
-        """Return the memory after a round with the aggregate ``payloads``."""
+        """Return the aggregator's memory for the next round. ``payloads``: the aggregate of this round."""
         del payloads
         return cohort.memory
 
@@ -166,7 +166,7 @@ def _trained(cohort: Cohort) -> list[Reply]:
 
 
 def as_rows(replies: Sequence[Reply]) -> torch.Tensor:
-    """Return a matrix with one row per reply: all payloads as one vector, in the order of the first reply's names."""
+    """Return a matrix with one row per reply: its payloads as one vector, with tensors in the first reply's order."""
     order = list(replies[0].payloads)
     return torch.stack([torch.cat([flattened(reply.payloads[name]).flat for name in order]) for reply in replies])
 

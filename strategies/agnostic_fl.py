@@ -1,4 +1,4 @@
-"""Agnostic federated learning: minimise the largest loss of all client mixtures (Mohri et al. 2019, section 4)."""
+"""Agnostic federated learning: minimise the loss of the worst mixture of clients (Mohri et al. 2019, section 4)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from strategies.received_loss import SendingLoss
 
 
 class AgnosticFL(SendingLoss):
-    """x <- x + sum_i lambda_i (y_i - x); lambda <- Proj(lambda + r F), to lower the largest loss of all mixtures.
+    """x <- x + sum_i lambda_i (y_i - x); lambda <- Proj(lambda + r F), to lower the loss of the worst client mixture.
 
-    F_i is the loss of x on all training records of client i. At first lambda has the same weight for every client. Proj
-    gives the nearest mixture: weights of at least 0 with sum 1. ``mixture_learning_rate``: r; 0 is FedAvg with equal
-    weights. ``average``: if true, the mean of the models after all rounds is evaluated and saved, as in the paper.
-    Clients always continue from the last model. If false, the last model is evaluated. The mean contains the first
-    models, so it is worse than the last model for many rounds. In the paper a client makes one step in a round; here
-    clients make their usual local steps.
+    x is the global model, y_i the trained model of client i, and F_i the loss of x on all training records of client i.
+    A mixture lambda is one weight per client: at least 0, with sum 1. The first lambda has equal weights. Proj gives
+    the nearest mixture. ``mixture_learning_rate``: r; 0 is FedAvg with equal weights. ``average``: if true, the mean of
+    the models after all rounds is evaluated and saved, as in the paper. Clients always continue from the last model. If
+    false, the last model is evaluated. The mean contains the first models, so it is worse than the last model for many
+    rounds. In the paper a client makes one step in a round; here clients make their usual local steps.
 
     All clients must take part in every round, as each weight depends on all losses. A late client keeps its weight, and
     the updates of the other clients are averaged in proportion to their weights. The server sees every F_i. Some papers
@@ -39,7 +39,7 @@ class AgnosticFL(SendingLoss):
     average: bool = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for rounds with only some of the clients, and for personal layers of the model."""
+        """Raise ValueError if not all clients take part in every round, or if the model has personal layers."""
         what = f"algorithm {kind_of(self)} cannot run with"
         if (sampler := kind_of(experiment.sampler)) != "full":
             raise ValueError(

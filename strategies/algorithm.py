@@ -1,7 +1,7 @@
-"""The protocols of federated algorithms, and ``Averaging`` (FedAvg), the base class of most of them.
+"""The protocols of federated algorithms, and ``Averaging`` (FedAvg), the base class of most algorithms.
 
-An algorithm is a frozen settings object. Its client half is the methods ``plan`` and ``finish``, its server half the
-methods ``init`` and ``merge``.
+An algorithm is a frozen settings object. The methods ``plan`` and ``finish`` are its client half, and the methods
+``init`` and ``merge`` are its server half.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class PartialTraining(Protocol):
 
 @runtime_checkable
 class Unfolding(Protocol):
-    """An algorithm whose server averages a function of each update, such as the product of low-rank factors."""
+    """An algorithm whose server transforms each update before averaging, for example multiplies low-rank factors."""
 
     def unfolded(self, payloads: Payloads) -> Payloads:
         """Return the payloads that are averaged, from the payloads that one client sent."""
@@ -228,7 +228,7 @@ class Sizing(Protocol):
         ...
 
     def sized(self, server: ServerState, size: float) -> ServerState:
-        """Return the server state for clients of ``size``, who receive its model and its broadcast tensors."""
+        """Return the server state for clients with models of ``size``: with a smaller model and broadcast tensors."""
         ...
 
 
@@ -248,7 +248,7 @@ class Steered(Protocol):
 
 
 class Averaging(Settings):
-    """FedAvg, and the base class of most algorithms. They override some of its methods init, plan, finish and merge."""
+    """FedAvg. Also the base class of most algorithms, which override some of init, plan, finish and merge."""
 
     weighting: ClassVar[Weighting] = "examples"
 
@@ -308,7 +308,7 @@ def first_state(algorithm: Algorithm, params: Params, personal: str = "none") ->
 def payload_template(algorithm: Algorithm, server: ServerState, server_round: int = 1) -> Payloads:
     """Return the payload template: names and shapes of the tensors in an update.
 
-    They are those of the update of a client without records in round ``server_round``.
+    The template is computed from the update of a client without records in round ``server_round``.
     """
     return _blank_update(algorithm, server, num_examples=0, server_round=server_round).payloads
 
@@ -323,12 +323,12 @@ def first_template(algorithm: Algorithm, params: Params, personal: str) -> Paylo
 
 
 def turns_of(algorithm: object) -> int:
-    """Return the number of rounds after which names and shapes of updates repeat: 1 if they never change."""
+    """Return the number of rounds after which the payload templates repeat: 1 if the template never changes."""
     return algorithm.turns if isinstance(algorithm, Alternating) else 1
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return a client state as after one local step. Only the names and shapes of its tensors matter."""
+    """Return an example of a client state, after one local step. Only names and shapes of its tensors matter."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
@@ -380,9 +380,9 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, 
 
 
 def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) -> list[tuple[float, ServerState, int]]:
-    """Return (size of models, server state that clients of this size receive, number of these clients).
+    """Return a triple for each model size: (size, server state that its clients receive, number of its clients).
 
-    Without models of different sizes, all ``clients`` have size 1 and receive ``server``.
+    If all ``clients`` have whole models, their size is 1, and they receive ``server``.
     """
     if not isinstance(algorithm, Sizing):
         return [(1.0, server, len(clients))]
@@ -391,7 +391,7 @@ def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) 
 
 
 def groups_of(server: ServerState) -> Payloads:
-    """Return all tensors of the server state as {description: tensors by name}; error messages quote a description."""
+    """Return all tensors of the server state, as {description for error messages: tensors by name}."""
     others = {**server.broadcast, **server.memory, **({"layers": server.layers} if server.layers else {})}
     return {"the global model": server.params, **{f"the server's {name!r}": one for name, one in others.items()}}
 
@@ -416,7 +416,7 @@ def check_plain_sgd(algorithm: object, experiment: Choices) -> None:
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
-    """Return a_i: the distance of ``num_steps`` SGD steps with a constant unit gradient, divided by the learning rate.
+    """Return FedNova's a_i: the distance of ``num_steps`` SGD steps with constant gradient 1, in learning rates.
 
     a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), with tau = ``num_steps`` and rho = ``momentum``. Without
     momentum, a = tau (Wang et al. 2020, section 4.1).

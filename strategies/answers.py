@@ -51,7 +51,7 @@ class Asking:
     ``order``: the kind of task, such as evaluate, and its settings. ``quoted``: True if an error message may quote a
     client's error message; False if the client's message is private. ``timeout``: seconds for the whole exchange.
     ``params``: a model that is sent with the task, or None. ``broadcast``: tensors sent with the model. ``contents``:
-    {client: content of its message} if clients receive different models or not all are asked; otherwise empty.
+    {client: content of its message}; empty if all clients receive the same task and model.
     """
 
     order: wire.TaskConfig
@@ -78,7 +78,7 @@ def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Call
 def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
-    """Like ``ask_everybody``, but return an error in place of each invalid answer, instead of raising it."""
+    """Send a task and return the answers, as ``ask_everybody`` does, but with an error in place of each invalid one."""
     order, params = asking.order, asking.params
     if not (contents := asking.contents):
         content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
@@ -100,8 +100,8 @@ def by_client(
 ) -> dict[int, list[Message]]:
     """Return {client: its replies}; a correct client sends one reply. ``client_of``: a function, node id -> client.
 
-    For a node without a client, ``client_of`` returns None. A reply from such a node is ignored. If ``strict``, such a
-    reply raises RunError.
+    ``client_of`` returns None for a node that is no client of this run. Replies from such nodes are ignored, or raise
+    RunError if ``strict`` is True.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:
@@ -114,7 +114,7 @@ def by_client(
 
 
 def content_of(replies: Sequence[Message]) -> RecordDict:
-    """Return the content of a client's reply. Raises Malformed if the client failed, or sent no reply or several."""
+    """Return the content of a client's only reply. Raises Malformed for no reply, several, or a reported failure."""
     if not replies:
         raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
     if len(replies) > 1:
@@ -129,7 +129,7 @@ def content_of(replies: Sequence[Message]) -> RecordDict:
 def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
     """Return the error that ends a run because of one client's answer.
 
-    ``quoted``: True if this error may quote the client's error message, which otherwise goes to a private file.
+    ``quoted``: True if this error may quote the client's error message. If False, that message goes to a private file.
     """
     if not error.said:
         return RunError(f"{who} {error}")

@@ -63,8 +63,8 @@ class Tampering(Protocol):
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
         """Return the records on which a hostile client trains.
 
-        ``examples``: its own records, which must not be written to. ``number``: the index of the hostile client among
-        all hostile clients, from 0. ``coins``: the client's random generator, seeded anew in every call.
+        ``examples``: its own records; the method must not change them. ``number``: the index of the hostile client
+        among all hostile clients, from 0. ``coins``: the client's random generator, seeded anew in every call.
         """
         ...
 
@@ -94,7 +94,7 @@ def hostile_in(attack: object, server_round: int) -> bool:
 
 @runtime_checkable
 class ActingOnClients(Protocol):
-    """An attack with its own code on clients."""
+    """An attack that runs code on clients."""
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
         """Return the attack's client half. ``hostile``: the IDs of the hostile clients."""
@@ -113,17 +113,17 @@ class HostilePlans(ClientLayer):
         return self.attack.planned(plan) if self.attacks(came) else plan
 
     def attacks(self, task: LocalTask) -> bool:
-        """Return True if the task is for a hostile client in a round in which it attacks."""
+        """Return True if the client of ``task`` attacks in the round of ``task``."""
         return task.client in self.hostile and hostile_in(self.attack, task.server_round)
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the attack's local plan, as an example of plans that every trainer of the run must support."""
+        """Return the attack's local plan: an example of the plans that trainers of this run must support."""
         return self.attack.planned(plan)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The facts about a round that the strongest attacker knows.
+    """The information about a round that an attack may use.
 
     ``honest``: the updates of the honest clients with records; empty if ``sees_honest`` of the attack is False.
     ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: a
@@ -162,13 +162,14 @@ class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients.
 
     Hostile clients may attack in some rounds only. In all other rounds they train on their own records and send their
-    own updates. ``first_round``: the first round with an attack. ``last_round``: the last possible round with an
-    attack; None: the last round of the run. If both are equal, there is one attack, as in single-shot model replacement
+    own updates. ``first_round``: the first round with an attack. ``last_round``: no attack after this round;
+    None: no limit. If both are equal, there is one attack, as in single-shot model replacement
     (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the next.
 
     With Global DP or private local training, the epsilon of an honest client holds whatever hostile clients send, and
     privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an exception:
-    under Global DP they need ``aggregator.noise=seeded``, with which an epsilon describes the method, not the run.
+    under Global DP they need ``aggregator.noise=seeded``. Then the epsilon describes the method, and does not
+    hold for the models of this run.
     """
 
     clients: int = Field(2, ge=1)
@@ -180,7 +181,7 @@ class HostileClients(_Harmless):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
+        """Serialise without newer settings at their defaults, so that names and files of older runs stay valid."""
         written: dict[str, Any] = write(self)
         unused = {name for name in self.newer if getattr(self, name) == type(self).model_fields[name].default}
         return {key: value for key, value in written.items() if key not in unused}
@@ -213,7 +214,7 @@ class HostileClients(_Harmless):
             )
 
     def _check_schedule(self, rounds: int) -> None:
-        """Raise ValueError if no round of the run is hostile."""
+        """Raise ValueError if no round of the run has an attack."""
         if self.first_round > rounds:
             raise ValueError(
                 f"attack.first_round={self.first_round} is after the last of the {rounds} rounds, so no round is "
@@ -281,7 +282,7 @@ class Knowing(Forging):
         return self.knows == "all"
 
     def known(self, hostile: Sequence[Reply], seen: Seen) -> torch.Tensor:
-        """Return the updates that the attackers know, as rows."""
+        """Return the updates that the attackers know, as the rows of a matrix."""
         return as_rows(seen.honest if self.knows == "all" and seen.honest else hostile)
 
     def remarks(self, experiment: Choices) -> list[str]:
@@ -299,10 +300,10 @@ class Knowing(Forging):
 class ALittleIsEnough(Knowing):
     """ALIE: all hostile clients send mean - z * deviation of the updates that they know (Baruch et al. 2019, alg. 3).
 
-    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the paper's bound
-    on z below which no client is conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with s =
-    floor(n / 2 + 1) - f, for n clients of which f are hostile. For few hostile clients this z is close to 0: exactly 0
-    for two of any even number of clients, .14 for two of 11, .37 for 24 of 100, and above 1.5 from 48 of 100 on.
+    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the paper's
+    largest z that is not conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with s = floor(n /
+    2 + 1) - f, for n clients of which f are hostile. This z is close to 0 for few hostile clients. It is exactly 0 for
+    f = 2 and even n, .14 for f = 2 and n = 11, .37 for f = 24 and n = 100, and above 1.5 for f >= 48 and n = 100.
     ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for the updates of all
     honest clients. If only one update is known, there is no deviation, and hostile clients send their honest updates.
     """
@@ -392,7 +393,7 @@ def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> ND
 
 
 def with_row(reply: Reply, row: torch.Tensor) -> Reply:
-    """Return a copy of ``reply`` whose payloads are the numbers in ``row``, shape (d,)."""
+    """Return a copy of ``reply`` whose payloads contain the numbers in ``row``, shape (d,)."""
     return replace(reply, payloads=from_row(row, reply.payloads))
 
 
@@ -405,7 +406,7 @@ _KNOWN: Final = (
 
 
 def _replaced(replies: Sequence[Reply], forged: Sequence[Reply]) -> tuple[Reply, ...]:
-    """Return ``replies``, with the updates in ``forged`` in place of those of the same clients."""
+    """Return ``replies``. For clients that have a reply in ``forged``, it replaces the original reply."""
     by_client = {reply.client: reply for reply in forged}
     return tuple(by_client.get(reply.client, reply) for reply in replies)
 
@@ -453,7 +454,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for the privacy statements: what a guarantee means in a run with hostile clients."""
+        """Return sentences for privacy statements. They explain guarantees in a run with hostile clients."""
         count, kind = experiment.attack.clients, kind_of(experiment.attack)
         what = f"In this run there are {count} hostile clients (attack {kind})."
         return [
@@ -482,7 +483,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings if hostile clients have no records, or if more of them attack than ``aggregator.hostile``."""
+        """Return warnings if hostile clients have no records, or outnumber ``aggregator.hostile`` in a round."""
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         found, most = list[str](), getattr(experiment.aggregator, "hostile", None)
@@ -531,7 +532,7 @@ class HostileUpdates(Layer):
         def aggregated(forged: Sequence[Reply]) -> torch.Tensor:
             tried = replace(cohort, replies=_replaced(replies, forged))
             found = self.inner.foreseen(tried, algorithm, server)
-            assert found is not None  # hostile clients hold records
+            assert found is not None  # not None, because the hostile clients of this round have records
             return as_rows([replace(hostile[0], payloads=found.payloads)])[0]
 
         seen = Seen(honest, size, coins, aggregated if sees_honest(self._attack) else None)
@@ -539,7 +540,7 @@ class HostileUpdates(Layer):
 
     def remarks(self) -> Sequence[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
-        if self.hides_clients:  # the cohort is secret
+        if self.hides_clients:  # the cohort is secret, so no remark may depend on it
             return self.inner.remarks()
         said = off(f"attack {kind_of(self._attack)}", "no hostile client with records took part")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

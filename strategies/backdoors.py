@@ -24,18 +24,18 @@ from strategies.neurotoxin import HostileMemory
 class Planted(HostileClients):
     """Base class of backdoors: hostile clients label some of their records as one class, and train on them.
 
-    ``target``: the target class, with which these records are labelled. ``boost``: the factor by which hostile updates
+    ``target``: the target class, the new label of these records. ``boost``: the factor by which hostile updates
     are multiplied. A factor of n / (number of hostile clients), for n clients of equal weight, replaces the global
     model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise
     a times their loss plus (1 - a) times the squared distance to the received model, so that their updates stay short
     (constrain-and-scale, equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that
     hostile steps leave unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the
-    parameters of the global model that changed most since the hostile client's last round. Gradients are masked in
-    every step, as in the paper. In a hostile client's first round nothing is masked.
+    parameters of the global model that changed most since the hostile client's last round. Their gradients are masked
+    in every step, as in the paper, but not in a hostile client's first round.
 
-    Each tested round and ``result.json`` have the accuracy and the attack success rate. This rate is measured on the
-    test records at which the attack aims, without feature skew. It is the share of them that are predicted as the
-    target class.
+    Each tested round and ``result.json`` have the accuracy and the attack success rate: among the test records at which
+    the attack aims, the share for which the model predicts the target class. Feature skew does not change these
+    records.
     """
 
     clients: int = Field(1, ge=1)
@@ -54,7 +54,7 @@ class Planted(HostileClients):
         """Return the records on which a hostile client trains; see ``attacks.Tampering``."""
 
     def is_held(self, examples: Examples) -> bool:
-        """Return True if the attack changes at least one of a hostile client's records, ``examples``."""
+        """Return True if the attack changes at least one record in ``examples``, the records of a hostile client."""
         return len(examples) > 0
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Planted(HostileClients):
         return HostilePlans(self, hostile)
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return ``boost`` times each update of a hostile client."""
+        """Return the updates of the hostile clients, multiplied by ``boost``."""
         del seen
         return [with_row(reply, as_rows([reply])[0] * self.boost) for reply in hostile] if self.boost != 1 else hostile
 

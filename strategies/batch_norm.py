@@ -1,8 +1,8 @@
 """BatchNorm layers of the model: the server averages their running statistics, or each client keeps its own layers.
 
-Server and clients exchange tensors of the BatchNorm layers besides the algorithm's own payloads. In this module these
-tensors are called a model's *layers*: the running statistics and, if the layers are personal (FedBN, Li et al. 2021),
-also the parameters of the BatchNorm layers.
+Server and clients exchange tensors of the BatchNorm layers in addition to the algorithm's own payloads. This module
+calls these tensors a model's *layers*. They are the running statistics and, if the layers are personal (FedBN, Li et
+al. 2021), also the parameters of the BatchNorm layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PERSONAL: Final = (
 
 
 class BatchNormLayers(Layer):
-    """Puts the mean of the BatchNorm tensors into the next server state; the algorithm merges the other payloads."""
+    """Stores the mean BatchNorm tensors in the next server state. The algorithm merges all other payloads."""
 
     reserved: ClassVar[str] = LAYERS
 
@@ -63,7 +63,7 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return a warning if BatchNorm layers are personal: the evaluated model is then no client's model."""
+        """Return a warning if BatchNorm layers are personal: then no client uses the evaluated model."""
         del rounds_done, idle
         return [PERSONAL] if experiment.local.batch_norm == "personal" else []
 
@@ -89,14 +89,14 @@ class BatchNormLayers(Layer):
 
 @dataclass(frozen=True)
 class ClientBatchNorm(ClientLayer):
-    """Lets a client train with the received BatchNorm tensors, or with its own if BatchNorm layers are personal."""
+    """Makes a client train with the received BatchNorm tensors, or with its own if BatchNorm layers are personal."""
 
     chosen: BatchNorm
 
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task with BatchNorm tensors in its model.
 
-        These are the client's own tensors or, if it has none, the server's.
+        If the client state has BatchNorm tensors, these are used, otherwise the server's.
         """
         broadcast, state = {**task.broadcast}, {**task.state}
         layers = broadcast.pop(LAYERS, {})
@@ -104,7 +104,7 @@ class ClientBatchNorm(ClientLayer):
         return replace(task, params=params, statistics=statistics, broadcast=broadcast, state=state)
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the plan. In MOON's plan the client's previous model gets the client's own BatchNorm layers."""
+        """Return ``plan``. For MOON, it also puts the client's BatchNorm layers into the client's previous model."""
         if plan.contrast is None or not (names := self._personal(came)):
             return plan
         params = self.received(came).params
@@ -112,7 +112,7 @@ class ClientBatchNorm(ClientLayer):
         return replace(plan, contrast=replace(plan.contrast, previous=previous))
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the training result with personal layers set to their initial values, so that their update is 0."""
+        """Return the training result with personal layers reset to their values before training: their update is 0."""
         if not (names := self._personal(came)):
             return task, trained
         resting = {name: task.params[name] for name in names}
@@ -136,7 +136,7 @@ class ClientBatchNorm(ClientLayer):
         return {LAYERS: server.layers} if server.layers else {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return the BatchNorm tensors that the server sends. The clients' tensors have the same names and shapes."""
+        """Return the server's BatchNorm tensors, as a template for the tensors that clients add to their updates."""
         return self.broadcast(server)
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:

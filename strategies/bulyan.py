@@ -19,8 +19,8 @@ class Bulyan(Robust):
 
     n is the number of clients with records in the round. Each coordinate of the aggregate is the mean of the n - 4 h
     selected values that are nearest to their median. Krum selects one update after the other. If several updates have
-    the lowest score, Krum selects the one of them that is nearest to all others. The last scores may be equal, because
-    each is a sum over few neighbours or none. No privacy guarantee.
+    the lowest score, Krum selects the one of them that is nearest to all others. In the last selections scores are
+    often equal, because each score is a sum over few neighbours or none. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients that the rule is made for. Every round needs n >= 4 h + 3 clients with
     records.
@@ -31,14 +31,14 @@ class Bulyan(Robust):
     title: ClassVar[str] = "Bulyan"
 
     def fewest(self) -> int:
-        """Return the smallest number of updates to which the rule can be applied: 4 ``hostile`` + 3."""
+        """Return the smallest number of updates that the rule needs: 4 ``hostile`` + 3."""
         return 4 * self.hostile + 3
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
         """Return the mean of the selected values around the median of every coordinate."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding errors decide no ties
+        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not break ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)
@@ -54,8 +54,8 @@ def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
     """
     ascending = ordered(rows).double()
     centre = middle(ascending)
-    # In ascending order the nearest values are ``count`` consecutive values. The index of the first one is the number
-    # of values that are further from the centre than the value ``count`` positions later.
+    # In ascending order, the ``count`` nearest values are consecutive. Value i is not among them if value i + count is
+    # nearer to the centre. The number of such values i is the index of the first of the nearest values.
     first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
     mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
     return mean

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class CCVR(SumsOfFeatures):
-    """Clients send moments of the features of each class; the server trains the head on samples from class Gaussians.
+    """Clients send moments of each class's features; the server trains the head on samples from class Gaussians.
 
     ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training of the head
     starts from the head after the last round, by plain SGD. ``epochs``: the number of passes over the samples.
     ``learning_rate``: the learning rate of SGD. ``batch_size``: the number of samples in a step.
 
-    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of a client's moments for each of
-    its records. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features are
-    clipped to ``clipping_norm``. ``noise``: the source of the noise. With "secret" the protection is real, and the
+    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of sending the moments, for each
+    record of a client. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features
+    are clipped to ``clipping_norm``. ``noise``: the source of the noise. With "secret" the protection is real, and the
     noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
@@ -91,7 +91,7 @@ class CCVR(SumsOfFeatures):
         return private_moments(features, labels, num_classes, self.protection, noise)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the clients train no common head, or if other settings forbid clients to send moments."""
+        """Raise ValueError if clients do not train a common head, or if other settings forbid them to send moments."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(
@@ -159,7 +159,7 @@ def with_trained_head(
         for batch in torch.split(order, settings.batch_size):
             loss = torch.nn.functional.cross_entropy(head(inputs[batch]), targets[batch])
             gradients = torch.autograd.grad(loss, list(own.values()))
-            with torch.no_grad():  # torch.optim takes seconds to load
+            with torch.no_grad():  # SGD without torch.optim, whose import takes seconds
                 for value, gradient in zip(own.values(), gradients, strict=True):
                     value.sub_(gradient, alpha=settings.learning_rate)
     trained = {prefix + name: value.detach() for name, value in own.items()}

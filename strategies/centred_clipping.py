@@ -18,12 +18,12 @@ class CentredClipping(Robust):
 
     v begins as the aggregate of the last round, and as 0 in the first round. The checkpoint contains v. A single
     hostile client in a round of n clients changes the result by at most 2 tau / n in one iteration. In the paper's
-    theory, client momentum continues over all rounds. Here it restarts from 0 in every round. Every client has the same
-    weight. No privacy guarantee.
+    theory, clients keep their momentum over all rounds. Here momentum restarts from 0 in every round. Every client has
+    the same weight. No privacy guarantee.
 
     ``tau``: the largest distance from v at which an update counts in full. It should be about the distance between
     honest updates; a much larger tau gives the plain mean. The paper's experiments take 10 / (1 - momentum).
-    ``iterations``: the number of steps of v in a round.
+    ``iterations``: the number of times that v is updated in a round.
     """
 
     kind: Literal["centred-clipping"] = "centred-clipping"
@@ -33,7 +33,7 @@ class CentredClipping(Robust):
 
     @property
     def has_memory(self) -> bool:
-        """Return True: the rule keeps v."""
+        """Return True: the rule keeps v from round to round."""
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:

@@ -16,11 +16,11 @@ class CFL(Averaging):
 
     D_i = y_i - x is the update of client i: its trained model minus the model of its cluster. D is the mean update of
     the cluster. A cluster is split in two if the mean update is small although single updates are large. Then the
-    cluster's clients are grouped by the cosines of their updates. Both parts continue from the model of the cluster,
-    each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their clients, as
-    in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. Of all splits into
-    two parts, "single" finds the split whose largest cosine between the parts is smallest. A single client with noisy
-    updates then often becomes a cluster of its own.
+    cluster's clients are grouped by the cosines of their updates. Both new clusters continue from the model of the old
+    cluster, each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their
+    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. It finds
+    the split with the smallest value of the largest cosine between the two parts. A single client with noisy updates
+    then often becomes a cluster of its own.
 
     ``eps_1``: a split needs ‖D‖ below this value. ``eps_2``: a split needs the largest ‖D_i‖ above this value. The
     defaults of both are the values of the released code for its network. Suitable values depend on the model, the
@@ -29,10 +29,10 @@ class CFL(Averaging):
     ``split_after``: the number of rounds before the first split, 20 in the released code. ``min_cluster_size``: a
     smaller cluster is not split. ``max_clusters``: the largest number of clusters; 1 is FedAvg.
 
-    A client receives the model of its cluster only. The server compares the updates of single clients, so it must see
-    them: secure sums and noise on the mean do not fit. Weights are numbers of records, as in FedAvg; the released code
-    has equal weights. In the released code and in FL-bench, a second split mixes up clients, as it numbers the clients
-    of a cluster from 0.
+    A client receives the model of its cluster only. The server compares the updates of single clients. So secure sums
+    and noise on the mean are not possible. Clients are weighted by their records, as in FedAvg; the released
+    code has equal weights. In the released code and in FL-bench, a second split assigns clients wrongly: it uses
+    positions in the cluster as client IDs.
     """
 
     kind: Literal["cfl"] = "cfl"
@@ -61,7 +61,7 @@ class CFL(Averaging):
         return []
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit, for error messages; empty for one cluster."""
+        """Return the reason why robust aggregators do not fit, for error messages; "" if there is only one cluster."""
         return "clusters may be too small for it, and their updates must differ" if self.num_models > 1 else ""
 
     def note(self) -> str:

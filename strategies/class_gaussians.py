@@ -32,7 +32,7 @@ class ClassGaussian:
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
         """Return ``number`` samples, shape (number, d). Negative eigenvalues of the covariance count as 0."""
-        # By torch, not numpy: rounding depends on the number of threads, and a run fixes this number for torch only.
+        # torch, not numpy: rounding depends on the number of threads, which a run fixes only for torch.
         values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
         root = vectors * values.clamp(min=0).sqrt()
         normal = torch.from_numpy(generator.standard_normal((number, len(self.mean))))
@@ -48,9 +48,9 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
     sum_i n_ic mu_ic / n_c and covariance [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] /
     (n_c - 1), as (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
 
-    ``std``: standard deviation of the noise on each number. With noise, only classes that certainly have more than one
-    record are used. Each covariance is then shrunk towards a multiple of the identity. Noise may explain a share of the
-    difference between the covariance and this multiple, and this share is removed.
+    ``std``: standard deviation of the noise on each number. With noise, only classes that almost certainly have more
+    than one record are used. Each covariance is then shrunk towards a multiple of the identity. The shrinkage is strong
+    if noise alone can explain the difference between the covariance and this multiple.
     """
     found = []
     for label, (count, *rest) in enumerate(moments):

@@ -1,4 +1,4 @@
-"""Shared code of methods whose clients keep their models and send class means: a round's payloads, and checks."""
+"""Shared code of methods whose clients keep their models, and send other tensors, such as mean logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strategies.algorithm import Averaging
 
 @dataclass(frozen=True)
 class RoundPayloads:
-    """The payloads of a round's clients with records.
+    """The payloads of all clients with records in a round.
 
     ``clients``: the IDs of these m clients, ascending. ``payloads``: the tensors of all m clients, stacked along the
     first dimension.
@@ -25,9 +25,9 @@ class RoundPayloads:
 
 
 class KeepsModels(Averaging):
-    """Base class of methods whose clients keep their models, and whose server reads another payload of every client.
+    """Base class of methods whose clients keep their models, and send the server other tensors than parameters.
 
-    ``payload``: this payload in words, such as "mean logits".
+    ``payload``: these tensors in words, such as "mean logits".
     """
 
     kind: str = ""
@@ -36,7 +36,7 @@ class KeepsModels(Averaging):
     sends_nothing: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for local privacy: it covers no such payload."""
+        """Raise ValueError for settings with which the method cannot run; see ``check_in_the_clear``."""
         check_in_the_clear(self, experiment, self.payload)
 
     def sends(self, params: Params) -> Collection[str]:
@@ -45,7 +45,7 @@ class KeepsModels(Averaging):
         return ()
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round of a run whose clients train the whole model ``params``."""
+        """Return the server state before the first round, if clients train the whole model ``params``."""
         return self.init_for(params, params)
 
     @abstractmethod
@@ -54,9 +54,10 @@ class KeepsModels(Averaging):
 
 
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:
-    """Raise ValueError for settings that hide single payloads, and for local privacy, which does not cover ``what``.
+    """Raise ValueError for settings that hide or leave out single clients' payloads, and for local privacy.
 
-    ``what``: the payload in words, such as "mean logits".
+    ``what``: the payload in words, such as "mean logits". Clients send it without noise, so local privacy would not
+    cover it.
     """
     local, reads = experiment.local, f"its server reads the {what} of every client"
     refused = {

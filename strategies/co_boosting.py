@@ -1,4 +1,4 @@
-"""Co-Boosting: DENSE with harder images, and clients weighted by the images (Dai et al. 2024)."""
+"""Co-Boosting: DENSE with harder images, and with client weights learned on these images (Dai et al. 2024)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ _LONGEST, _WEIGHT_DECAY, _DECAY = 10.0, 1e-4, 0.99
 class CoBoosting(OnMadeImages):
     """FedAvg, and then the mean model learns from a weighted ensemble on images that the server makes.
 
-    f(x) = sum_k w_k f_k(x) / sum_k w_k are the logits of the ensemble, s(x) those of the student. w_k starts at 1/m. In
-    each epoch a new generator G takes ``generator_steps`` steps of Adam with the rate ``generator_rate`` on
-    (1 - p)^``hardness`` CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) at T = 3, p the ensemble's probability of
-    the label y. Labels are uniform. Of all steps, the ``images`` images with the lowest loss are kept. From the second
-    epoch t on, w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1) on each batch of the earlier images. The student
-    passes once over all images by SGD with momentum .9 and weight decay 1e-4, on T² KL at ``temperature`` T. Each batch
-    is moved by ``pixels``/255 in the direction of the sign of a random direction's slope in the ensemble's softmax.
+    f_k are the logits of client k's model, f(x) = sum_k w_k f_k(x) / sum_k w_k those of the ensemble, and s(x) those of
+    the student. w_k starts at 1/m for m clients. In each epoch a new generator G makes images G(z) for random labels y.
+    It is trained by ``generator_steps`` steps of Adam with learning rate ``generator_rate`` on the loss
+    (1 - p)^``hardness`` CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) with T = 3, where p is the ensemble's
+    probability of y. The step with the lowest loss gives the epoch's ``images`` images. From the second epoch t on,
+    w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1) on each batch of the earlier images. Then the student passes
+    once over all images, by SGD with momentum .9 and weight decay 1e-4 on T² KL at ``temperature`` T. Before each step,
+    every pixel is moved by ``pixels``/255, up or down by the sign of the gradient of a random combination of the
+    ensemble's class probabilities.
 
-    ``epochs``: the released code has 200; 0 leaves FedAvg, bit for bit. ``channels``: the width of the generator,
+    ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator,
     before its last layer. ``mu``: 0 keeps equal weights. ``distillation_rate``: the student's learning rate, with a
     cosine schedule over all epochs. ``distillation_batch``: images in a step. The other defaults are those of the
     released code. Deviations: the student starts from the mean model, in the released code from random weights. The
-    model is that of the last epoch, not of the best epoch on test records. Models with BatchNorm are refused.
+    last epoch gives the model; in the released code, the best epoch on test records. Models with BatchNorm are refused.
 
-    A further table has the accuracy of the weighted ensemble. It is an upper bound that keeps the models of all
-    clients. ``result.json`` has the weights.
+    A further table has the accuracy of the weighted ensemble: an upper bound that needs the models of all clients.
+    ``result.json`` has the weights.
     """
 
     kind: Literal["co-boosting"] = "co-boosting"
@@ -85,7 +87,7 @@ class CoBoosting(OnMadeImages):
     ) -> tuple[float, ...]:
         """Return the clients' weights after a step on a batch.
 
-        ``logits``: those of each client's model, (clients, n, classes). ``labels``: (n,). ``epoch``: from 0 on.
+        ``logits``: the logits of each client's model, (clients, n, classes). ``labels``: (n,). ``epoch``: from 0 on.
         """
         held = torch.tensor(weights, dtype=torch.float64, device=logits.device, requires_grad=True)
         together = (held[:, None, None] * logits.double()).sum(0) / held.sum()
@@ -96,7 +98,7 @@ class CoBoosting(OnMadeImages):
     def _direction(
         self, images: torch.Tensor, models: Sequence[Params], weights: Sequence[float], lesson: Lesson
     ) -> torch.Tensor:
-        """Return the sign of the slope, at ``images``, of a random mixture of the ensemble's softmax, same shape."""
+        """Return the signs of the gradient of a random combination of the ensemble's class probabilities."""
         moved = images.detach().clone().requires_grad_()
         soft = (ensemble_logits(models, moved, lesson.logits_of, weights) / _DIRECTIONS_TEMPERATURE).softmax(1)
         mixture = torch.from_numpy(lesson.generator.uniform(-1, 1, soft.shape)).to(soft)

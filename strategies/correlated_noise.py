@@ -36,11 +36,11 @@ def coefficients(bands: int) -> NDArray[np.float64]:
 
 @dataclass
 class CorrelatedNoise:
-    """The state that later rounds need to subtract noise of earlier rounds; with one band there is no state.
+    """The sums of earlier rounds, from which later rounds compute correlated noise. With one band there are none.
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
     the ``released`` sums they reveal the noise. They are kept only in memory, so a resumed run begins with an empty
-    state. This costs accuracy but no privacy: the run then consists of two such mechanisms, one after the other.
+    state. This costs accuracy but no privacy: the run is then a sequence of two such mechanisms.
     """
 
     bands: int
@@ -53,9 +53,9 @@ class CorrelatedNoise:
     def release(self, total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``total``, the clipped sum of a round, with correlated noise.
 
-        ``std``: standard deviation of the fresh noise. Noised values are rounded to a rounding grid. ``steps``: the
-        fresh noise, as whole numbers of grid steps. The Gaussian mechanism releases (C x)_t on the grid; all later
-        computations are post-processing.
+        ``std``: standard deviation of the fresh noise. ``steps``: the fresh noise, as whole numbers of steps of the
+        rounding grid. The Gaussian mechanism releases the noisy (C x)_t, rounded to this grid. All further computations
+        are post-processing.
         """
         if self.bands == 1:
             return add_noise(total, std, steps)

@@ -23,20 +23,21 @@ class DistributedDP(Settings):
     Everything that a client sends in a round is one vector. The client clips this vector, and rotates it
     by public random signs and a Hadamard matrix. The client scales the vector and rounds it at random to whole numbers.
     The client adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz,
-    Liu 2021). The server adds the messages modulo 2^``bits``, undoes scale and rotation, and divides by the
-    number of messages. Secure aggregation is simulated: this program computes the same sum, without masks.
+    Liu 2021). The server adds the messages modulo 2^``bits``, reverses scaling and rotation, and divides by
+    the number of messages. Secure aggregation is simulated: this program computes the same sum, without masks.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
     part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
-    reduce the cost. The sum has the noise of the clients that answer, so the cost of a round rises if clients drop out.
+    reduce the cost. The sum contains the noise of only the clients that answer, so dropouts raise the cost of a round.
 
     ``epsilon``: the largest epsilon over the whole run. A sum that would exceed this epsilon is not opened. ``delta``:
     the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's vector.
-    ``noise_multiplier``: the standard deviation of the noise on the sum, in clipping norms, if all clients of a round
-    answer. If it is left out, the least noise is used with which all rounds cost at most the given epsilon.
-    ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent number. ``headroom``:
-    the number of standard deviations of a number in the sum that fit into half of 2^``bits``. ``noise``: with "secret"
-    the noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
+    ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm, if all clients
+    of a round answer. If it is left out, it is the smallest one for which all rounds together cost at most the given
+    epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent number.
+    ``headroom``: numbers are scaled so that this many standard deviations of a sum fit into half of 2^``bits``.
+    ``noise``: with "secret" the noise differs from run to run. With "seeded" the noise is repeatable, and protects in
+    simulation only.
     """
 
     kind: Literal["distributed-dp"] = "distributed-dp"

@@ -1,4 +1,4 @@
-"""Rounds under distributed DP: clients send noisy whole numbers; each sum is charged to the ledger before its use.
+"""Rounds under distributed DP: clients send noisy integers; each sum is charged to the ledger before its use.
 
 Secure aggregation is simulated as a sum modulo 2^bits. The settings are in ``strategies.distributed_dp``, and the
 arithmetic in ``fl_sim.privacy.modular_sums``.
@@ -56,15 +56,15 @@ def terms_of(settings: DistributedDP) -> Terms:
 def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
     """Return the rounding grid of a run's sums. ``sent``: the payload template of the algorithm.
 
-    Without a noise multiplier in the settings, the least one that the budget allows is used. The planned number of
-    client noises in a sum is the size of the smallest cohort: all clients, or the smallest group of a cyclic sampler.
+    Without a noise multiplier in the settings, the smallest one that the budget allows is used. The noise is planned
+    for sums over the smallest cohort: all clients, or the smallest group of a cyclic sampler.
     """
     dimension, apart = sum(num_parameters(params) for params in sent.values()), experiment.sampler.rounds_apart
     return _grid(experiment.aggregator, dimension, experiment.num_members // apart, num_charges(experiment))
 
 
 def num_charges(experiment: Any) -> int:
-    """Return the number of charges of a run without drop-outs: one for each round in which a client takes part."""
+    """Return the number of charges of a run without dropouts: the most rounds in which any client takes part."""
     rounds: int = experiment.rounds
     apart: int = experiment.sampler.rounds_apart
     return -(-rounds // apart)
@@ -128,7 +128,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if payloads are not changes of the model, or if the budget does not cover one round."""
+        """Raise UserError if payloads are no model updates, noise is too small, or one round exceeds the budget."""
         check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
         settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
         cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
@@ -168,9 +168,9 @@ class DistributedSums(Layer):
         self.inner.begin(server_round)
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Count failed clients as clients that dropped out.
+        """Treat failed clients as clients that dropped out. Raises RunError if no client answered.
 
-        Raises RunError if no client answered. The reasons of the failures go only to a private file.
+        The reasons of the failures are written only to a private file.
         """
         if failed and not answered:
             raise RunError(
@@ -182,8 +182,8 @@ class DistributedSums(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Charge the round's sum modulo 2^bits to the ledger, and return the mean update, computed from this sum.
 
-        Returns None, which leaves the model unchanged, if no client answered, or if so few clients answered that their
-        noise is too small for the budget.
+        Returns None if no client answered, or if so few clients answered that their noise is too small for the budget.
+        Then the model stays unchanged.
         """
         assert self.grid is not None
         if not (present := len(cohort.replies)):
@@ -229,7 +229,7 @@ class DistributedSums(Layer):
         return warnings
 
     def state(self) -> Mapping[str, Any]:
-        """Return the receipt (number and digest) of all ledger entries, for the checkpoint."""
+        """Return the receipt, which is the number and the digest of all ledger entries, for the checkpoint."""
         return {"receipt": self.ledger.receipt.to_json()}
 
     def _pay(self, server_round: int, present: int) -> None:
@@ -258,7 +258,7 @@ class DistributedSums(Layer):
 
 @dataclass(frozen=True)
 class ClientShares(ClientLayer):
-    """Turns an update into whole numbers with noise, modulo 2^bits.
+    """Turns a client's update into noisy integers modulo 2^bits.
 
     ``template``: the payload template of the algorithm. ``seed``: the public seed of the rotation. ``run_digest``: a
     digest of the experiment, from which seeded noise comes; empty for secret noise.
@@ -294,7 +294,7 @@ class ClientShares(ClientLayer):
         return ClientUpdate({}, 1, None, update.state, content)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the packed size of each payload: the first payload carries the numbers of all payloads."""
+        """Return the packed size of each payload. The first payload carries the numbers of all payloads."""
         del model
         first, *others = template
         return {first: Size(0, self.grid.num_bytes), **dict.fromkeys(others, Size(0))}

@@ -15,7 +15,7 @@ _OWN = "own-model"
 
 
 def near(start: Params, centre: Params, strength: float) -> LocalPlan:
-    """Return a local plan that pulls the trained model v, which begins at ``start``, towards ``centre``.
+    """Return a local plan that pulls the trained model v towards ``centre``. Training starts at ``start``.
 
     The plan adds ``strength`` (v - ``centre``) to the gradient at v.
 

@@ -19,11 +19,11 @@ from strategies.algorithm import Weighting
 class DnC(Robust):
     """The mean of the updates without the outliers along the direction of the largest variance.
 
-    An iteration draws some coordinates of the updates by the run's seed, and takes the first principal direction of the
-    updates there. The iteration leaves out the updates with the largest squared projections: c h updates, rounded up.
-    The result is the mean of the updates that all iterations keep. A round needs at least 2 h + 1 clients with records,
-    and more clients than all iterations together can leave out. The rule assumes that all hostile updates have the same
-    direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
+    An iteration draws some coordinates of the updates, by the run's seed, and computes the first principal direction of
+    the updates in these coordinates. It drops the updates with the largest squared projections: c h updates, rounded
+    up. The result is the mean of the updates that all iterations keep. A round needs at least 2 h + 1 clients with
+    records, and more clients than all iterations together can leave out. The rule assumes that all hostile updates have
+    the same direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients that the rule is made for. ``filter_share``: the paper's c; an
     iteration leaves out c h updates. ``coordinates``: the number of coordinates that an iteration draws, at most all.
@@ -48,7 +48,7 @@ class DnC(Robust):
         return math.ceil(self.filter_share * self.hostile - 1e-9)
 
     def fewest(self) -> int:
-        """Return the smallest number of updates with which at least one is always kept, at least 2 ``hostile`` + 1."""
+        """Return the smallest number of updates that the rule needs: 2 ``hostile`` + 1, or more to keep an update."""
         return max(2 * self.hostile, self._num_out * self.iterations) + 1
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
@@ -61,7 +61,7 @@ class DnC(Robust):
             if self.coordinates < size:
                 part = rows[:, torch.from_numpy(np.sort(coins.choice(size, self.coordinates, replace=False)))]
             centred = part.double() - part.double().mean(dim=0)
-            # Projections on the first right singular vector are multiples of the first left singular vector.
+            # The projections on the first right singular vector are the first left singular vector times a constant.
             projections = torch.linalg.eigh(centred @ centred.T).eigenvectors[:, -1].square()
             kept[projections.argsort(stable=True)[count - self._num_out :]] = False
         mean: torch.Tensor = rows[kept].double().mean(dim=0)

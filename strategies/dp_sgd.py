@@ -71,14 +71,14 @@ class ClientPrivacy(Settings):
         return False
 
     def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
-        """Accept every attack: a client adds noise to its update before it sends it."""
+        """Accept every attack: each client adds noise to its update before sending, so attacks break no guarantee."""
 
     def despite_hostile(self) -> str:
         """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
         return "because a client adds its noise itself, before it sends"
 
     def check_alone(self, experiment: Choices) -> None:
-        """Raise ValueError if another setting reads records, or gives a privacy guarantee of its own."""
+        """Raise ValueError if another setting also reads records, or has its own privacy guarantee."""
         what = f"cannot run with local.privacy={self.kind}"
         if hides_clients(experiment.aggregator):
             raise ValueError(
@@ -122,11 +122,12 @@ class DPSGD(ClientPrivacy):
 
     ``epsilon``: the largest epsilon for each record of each client, over the whole run. ``delta``: the delta at which
     the given epsilon holds. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. If it
-    is left out, each client has the least noise with which all rounds cost at most the given epsilon. If both are set,
-    a client trains until its next round would exceed the epsilon. From then on the client counts as a client without
-    records. ``noise``: with "secret" the protection is real, and the noise differs from run to run. With "seeded" the
-    noise is repeatable, and protects in simulation only. ``accountant``: the accountant that finds the noise, and
-    compares costs with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of records.
+    is left out, each client has the smallest one for which all its rounds together cost at most the given epsilon. If
+    both are set, a client trains until its next round would exceed the epsilon. From then on the client counts as a
+    client without records. ``noise``: with "secret" the protection is real, and the noise differs from run to run. With
+    "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the accountant that finds the
+    noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of
+    records.
     """
 
     kind: Literal["dp-sgd"] = "dp-sgd"
@@ -178,7 +179,7 @@ class DPSGD(ClientPrivacy):
     def rule(self, names: Sequence[str]) -> Clipping:
         """Return the clipping rule for a model whose trained parameters are ``names``, in the model's order.
 
-        Raises UserError if ``layer_norms`` has another number of norms than the model has layers.
+        Raises UserError if ``layer_norms`` does not have one norm for each layer with trained parameters.
         """
         if self.clipping == "automatic":
             return Clipping(stability=self.stability)
@@ -194,7 +195,7 @@ class DPSGD(ClientPrivacy):
         return replace(by_layer, layer_norms=dict(zip(layers, self.layer_norms, strict=True)))
 
     def allows(self, stage: object) -> bool:
-        """Return True if ``stage`` releases synthetic records with a privacy statement of that release."""
+        """Return True if ``stage`` releases synthetic records under its own privacy guarantee."""
         return isinstance(stage, Supplying) and isinstance(stage, Promising) and stage.is_private
 
     def check(self, experiment: Choices) -> None:

@@ -27,9 +27,9 @@ class EarlyStopping(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Return the layer for a run.
+        """Create the layer of a run.
 
-        It has no state in the checkpoint, because it reads accuracies in ``rounds.jsonl``.
+        The layer needs no checkpoint: it reads all accuracies from ``rounds.jsonl``.
         """
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
@@ -40,7 +40,7 @@ class EarlyStopping(Layer):
         if not validated:
             return self.inner.ended(rounds)
         last, accuracy = validated[-1]
-        best, highest = max(validated, key=lambda one: one[1])  # of equal accuracies, that of the earliest round
+        best, highest = max(validated, key=lambda one: one[1])  # the earliest round with the highest accuracy
         if self._target and accuracy >= self._target:
             return (
                 f"validation accuracy {100 * accuracy:.2f} % after round {last} reaches the target of "

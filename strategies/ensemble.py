@@ -1,4 +1,4 @@
-"""Methods whose server learns from the ensemble of a round's models: their base class, and the ensemble's logits."""
+"""Base classes of methods whose server learns from the ensemble of a round's models, and the ensemble's logits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ UPPER_BOUND = "the ensemble's accuracy is an upper bound that keeps the models o
 
 @dataclass(frozen=True)
 class Lesson:
-    """The server's means to learn after a round.
+    """Everything that the server needs for its own training after a round, except the models.
 
     ``logits_of``: the model as a function. ``dataset``: the experiment's data set, for shapes and public constants; its
-    records are not used. ``public``: unlabelled records for the server, None without them. ``device``: the device of
+    records are not used. ``public``: unlabelled records for the server, if any. ``device``: the device of
     the computation. ``generator``: the random numbers of the round.
     """
 
@@ -44,9 +44,9 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Taught:
-    """The result of learning: ``params``, the model after the round, and the ensemble's weights, one for each client.
+    """The result of the server's training: the model after the round, and the weights of clients in the ensemble.
 
-    ``weights`` is empty for equal weights.
+    ``params``: the model. ``weights``: one weight for each client; empty for equal weights.
     """
 
     params: Params
@@ -61,7 +61,7 @@ class SeesModels(Averaging):
     layer: ClassVar[str] = "strategies.server_step:StepOnModels"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the server does not see single models, or if a statement would not cover the method."""
+        """Raise ValueError if the server cannot see single models, or for BatchNorm layers or local privacy."""
         seen, reason = f"algorithm {self.kind} looks at the model of each client", ""
         if hides_clients(experiment.aggregator):
             reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
@@ -91,11 +91,11 @@ class OnEnsemble(SeesModels):
 
     @abstractmethod
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
-        """Return the model after the round. ``student``: the mean model. ``models``: those of clients with records."""
+        """Return the model after the round. ``student``: the mean model. ``models``: models of clients with records."""
 
     @property
     def public_records(self) -> str:
-        """Return the name of the data set with public records; "pool" for the run's synthetic records, or "none"."""
+        """Return the name of the data set with public records, "pool" for the run's synthetic records, or "none"."""
         return "none"
 
     @property
@@ -125,9 +125,9 @@ class OnEnsemble(SeesModels):
 def ensemble_logits(
     models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf, weights: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Return the mean of the models' logits, (n, classes). The mean of equal logits is exact.
+    """Return the mean of the models' logits, (n, classes). If all models are equal, it is exactly their logits.
 
-    ``weights``: if given, the mean has these weights, which need not add up to 1.
+    ``weights``: if given, the weights of the models in the mean; they need not sum to 1.
     """
     logits = [logits_of(model, records) for model in models]
     stacked = torch.stack([one.double() for one in logits])

@@ -15,16 +15,16 @@ from strategies.class_means import KeepsModels, RoundPayloads
 
 
 class FD(KeepsModels):
-    """Adds ``gamma`` times a distance to the loss: that of a record's logits to the mean logits of its class.
+    """Adds ``gamma`` times a distance to the loss: the distance of a record's logits to the mean logits of its class.
 
-    After its local steps, a client sends the mean of its logits over its records of each class, and which classes it
-    has. A client's target for a class is the mean, with equal weights, over the other clients that had the class, in
-    the last round in which any client had it. A class that no other client had adds nothing to the loss. Each client
-    trains its own model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
+    After its local steps, a client sends its mean logits over its records of each class that it has. A client's target
+    for a class is the mean, with equal weights, of the other clients' mean logits of this class, in the last round in
+    which any client had the class. A class that no other client had adds nothing to the loss. Each client trains its
+    own model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
 
     ``gamma``: 0 is local-only. ``distance``: "kl" is KL(softmax(target) || softmax(logits)), which has the gradient of
-    the paper's cross-entropy; "l2" is the mean over classes of squared differences of logits. In the paper, the mean is
-    over the logits of all local steps, instead of the logits after the last step.
+    the paper's cross-entropy; "l2" is the mean over classes of squared differences of logits. In the paper, a client
+    averages the logits of all local steps, instead of the logits after the last step.
     """
 
     kind: Literal["fd"] = "fd"
@@ -51,12 +51,12 @@ class FD(KeepsModels):
         return "FD: clients send only their mean logits of each class that they hold."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round: ``params``, a part of ``model``, and no logits yet."""
+        """Return the server state before round 1, without logits. ``params``: the trained part of ``model``."""
         classes, _ = head_shape(model)
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: a loss term for the distance to others' logits, and feature sums after training."""
+        """Return the local plan: a loss term for the distance to the target logits, and feature sums after training."""
         term = LossTerm(self.distances, task.broadcast["others"]) if self.gamma else None
         return LocalPlan(loss_term=term, class_features=True)
 
@@ -87,7 +87,7 @@ class FD(KeepsModels):
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
         """Return the server state with the round's logits in its memory, where row i belongs to client i.
 
-        A class that no client of the round has keeps its values of earlier rounds.
+        If no client of the round has a class, the class keeps its logits of earlier rounds.
         """
         memory, new = server.memory["logits"], rows.payloads["logits"]
         means, held = memory["means"].clone(), memory["held"].clone()

@@ -37,19 +37,18 @@ class FedALA(Averaging):
     """FedAvg, but a client starts at v + (x - v) W instead of x, with its own last model v and weights W in [0, 1].
 
     x is the received global model. Only the last layers start at the mixture; all other layers start at x. W has a
-    number for each parameter of these layers, and begins at 1. A step subtracts rate (gradient at the start) (x - v)
-    from W, and cuts W to [0, 1]. The batches of these steps come from a random part of the client's records. In its
-    second round the client makes passes over these records until the losses converge, and in later rounds one pass. A
-    loss is the mean loss of a pass. Local training starts at the resulting mixture, which is also the client's own
-    model.
+    number for each parameter of the last layers, and begins at 1. Before local training, the client trains W on a
+    random part of its records. Each step is W <- W - eta (x - v) G, cut to [0, 1], where G is the gradient of the loss
+    at the mixture. In its second round the client passes over these records until the mean loss of a pass converges,
+    in later rounds once. Local training starts at the resulting mixture, which is also the client's own model.
 
-    ``weight_learning_rate``: the rate of the steps of W, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
+    ``weight_learning_rate``: eta, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
     layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is
-    trained, 0.8 in the paper. ``threshold``: the losses have converged if the standard deviation of the last 10 is
-    below this value (0.1 in the released code).
+    trained, 0.8 in the paper. ``threshold``: the loss has converged if the standard deviation of its last 10
+    values is below this value (0.1 in the released code).
 
-    In the released code the number of last layers counts tensors, a loss is the loss of a pass's last batch, and a
-    client that joins late mixes x with the initial model in its first round; here it starts at x.
+    In the released code the number of last layers counts tensors, and the loss of a pass is the loss of its last batch.
+    There a client that joins late mixes x with the initial model in its first round; here it starts at x.
     """
 
     kind: Literal["fedala"] = "fedala"
@@ -67,7 +66,7 @@ class FedALA(Averaging):
         return [off("algorithm fedala", first)] if experiment.rounds == 1 else []
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task so that training starts at the mixture; the received model is added to the client state."""
+        """Return the task with the mixture as the initial model, and the received model in the client state."""
         state = {**task.state, _RECEIVED: task.params}
         if _OWN not in task.state or not len(client.records):
             return replace(task, state=state)
@@ -89,7 +88,7 @@ class FedALA(Averaging):
         return [name for name in params if layer_of[name] in last]
 
     def _learned(self, task: LocalTask, client: OnClient) -> Params:
-        """Return the mixing weights W after this round's steps of W."""
+        """Return the mixing weights W after their training in this round."""
         inputs, labels = client.records.tensors()
         generator = rng(client.seed, "fedala", task.client, task.server_round)
         chosen = generator.permutation(len(labels))[: math.ceil(self.record_share * len(labels))]
@@ -116,7 +115,7 @@ class FedALA(Averaging):
 def _one_step(
     task: LocalTask, weights: Params, batch: tuple[torch.Tensor, torch.Tensor], generator: np.random.Generator
 ) -> LocalJob:
-    """Return a training job of one step from the mixture. Its momentum buffers then hold the last layers' gradient."""
+    """Return a job for one step from the mixture. The resulting momentum buffers are the last layers' gradient."""
     from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
 

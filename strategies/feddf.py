@@ -23,16 +23,15 @@ class FedDF(OnEnsemble):
     """FedAvg, and then the mean model learns from the ensemble of the round's models, as in algorithm 1 of the paper.
 
     The student x starts from the mean model. Each step lowers KL(softmax(mean_k f_k(u)) || softmax(f_x(u))) over a
-    batch of unlabelled records u, by Adam with a cosine schedule. f_k are the logits of the round's model k.
+    batch of unlabelled records u, by Adam with a cosine schedule. f_k are the logits of client k's model.
 
-    ``proxy``: the name of the data set with the public records u; its labels are not used. Inputs need the shape of the
-    clients' inputs. "pool" takes the synthetic records of the run's preprocess stage, such as DA-FL's. "none" gives
-    FedAvg, bit for bit. ``steps``: the number of steps after each round. (The paper takes up to 10,000, and stops after
-    1,000 without a gain on validation records. There is no such stop here.) ``distillation_rate``: the learning rate of
-    Adam. ``distillation_batch``: the number of records in a step.
+    ``proxy``: the name of the data set with the public records u. Its labels are not used, and its inputs must have the
+    shape of the clients' inputs. "pool" takes the synthetic records of the run's preprocess stage, such as DA-FL's.
+    "none" is FedAvg, bit for bit. ``steps``: the number of steps after each round. (The paper takes up to 10,000, and
+    stops after 1,000 without a gain on validation records. There is no such stop here.) ``distillation_rate``: the
+    learning rate of Adam. ``distillation_batch``: the number of records in a step.
 
-    An additional table has the accuracy of the ensemble itself. It is an upper bound that keeps the models of all
-    clients.
+    An additional table has the accuracy of the ensemble itself: an upper bound that needs the models of all clients.
     """
 
     kind: Literal["feddf"] = "feddf"
@@ -49,12 +48,12 @@ class FedDF(OnEnsemble):
 
     @property
     def learns(self) -> bool:
-        """Return True if there is a proxy."""
+        """Return True if there is a data set to learn from (``proxy``)."""
         return self.proxy != "none"
 
     @property
     def public_records(self) -> str:
-        """Return the proxy."""
+        """Return the setting ``proxy``: the data set with the public records, "pool" or "none"."""
         return self.proxy
 
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
@@ -84,7 +83,7 @@ def distilled(
 ) -> Params:
     """Return the student after one step of Adam on each of the ``settings.steps`` batches (n, *input shape).
 
-    ``models``: the teachers. The student stays as it is, bit for bit, if all models are equal to it.
+    ``models``: the teachers. If all models equal the student, it does not change, bit for bit.
     """
     weights = {name: value.detach().clone().requires_grad_() for name, value in student.items()}
     means, squares = scale(student, 0.0), scale(student, 0.0)

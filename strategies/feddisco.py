@@ -15,10 +15,10 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedDisco(Averaging):
     """FedAvg with client weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
 
-    n_i is the number of records of client i, and n their sum over the cohort. d_i is the divergence KL(label shares ||
-    uniform) that client i sends, divided by its sum over the cohort. If all weights would be 0, the weights are the
-    p_i. ``a``: the factor of d_i, 0.5 in the released scripts. ``b``: the constant in every weight, 0.1 in the released
-    scripts.
+    n_i is the number of records of client i, and n the sum of n_i over the cohort. Client i sends the KL divergence of
+    its label distribution from the uniform distribution. d_i is this divergence, divided by the sum of the cohort's
+    divergences. If all weights would be 0, the weights are the p_i. ``a``: the factor of d_i. ``b``: the constant in
+    every weight. The released scripts have ``a`` 0.5 and ``b`` 0.1.
     """
 
     kind: Literal["feddisco"] = "feddisco"

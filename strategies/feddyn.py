@@ -12,7 +12,7 @@ from strategies.algorithm import Averaging, Weighting, check_sgd
 
 
 class Dynamic(Averaging):
-    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2; every client has the same weight.
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2. In means every client has the same weight.
 
     F_i is the loss of client i, w its model, and x the global model. g_i, the client state, approaches the gradient of
     F_i at the client's model. h, in the server state, is the mean of all clients' g_i.
@@ -66,10 +66,10 @@ class Dynamic(Averaging):
 class FedDyn(Dynamic):
     """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2, so that all w agree at the minimum of sum_i F_i.
 
-    F_i is the loss of client i, w its model, and x the global model. g_i approaches the gradient of F_i at the client's
-    model. ``alpha``: the paper tries 0.001, 0.01 and 0.1. The released code divides alpha by a client's share of the
-    records times the number of clients, clips gradients to norm 10 (``local.clip_norm``), and evaluates both x and the
-    mean of the clients' models.
+    F_i is the loss of client i, w its model, and x the global model. g_i is part of the client state, and approaches
+    the gradient of F_i at the client's model. ``alpha``: the paper tries 0.001, 0.01 and 0.1. The released code divides
+    alpha by a client's share of the records times the number of clients, clips gradients to norm 10
+    (``local.clip_norm``), and evaluates both x and the mean of the clients' models.
     """
 
     kind: Literal["feddyn"] = "feddyn"

@@ -17,10 +17,9 @@ class FedExP(Averaging):
     x is the global model, y_i the trained model of client i, and D_i = y_i - x its update. ``epsilon``: the released
     code has 0.001 on CIFAR-10 and CIFAR-100, and 0.1 on EMNIST. The released code also weights clients by records and
     multiplies epsilon by the number of clients. There epsilon decays with the square of the learning rate.
-    ``average_two``: the model that is evaluated after a round and saved after the last round is the mean of the last
-    two models, as in the released code and, from memory, in the paper. After the first round, the model of that round
-    is evaluated. Clients always continue from the last model, not from the mean. An interrupted run saves the last
-    model, too.
+    ``average_two``: evaluate and save the mean of the last two models, as in the released code. (The paper probably
+    does the same; this was not checked.) After the first round, the model of that round is evaluated. Clients always
+    continue from the last model, not from the mean. An interrupted run also saves the last model.
     """
 
     kind: Literal["fedexp"] = "fedexp"
@@ -56,7 +55,7 @@ class FedExP(Averaging):
         return f"FedExP: {self.reports()} is evaluated."
 
     def reports(self) -> str:
-        """Return a phrase for the evaluated model: the mean of the last two models, or the last model."""
+        """Return a phrase that describes the evaluated model: the mean of the last two models, or the last model."""
         return "the mean of the last two models" if self.average_two else "the last model"
 
     def reported(self, server: ServerState) -> Params:

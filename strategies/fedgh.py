@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class FedGH(KeepsModels):
     """Each client begins a round with its own body and the server's head (the last linear layer), and trains both.
 
-    A client then sends the mean features of each class that it has; features are the inputs of the head. The server's
-    records are all these means, one for each client and class, with the class as the label. The server takes
-    ``head_steps`` steps of gradient descent on the mean cross-entropy of all these records, with the learning rate
-    ``head_rate``. No parameter is sent by clients. Before the first round, all clients have the run's initial model.
+    A client then sends the mean features of each class that it has; features are the inputs of the head. The server
+    trains its head on all these means, with their classes as labels. It takes ``head_steps`` steps of gradient descent
+    on the mean cross-entropy, with the learning rate ``head_rate``. Clients send no parameters. Before the first round,
+    all clients have the run's initial model.
 
-    In the paper, the server takes one step for each of these records in turn. In the released code, it takes one pass
-    in batches.
+    In the paper, the server takes one step for each of these means in turn. In the released code, it makes one pass
+    over them in batches.
     """
 
     kind: Literal["fedgh"] = "fedgh"
@@ -46,7 +46,7 @@ class FedGH(KeepsModels):
         return "FedGH: clients send only their mean features of each class that they hold, and receive a head."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round: ``params``, a part of ``model``, and the model's head."""
+        """Return the server state before round 1, with the model's head. ``params``: the trained part of ``model``."""
         return ServerState(params, {"head": {_short(name): model[name] for name in sorted(head_names(model))}})
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
@@ -85,5 +85,5 @@ class FedGH(KeepsModels):
 
 
 def _short(name: str) -> str:
-    """Return the name of a head's parameter within its layer, such as "weight"."""
+    """Return the last part of a parameter's name, such as "weight"."""
     return name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""FedIT: clients train adapters, and the server averages their factors (Zhang et al. 2024, section 3)."""
+"""FedIT: clients train LoRA adapters, and the server averages the adapters' factors (Zhang et al. 2024, section 3)."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -9,11 +9,11 @@ from strategies.low_rank import STARTS_WITH, check_adapters
 
 
 class FedIT(Averaging):
-    """FedAvg on the factors A and B of adapters. Any method with ``model.trainable=lora`` averages them in this way.
+    """FedAvg on the factors A and B of LoRA adapters, as any FedAvg-like method does with ``model.trainable=lora``.
 
     The mean of the factors is biased: the product of the means, mean(B_i) mean(A_i), is not the mean of the products
-    B_i A_i. The methods ``ffa-lora``, ``flora``, ``flexlora`` and ``rolora`` have no such bias, or less of it. The
-    averaged factors stay from round to round, as in the paper.
+    B_i A_i. The methods ``ffa-lora``, ``flora``, ``flexlora`` and ``rolora`` have less or none of this bias. Each round
+    continues from the averaged factors, as in the paper.
     """
 
     kind: Literal["fedit"] = "fedit"

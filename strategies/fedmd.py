@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 class FedMD(KeepsModels):
     """Each client trains its own model: first towards the mean logits of all clients, then on its own records.
 
-    Before each round but the first, every client sends its logits on the public records, and the cohort receives the
-    mean fbar. A client of the cohort first takes steps of plain SGD on the mean over public records u and classes of
-    |f_i(u) - fbar(u)|: the paper's digest. Then it trains as with local-only. No parameter is sent. Clients without
-    records skip the digest.
+    Before each round except the first, every client i sends its logits f_i(u) on the public records u. The cohort
+    receives their mean fbar(u). A client of the cohort first lowers |f_i(u) - fbar(u)|, averaged over public records
+    and classes, by plain SGD: the paper's digest. Then it trains as with local-only. No parameter is sent. Clients
+    without records skip the digest.
 
-    ``proxy``: the name of the data set with the public records; its labels are not used. Inputs need the shape of the
-    experiment's own. "none" is local-only, bit for bit. ``public_records``: the number of its training records that
-    are used, drawn once for all rounds. ``digest_epochs``, ``digest_rate`` and ``digest_batch``: the epochs, learning
-    rate and batch size of the digest. In the paper, clients first train on labelled public records, and the public
-    records are drawn anew in each round.
+    ``proxy``: the name of the data set with the public records. Its labels are not used, and its inputs must have the
+    shape of the clients' inputs. "none" is local-only, bit for bit. ``public_records``: the number of public records,
+    drawn once for all rounds from the training records of ``proxy``. ``digest_epochs``, ``digest_rate`` and
+    ``digest_batch``: the epochs, learning rate and batch size of the digest. In the paper, clients first train on
+    labelled public records, and the public records are drawn anew in each round.
     """
 
     kind: Literal["fedmd"] = "fedmd"
@@ -65,7 +65,7 @@ class FedMD(KeepsModels):
         return f"FedMD: clients send only their logits on {self.public_records:,} public records of {self.proxy}."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round: ``params``, a part of ``model``, without logits."""
+        """Return the server state before round 1, without logits. ``params``: the trained part of ``model``."""
         return ServerState(params, {"consensus": {"logits": torch.zeros(0, head_shape(model)[0])}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
@@ -95,7 +95,7 @@ class FedMD(KeepsModels):
             params, statistics = task.params, task.statistics
             for step in steps_of(public):
                 batch, chosen = step.records.tensors()
-                # public records have no labels: with logits times 0, the cross-entropy has the gradient 0
+                # public records have no labels: logits are multiplied by 0, so that the cross-entropy has gradient 0
                 plan = LocalPlan(logit_scale=scale, loss_term=LossTerm(self.digest, {"targets": targets[chosen]}))
                 unlabelled = replace(step, records=Records.of(batch, torch.zeros_like(chosen)))
                 (made,) = yield [at(unlabelled, params, plan, statistics=statistics)]
@@ -105,5 +105,5 @@ class FedMD(KeepsModels):
         return trained
 
     def digest(self, batch: Batch) -> torch.Tensor:
-        """Return |f_i(u) - fbar(u)|, the mean over classes, for each record u of the batch, (n,)."""
+        """Return the mean of |f_i(u) - fbar(u)| over classes, for each record u of the batch, (n,)."""
         return (batch.logits - batch.data["targets"]).abs().mean(-1)

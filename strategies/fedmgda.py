@@ -21,14 +21,14 @@ _MOST_STEPS: Final = 100_000
 class FedMGDA(Averaging):
     """x <- x + server_learning_rate sum_i lambda_i d_i, with d_i = (y_i - x) / ||y_i - x||.
 
-    x is the global model, and y_i the trained model of client i. lambda is the mixture with the least ||sum_i lambda_i
-    d_i|| among all mixtures with |lambda_i - p_i| <= epsilon for every i, where p_i = n_i / n are the shares of
-    records. At epsilon 1 a small step lowers the loss of every client. At epsilon 0 each lambda_i is p_i. All d_i have
-    length 1, which limits the effect of a client with a too large update.
+    x is the global model, and y_i the trained model of client i. The weights lambda_i are at least 0 and sum to 1.
+    Among all such weights with |lambda_i - p_i| <= epsilon for every i, they minimise ||sum_i lambda_i d_i||. p_i = n_i
+    / n is client i's share of the records. At epsilon 1 a small step lowers the loss of every client. At epsilon 0 each
+    lambda_i is p_i. All d_i have length 1, which limits the effect of a client with a too large update.
 
-    ``epsilon``: the largest difference of a weight lambda_i from the share p_i. ``server_learning_rate``: the largest
-    possible length of a step, as the mean of vectors of length 1 is at most 1 long. The paper lets it decay over the
-    rounds. The defaults come from a program that other authors have released.
+    ``epsilon``: the largest difference of a weight lambda_i from the share p_i. ``server_learning_rate``: also the
+    largest possible length of a step, because the weighted mean of vectors of length 1 has at most length 1. The paper
+    lets it decay over the rounds. The defaults come from code of other authors.
     """
 
     kind: Literal["fedmgda"] = "fedmgda"
@@ -52,15 +52,16 @@ class FedMGDA(Averaging):
         return found
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the model plus a step along the mixture of directions."""
+        """Return the next server state: the model plus a step along the weighted mean of the directions d_i."""
         return ServerState(add(server.params, aggregate.payloads["direction"], self.server_learning_rate))
 
 
 def least_norm(products: NDArray[np.float64], shares: NDArray[np.float64], epsilon: float) -> NDArray[np.float64]:
-    """Return the mixture lambda with the least lambda' G lambda, where G = ``products``, of shape (n, n).
+    """Return the weights lambda that minimise lambda' G lambda, where G is ``products``, of shape (n, n).
 
-    Each entry is at least 0, and within ``epsilon`` of its share. The entries sum to 1, like ``shares``. Each step
-    moves weight between the two entries for which the norm falls fastest, to the point where the norm is least.
+    Each weight is at least 0, and differs from its entry in ``shares`` by at most ``epsilon``. The weights sum to 1,
+    like ``shares``. Each iteration chooses the two clients between which a shift of weight lowers the norm fastest, and
+    shifts the weight that minimises the norm.
     """
     lowest, highest = np.maximum(0.0, shares - epsilon), shares + epsilon
     mixture, slopes = shares.copy(), products @ shares

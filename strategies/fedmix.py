@@ -45,13 +45,12 @@ class FedMix(_Mixing):
     """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>, dl/dx at (1-lam)x and y.
 
     l is the cross-entropy, and f the model. (x, y) is a record of the client, (x_bar, y_bar) an average of records, and
-    lam is ``mixing_weight``. The loss approximates NaiveMix's loss by an expansion at (1-lam)x, with an error of second
-    order in lam (derived, and tested). The exact first-order term is lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at
-    y_bar, x_bar>. The term of FedMix differs from it by order lam^2, too, so the factors lam and lam (1-lam) are
-    equally good. The paper's text was not available; what follows is from memory. The paper's equation has the factor
-    lam, as here. The paper's algorithm takes the gradient of (1-lam) l, which gives the factor lam (1-lam). Flower's
-    baseline has lam (1-lam), and divides by the batch size, which is a mistake. Every client draws from the averages of
-    all clients, including its own. The paper may exclude a client's own averages; this is not known.
+    lam is ``mixing_weight``. The loss is a first-order approximation of NaiveMix's loss, expanded at (1-lam)x. Its
+    error is of order lam^2. The last term has the factor lam, as in the paper's equation. The paper's algorithm has the
+    factor lam (1-lam), which is equally good: the difference is of order lam^2. (Both are cited from memory, because
+    the paper's text was not available.) Flower's baseline has lam (1-lam), and also divides by the batch size, which is
+    a mistake. Every client draws from the averages of all clients, including its own. It is not known if the paper
+    excludes a client's own averages.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.
@@ -70,7 +69,7 @@ class FedMix(_Mixing):
         return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that mixes each batch with shared averages, by the loss's first-order expansion."""
+        """Return the local plan that mixes each batch with shared averages, by a first-order expansion of the loss."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=True))
 
 
@@ -98,8 +97,8 @@ def averages(
     """Return means of disjoint random groups of ``records_per_average`` records.
 
     In the result, "inputs" has shape (groups, *input shape), and "labels" has shape (groups, classes), with proportions
-    that add up to 1. Remaining records are in no group, because a mean of fewer records would reveal more. A client
-    with fewer records than one group shares no averages.
+    that add up to 1. Records that do not fill a group are left out, because a mean of fewer records would reveal
+    more. A client with fewer than ``records_per_average`` records shares no averages.
     """
     groups = len(labels) // records_per_average
     chosen = torch.from_numpy(generator.permutation(len(labels))[: groups * records_per_average])

@@ -18,7 +18,7 @@ from strategies.low_rank import head_shape
 
 
 class FedProto(Averaging):
-    """Adds ``strength`` times a squared distance to the loss: of a record's features to its class's prototype (eq. 6).
+    """Adds to the loss ``strength`` times the squared distance of a record's features to the class prototype (eq. 6).
 
     z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is
     ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
@@ -26,9 +26,9 @@ class FedProto(Averaging):
 
     A prototype is the mean of z over all records of a class, computed by the clients' trained models. A class without
     records in a round keeps its old prototype. In the released code all clients that have a class have the same weight
-    in its prototype, and features are those of the last epoch. In the paper clients send only prototypes, and every
-    client's own model is evaluated (``fedproto-local``). Here clients send their models, too, and the mean of these
-    models is evaluated.
+    in the prototype, which is computed from features during the last epoch. In the paper clients send only prototypes,
+    and every client's own model is evaluated (``fedproto-local``). Here clients send their models, too, and the mean of
+    these models is evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"
@@ -70,12 +70,12 @@ class FedProto(Averaging):
         return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round: ``params``, a part of ``model``, and no prototypes yet."""
+        """Return the server state before round 1, without prototypes. ``params``: the trained part of ``model``."""
         classes, features = head_shape(model)
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: pull features to the known prototypes, and sum features by class after training."""
+        """Return the local plan: pull features to the known prototypes, and then sum the features of each class."""
         known = task.broadcast["prototypes"]
         weight = self.strength / (known["z"].shape[1] if self.distance == "mean" else 1)
         return LocalPlan(pull=Pull(known["z"], known["known"] > 0, weight), class_features=True)
@@ -83,7 +83,7 @@ class FedProto(Averaging):
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the update: y_i - x, and each class's feature sum and record count, divided by the number of records.
 
-        The server weights its mean by the number of records, which cancels this division.
+        The server weights clients by their numbers of records, which cancels this division.
         """
         update, like = super().finish(task, trained), task.broadcast["prototypes"]
         sums = like["z"] * 0 if trained.feature_sums is None else trained.feature_sums

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class FedProtoLocal(FedProto):
-    """The loss and the prototypes of ``fedproto``. Each client trains its own model, and no parameter is sent.
+    """Has the loss and prototypes of ``fedproto``, but each client trains its own model, and no parameter is sent.
 
     Clients train from the run's initial model, in the rounds in which they take part. ``strength``: 0 is local-only.
     ``predict``: "head" predicts the class with the highest logit. "prototype" predicts the class whose prototype is
     nearest to the features of the record; before the first prototypes are known, the head predicts. The released code
     reports both. For "prototype" the released code uses only prototypes of classes that the client holds. All other
-    differences between the released code and fl-sim are those of ``fedproto``.
+    deviations from the released code are listed under ``fedproto``.
     """
 
     kind: Literal["fedproto-local"] = "fedproto-local"  # type: ignore[assignment]  # another kind than its base class

@@ -104,9 +104,9 @@ def quadratic_discriminant(
 
     mu_c, S_c and p_c are the mean, the covariance and the share of class c, and ' means transposed. The logit of class
     c for a record x is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and Friedman
-    2009, eq. 4.12). S_c is regularised (eq. 4.13; Friedman 1989). S_c is the sum of ``own_share`` times the class's own
-    covariance, 1 - ``own_share`` times the pooled covariance, and ``ridge`` times the mean variance on the diagonal.
-    Sums are float64. Raises UserError if the matrices have too many numbers for a model.
+    2009, eq. 4.12). S_c is a regularised covariance (eq. 4.13; Friedman 1989), the sum of three matrices: ``own_share``
+    times the covariance of class c, 1 - ``own_share`` times the pooled covariance, and the identity matrix times
+    ``ridge`` times the mean variance. Sums are float64. Raises UserError if the matrices are too large for a model.
     """
     size = inputs[:1].numel()
     if num_classes * size**2 > _MOST_NUMBERS:

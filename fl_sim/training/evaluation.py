@@ -110,12 +110,12 @@ def ready(model: nn.Module, params: Params) -> nn.Module:
 
 
 def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> Scores:
-    """Return the scores of a function from a batch of inputs to logits, ``logits_of``; see ``evaluate``."""
+    """Return the scores of ``logits_of``, a function that computes the logits of a batch; see ``evaluate``."""
     threads = torch.get_num_threads()
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # needed in each thread, because the setting is local to a thread
+            torch.set_num_threads(threads)  # PyTorch's number of threads is set for each thread separately
         with torch.inference_mode():
             logits = logits_of(batch)
             loss = functional.cross_entropy(logits, targets, reduction="sum").double()
@@ -126,7 +126,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
     with ThreadPoolExecutor(workers) as pool, arithmetic(inputs.device):
         scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
     losses, *others = zip(*scores, strict=True)
-    loss = sum(torch.stack(losses).tolist()) / len(labels)  # all losses in one transfer from the GPU
+    loss = sum(torch.stack(losses).tolist()) / len(labels)  # one transfer from the GPU for all losses
     predicted, *margins = (torch.cat(parts).numpy(force=True) for parts in others)
     return Scores(loss, labels.numpy(force=True), predicted, margins[0] if margins else None)
 
@@ -284,7 +284,7 @@ class Holdings:
 
         This equals the accuracy on test records that are weighted by the client's class distribution. Classes without
         test records (recall NaN) are ignored. A client whose records all belong to such classes has the accuracy NaN.
-        The array ends at the last client with an accuracy that is not NaN.
+        The array has no entries after the last client whose accuracy is a number.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)

@@ -22,14 +22,14 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Network:
-    """A model as a function of its parameters and of records (n, *input shape)."""
+    """A model whose outputs can be computed with any given parameters, for records (n, *input shape)."""
 
     model: nn.Module
 
     def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), without changing the model's running statistics.
 
-        Running statistics in ``params``, if any, replace the model's own in this computation.
+        If ``params`` contains running statistics, they are used instead of the model's own.
         """
         copies = {name: buffer.clone() for name, buffer in running_in(self.model).items()}
         logits: torch.Tensor = functional_call(self.model, {**copies, **params}, (records,))
@@ -49,8 +49,8 @@ class Network:
         """Return the ``Batch`` (records, logits, features and models) that the loss terms receive.
 
         ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
-        features, computed with ``params``. Each loss term's own tensors are added later. A loss term can call the
-        network with other parameters, such as a teacher's. In such a call dropout is off.
+        features, computed with ``params``. The field ``data`` is still empty: it is filled for each loss term. A loss
+        term can also compute logits or features with other parameters, such as a teacher's; then dropout is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -116,7 +116,7 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
     The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode.
-    Methods that need this number train only the head. Raises UserError if the head cannot be trained separately: if it
+    Only methods that train the head separately need this number. Raises UserError if that is impossible: if the head
     has other inputs than the features (n, d), or no trainable parameters.
     """
     model.eval()

@@ -125,7 +125,7 @@ def train(
 
 
 def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that training by the local plan ``plan`` changes, {name: parameter}."""
+    """Return the parameters of ``model`` that are trained under the local plan ``plan``, {name: parameter}."""
     return {name: weight for name, weight in trainable(model).items() if plan.trained is None or name in plan.trained}
 
 
@@ -133,9 +133,9 @@ def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor
 class Descent:
     """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
 
-    ``anchor``: the received model. ``offset``: the plan's gradient offset. ``drift``: its step offset. ``mask``: its
-    step mask. These three are empty if the plan has none. ``buffers``: the momentum buffers. ``moments``: the running
-    means of Adam and AdamW. All values are {name of a parameter: tensor}, or {name: ``Moments``}.
+    ``anchor``: the received model. ``offset``: the plan's gradient offset. ``drift``: the plan's step offset. ``mask``:
+    the plan's step mask. ``offset``, ``drift`` and ``mask`` are empty if the plan does not have them. ``buffers``: the
+    momentum buffers. ``moments``: the running means of Adam and AdamW. All are dictionaries by parameter name.
     """
 
     settings: LocalSettings
@@ -172,11 +172,11 @@ class Descent:
         for name, gradient in clipped(corrected, self.settings.clip_norm).items():
             before = weights[name].clone() if name in self.mask else None
             self._step(name, weights[name], gradient)
-            if before is not None:  # restores masked numbers, which momentum, offsets and weight decay have changed
+            if before is not None:  # restores masked weights: momentum, offsets and weight decay changed them, too
                 weights[name].copy_(torch.where(self.mask[name], weights[name], before))
 
     def _corrected(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        # No operation is in place, because autograd may return one tensor as the gradient of two parameters.
+        # Nothing is computed in place, because autograd may return the same tensor as the gradient of two parameters.
         if self.plan.gradient_scale != 1:
             gradient = gradient * self.plan.gradient_scale
         if self.offset:
@@ -211,7 +211,7 @@ class Descent:
 
 @dataclass(frozen=True)
 class Objective:
-    """The training loss of a model with its current weights, as a client's local plan defines it.
+    """The training loss that a client's local plan defines, computed with the current weights of a model.
 
     The tensors of the plan are on the same device as the records.
     """
@@ -247,7 +247,7 @@ class Objective:
         return mix.inputs[chosen].to(device), mix.labels[chosen].to(device)
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor, partner: Partner | None) -> torch.Tensor:
-        """Return the differentiable loss, a tensor of shape (), of inputs (n, *input shape) with labels (n,)."""
+        """Return the training loss, a tensor of shape () with a gradient; inputs (n, *input shape), labels (n,)."""
         if isinstance(model := self.network.model, OwnLoss):
             return model.loss_of(inputs, labels).losses.mean()
         if (mix := self.plan.mix) is None or partner is None:
@@ -294,7 +294,7 @@ def _gradients(
     running: dict[str, torch.Tensor],
     ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (loss, {name: gradient}), for those ``weights`` on which the loss depends.
+    """Return (loss, {name: gradient}); ``weights`` that do not affect the loss have no gradient.
 
     With an ``ascent`` (sharpness-aware minimisation), a second gradient is computed at the weights after the ascent
     step. The two gradients are then combined. The ``running`` statistics are updated only at the original weights.

@@ -41,16 +41,16 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float
 def by_autograd(
     logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
+    """Return (logits, cross-entropy of each record, its gradient with respect to the inputs).
 
     The results can be differentiated with respect to the weights. FedMix needs this, because its loss contains the
-    input gradient.
+    gradient with respect to the inputs.
     """
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
-    # Row i of the sum's gradient is the gradient of record i's loss. With the mean over B records instead of the sum,
-    # it would be B times smaller.
+    # The sum, not the mean: then row i of the gradient is the gradient of record i's loss. With the mean over B records
+    # row i would be B times smaller.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
 
@@ -69,7 +69,7 @@ def mixed_losses(
     """Return the FedMix loss (``linearise`` True) or the NaiveMix loss of each record, (n,) (Yoon et al. 2021).
 
     ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of
-    the paper, the share of the averaged record. ``slope``: the function that computes the gradient by the input.
+    the paper, the share of the averaged record. ``slope``: the function that computes input gradients.
     ``smoothing``: the label smoothing, for the records' own labels and for the class proportions; see
     ``cross_entropies``.
     """
@@ -201,7 +201,7 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # One product with the difference, not the difference of two products: its gradient is exactly 0 for equal models.
+    # Not own * previous - own * received: only with this form is the gradient exactly 0 if the two models are equal.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 
@@ -234,7 +234,7 @@ class _With:
 def _directions(features: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``features``, each scaled to length 1.
 
-    A row of zeros (all ReLUs before it are inactive) stays zero and has no gradient.
+    A row of zeros, as after inactive ReLUs, stays zero and has no gradient.
     """
     lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
     has_any = lengths > 0

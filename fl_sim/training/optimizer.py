@@ -49,7 +49,7 @@ class Moments:
         return type(self)(self.first[:width], self.second[:width], self.num_steps)
 
     def direction(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Update the moments by a ``gradient``; return Adam's step before multiplication by the learning rate."""
+        """Update the moments with ``gradient``, and return Adam's step for the learning rate 1."""
         self.num_steps.add_(1)
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
@@ -73,7 +73,7 @@ def uphill(
 ) -> dict[str, torch.Tensor]:
     """Return the weights after the ascent step of sharpness-aware minimisation, as {name: weight}.
 
-    The method computes its second gradient at these weights. Weights without a gradient are left out.
+    Sharpness-aware minimisation computes a second gradient at these weights. Weights without a gradient are left out.
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]

@@ -1,4 +1,4 @@
-"""The user's own metrics of a model, computed by a user's function from the model and test records."""
+"""The user's own metrics: a function of the user computes them from the model and the test records."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ LONGEST_NAME: Final = 100
 
 
 def metrics_at(path: str) -> dict[str, OwnMetrics]:
-    """Return {"evaluate.metrics=PATH": function} for the value ``path`` of this setting; empty for "none"."""
+    """Return {"evaluate.metrics=PATH": the user's function}; an empty dictionary if ``path`` is "none"."""
     return {} if path == "none" else {f"evaluate.metrics={path}": load_object(path, "evaluate.metrics")}
 
 
@@ -34,8 +34,8 @@ def measured_by(
 
     ``what``: the name of the function for error messages. ``model``: a copy of the model that only the function uses,
     in evaluation mode. ``test``: a copy of the records. The global random generators are seeded by ``seed``, ``what``,
-    the round and the ``keys``, such as the number of a client. Raises RunError for an error in the function, with its
-    file and line, and for invalid metrics (``checked_metrics``).
+    the round and the ``keys``, such as a client ID. Raises RunError for an error in the function, with file and line of
+    the error, and for invalid metrics (``checked_metrics``).
     """
     with seeded_alone(seed, what, server_round, *keys), error_context(what), torch.no_grad():
         returned = function(server_round, model, test)
@@ -46,7 +46,7 @@ def checked_metrics(returned: object, what: str, server_round: int) -> dict[str,
     """Return the metrics in ``returned`` as floats, {name: number}.
 
     ``what``: the name of the function that returned the metrics, for the error message. Raises RunError for a value
-    that is not a finite number, and for a name that a round's line in ``rounds.jsonl`` uses already.
+    that is not a finite number, and for a name that is already a field of ``rounds.jsonl``.
     """
     if not isinstance(returned, Mapping):
         raise RunError(f"{what} returned {in_one_line(repr(returned))}; it must return a dict from names to numbers")

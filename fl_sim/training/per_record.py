@@ -67,8 +67,8 @@ def _has_rule(module: nn.Module) -> bool:
 
 
 def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function for models of linear layers, convolutions and group norms. Each layer must be called once."""
-    owners = {name.rpartition(".")[0] for name in trained}  # other layers are frozen and have no gradients
+    """Return the function ``clipped_sum`` for models of linear layers, convolutions and group norms, each used once."""
+    owners = {name.rpartition(".")[0] for name in trained}  # the layers with trained parameters
     layers = {name: part for name, part in model.named_modules() if name in owners}
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
 
@@ -104,8 +104,8 @@ def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Cli
 class _Part:
     """The gradients of one parameter for b records.
 
-    The gradient of record i is ``left[i]``. If ``right`` is given, it is the outer product of ``left[i]`` and
-    ``right[i]``.
+    Without ``right``, the gradient of record i is ``left[i]``. With ``right``, this gradient is the outer product of
+    ``left[i]`` and ``right[i]``.
     """
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
@@ -133,7 +133,7 @@ def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tens
     prefix = f"{name}." if name else ""
     if isinstance(layer, nn.Linear) and given.ndim == 2:
         return {f"{prefix}weight": _Part(back, given), f"{prefix}bias": _Part(back)}
-    if isinstance(layer, nn.Linear):  # with further axes between batch and features, for example in images
+    if isinstance(layer, nn.Linear):  # inputs with more than two axes, such as (batch, tokens, features)
         outer, inner = back.flatten(1, -2), given.flatten(1, -2)
         return {
             f"{prefix}weight": _Part(torch.bmm(outer.transpose(1, 2), inner)),
@@ -153,7 +153,7 @@ def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tens
 
 
 def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function for any model, which computes the gradient of each record only from this record.
+    """Return the function ``clipped_sum`` for any model. It computes each record's gradient from only this record.
 
     ``vmap`` computes all gradients in one computation. If a layer of the model does not support ``vmap``, such as a
     GRU, the gradients are computed record by record.
@@ -162,7 +162,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    twin = copied(model)  # a copy, because functional_call does not restore a module that a model uses twice
+    twin = copied(model)  # a copy: if a model uses one module twice, functional_call leaves that module changed
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
 
@@ -173,7 +173,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
-    # None: unknown until the first batch with records. Under ``vmap``, recurrent layers never work.
+    # True if ``vmap`` supports the model, None before the first batch. ``vmap`` never supports recurrent layers.
     works: bool | None = False if any(isinstance(part, nn.RNNBase) for part in model.modules()) else None
 
     def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -214,12 +214,12 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
 def _factors(
     squares: Sequence[torch.Tensor], shares: Sequence[float], stability: float, limit: float
 ) -> list[torch.Tensor]:
-    """Return the clipping factors, (b,) for each part of the gradient. A part is a group of parameters.
+    """Return the clipping factors of b records, one tensor (b,) for each group of parameters.
 
-    ``squares``: the squared norms of the parts, (b,) each. ``shares``: the clipping norm of each part, divided by
+    ``squares``: the squared gradient norms of each group, (b,). ``shares``: the clipping norm of each group, divided by
     ``limit``. Without ``stability``, a factor is min(1, clipping norm / norm). With ``stability``, it is clipping norm
-    / (norm + ``stability``), as ``Clipping`` describes. If one part of a record's gradient is not finite, all factors
-    of the record are 0.
+    / (norm + ``stability``), as ``Clipping`` describes. If any part of a record's gradient is not finite, all
+    factors of the record are 0.
     """
     norms = [square.sqrt() for square in squares]
     is_finite = torch.stack(norms).isfinite().all(dim=0)

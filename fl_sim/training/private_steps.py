@@ -3,9 +3,9 @@
 The compiled trainer or PyTorch executes the steps. Both use the same batches and the same noise. Their clipped sums are
 equal up to float32 rounding.
 
-Adjacency: one record is replaced by nothing, while the number of records stays public. The batches, the gradients of
-all other records, and their order do not change, because each gradient is computed from only one record, at the same
-place of its batch. So the sensitivity of a step's sum of clipped gradients is the clipping norm.
+Adjacency: one record is replaced by nothing, while the number of records stays public. All other records stay in the
+same batches and in the same order. Their gradients do not change either, because each gradient is computed from only
+one record. So the sensitivity of a step's sum of clipped gradients is the clipping norm.
 """
 
 from dataclasses import dataclass
@@ -45,29 +45,29 @@ COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
 
 
 def unsupported(plan: LocalPlan, settings: LocalSettings) -> list[str]:
-    """Return the sorted names of the fields that are in use, but that private steps do not support."""
+    """Return the sorted names of the fields in use that private steps do not support."""
     return sorted((fields_in_use(plan) | fields_in_use(settings)) - TAKES - {"phases"})
 
 
 def num_private_steps(plan: LocalPlan, settings: LocalSettings, num_records: int) -> int:
-    """Return the number of steps of a training on ``num_records`` records, in all phases of the plan together."""
+    """Return the number of steps of one local training on ``num_records`` records, summed over the plan's phases."""
     if not plan.phases:
         return settings.num_steps(num_records)
     return sum(phase.settings(settings).num_steps(num_records) for phase in plan.phases)
 
 
 def sampling_rate(settings: LocalSettings, num_records: int) -> float:
-    """Return the probability with which each of ``num_records`` records joins a batch, in (0, 1]."""
+    """Return the probability that a record joins a batch, in (0, 1], for a client with ``num_records`` records."""
     return min(1.0, settings.batch_size / max(1, num_records))
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The constants of a client's private steps. They depend on the public number of its records, not on the records.
+    """The constants of a client's private steps. They depend on the client's public number of records only.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
     number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a
-    gradient. ``divisor``: the divisor of the noisy sum.
+    clipped gradient. ``divisor``: the noisy sum of gradients is divided by this number.
     """
 
     rate: float
@@ -99,7 +99,7 @@ def is_compiled(stack: Stack, plan: LocalPlan, settings: LocalSettings) -> bool:
 def train_compiled(
     kernel: Kernel, stack: Stack, task: LocalTask, plan: LocalPlan, records: tuple[torch.Tensor, torch.Tensor]
 ) -> Trained:
-    """Train one client as ``train_privately`` does, by the compiled trainer. ``is_compiled`` must be True.
+    """Train one client with the compiled trainer, as in ``train_privately``. Requires that ``is_compiled`` is True.
 
     ``records``: inputs (n, *input shape) and labels (n,), n at least 1.
     """
@@ -132,7 +132,7 @@ def _rows(keys: list[bytes]) -> NDArray[np.uint8]:
 def train_privately(
     model: nn.Module, task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor
 ) -> Trained:
-    """Train one client by the private steps of ``plan.private``, and return the result, without a loss.
+    """Train one client by the private steps of ``plan.private``, and return the result, whose loss is None.
 
     ``model``: provides the architecture; its weights are overwritten. ``inputs``: (n, *input shape), normalised.
     ``labels``: (n,). The number of steps is ``task.settings.num_steps(n)``. A batch without records still takes a noisy
@@ -175,7 +175,7 @@ def train_privately(
 
 
 def _shaped(values: NDArray[np.float64], like: Params) -> dict[str, torch.Tensor]:
-    """Return the vector ``values`` as float32 tensors with the names, shapes and device of the tensors ``like``."""
+    """Split the vector ``values`` into float32 tensors with the names, shapes and devices of the tensors ``like``."""
     parts = torch.split(torch.from_numpy(values).float(), [weight.numel() for weight in like.values()])
     pairs = zip(like.items(), parts, strict=True)
     return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}

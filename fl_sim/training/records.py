@@ -1,4 +1,4 @@
-"""Training records on a device, image augmentation, and the precision of products."""
+"""Training records on a device, image augmentation, and the precision of matrix products."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,8 +50,7 @@ class Source:
     """Read-only records on a device, of one client or of all clients.
 
     ``inputs``: (n, *input shape). The inputs are normalised float32, or bytes, which need a quarter of the memory.
-    ``labels``: (n,), int64. ``scale``: if the inputs are bytes, the constants that normalise them to the same float32
-    numbers.
+    ``labels``: (n,), int64. ``scale``: the constants that normalise inputs of bytes; None if the inputs are normalised.
     """
 
     inputs: torch.Tensor
@@ -59,7 +58,7 @@ class Source:
     scale: Scale | None = None
 
     def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, rows of ``self.inputs`` in an array with any leading axes, as normalised float32."""
+        """Return ``inputs``, (..., *input shape), as normalised float32. They are records of this source."""
         return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
 
     def __len__(self) -> int:
@@ -73,13 +72,13 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The training records of one client: pairs (source, range of the client's rows in the source)."""
+    """The training records of one client, as pairs (source, range of the client's row indices in this source)."""
 
     parts: tuple[tuple[Source, range], ...]
 
     @classmethod
     def of(cls, inputs: torch.Tensor, labels: torch.Tensor) -> "Records":
-        """Return normalised ``inputs`` (n, *input shape) and ``labels`` (n,) as ``Records``, without a copy."""
+        """Return the ``Records`` with normalised ``inputs`` (n, *input shape) and ``labels`` (n,), without a copy."""
         return Source(inputs, labels).whole()
 
     def __len__(self) -> int:
@@ -167,7 +166,7 @@ def moved(images: torch.Tensor, moves: torch.Tensor, augment: Augment, black: to
 
 @contextmanager
 def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterator[None]:
-    """Set PyTorch's ``precision`` of products within the ``with`` block, and restore the settings afterwards.
+    """Set PyTorch's ``precision`` of matrix products in the ``with`` block, and restore the settings afterwards.
 
     On a GPU "float32" means all 24 bits, even in convolutions (PyTorch's default for convolutions is TF32). "tf32"
     rounds the factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits in forward and
@@ -180,7 +179,7 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
     before = [getattr(place, _NAME) for place in _PLACES]
     _set([_TF32 if precision == "tf32" else _IEEE] * len(_PLACES))
     try:
-        # Autocast's cache of converted weights does not help, as each weight is used once. CUDA graphs do not allow it.
+        # Autocast's cache of converted weights is off: each weight is used once, and CUDA graphs forbid the cache.
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
             yield
     finally:
@@ -196,7 +195,7 @@ _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", tor
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
     """Return pixel indices inside an image of ``size`` pixels.
 
-    ``places``: pixel indices. An index outside of the image is reflected at the edge of the image.
+    ``places``: pixel indices; those outside of the image are reflected at its edge.
     """
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 

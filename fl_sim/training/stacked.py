@@ -1,6 +1,6 @@
 """Trains many clients in one computation on a GPU, where the launches of GPU kernels take most of the time.
 
-The clients that are trained together are called a stack. Each of their parameters is one tensor with an axis for
+The clients that are trained together are called a stack. Each model parameter is one tensor with a leading axis for
 clients. For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are
 sorted by their number of steps, the largest first. So the clients that are still in training are always the first in
 the stack. Padding, by records of weight zero, is needed only for the smaller last batch of an epoch.
@@ -54,9 +54,9 @@ class Launcher:
     """Executes optimizer steps for the first clients of a stack, if possible as one launch of a CUDA graph.
 
     Graphs exist only for a few numbers of clients (``width_for``). A step for another number of clients uses the graph
-    for the next larger number, and leaves the surplus clients unchanged. A graph is captured after ``plain_steps``
-    plain steps with its number of clients. If a capture fails, or if the result of a graph differs from the result of
-    the plain step, the launcher warns and uses only plain steps from then on.
+    for the next larger number, and leaves the surplus clients unchanged. Before a graph is captured, plain PyTorch
+    executes ``plain_steps`` steps for its number of clients. If a capture fails, or if the result of a graph differs
+    from the result of the plain step, the launcher warns and uses only plain steps from then on.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -91,7 +91,7 @@ class Launcher:
         The step's final result is always that of plain PyTorch.
         """
         before = self._copied()
-        self._step.active.zero_()  # no client is in training, so the steps of a capture change nothing
+        self._step.active.zero_()  # zero active clients, so that the steps during the capture change no tensor
         try:
             replay = capture(partial(self._step, width))
             self._restore(before, active)
@@ -122,7 +122,7 @@ class Launcher:
 def width_for(active: int, capacity: int) -> int:
     """Return a number of clients, at least ``active``, for which there is a CUDA graph.
 
-    To need few graphs, they exist only for ``capacity`` clients, for half of this number, a quarter, ... (rounded up).
+    To limit the number of graphs, they exist only for ``capacity`` clients, half as many, a quarter, ... (rounded up).
     The smallest of these numbers that is at least ``active`` is returned.
     """
     width = capacity
@@ -153,8 +153,9 @@ class StackedTrainer:
 
     ``model``: provides the architecture; the model must draw no random numbers, and must treat every record separately
     (no batch statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by
-    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph, after ``plain_steps`` plain
-    steps with the same records, kind of plan and number of clients. ``capture``: the function that captures a graph.
+    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph. The graph is captured after
+    ``plain_steps`` steps of plain PyTorch with the same records, ``Kind`` and number of clients. ``capture``: the
+    function that captures a graph.
     Several threads must not use one trainer at the same time.
     """
 
@@ -198,7 +199,7 @@ class StackedTrainer:
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of captured graphs, one for each number of clients in a step."""
+        """Return the number of captured graphs. Each graph executes steps for a different number of clients."""
         return 0 if self._launcher is None else self._launcher.num_graphs
 
     def _train_stack(self, kind: Kind, jobs: list[LocalJob]) -> list[Trained]:
@@ -246,7 +247,7 @@ class StackedTrainer:
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
         """Return a ``StackedStep`` and its launcher for ``jobs``.
 
-        The step and the launcher of the last call are used again if they fit these jobs. Otherwise new ones are made.
+        The step and the launcher of the last call are reused if they fit these jobs. Otherwise, new ones are created.
         """
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, launcher = self._step, self._launcher
@@ -266,7 +267,7 @@ def captures_on(device: torch.device) -> bool:
 
 
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
-    """Return True if plain step and graph have equal results up to rounding. Results that are not finite give False.
+    """Return True if the results of plain step and graph are finite, and equal up to rounding.
 
     ``before``: the tensors before the step.
     """
@@ -312,7 +313,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         starts = [(epoch, first) for epoch in range(len(draws.order)) for first in range(0, len(own), size)]
         for step, (epoch, first) in enumerate(starts[: steps[place]]):
             batch = draws.order[epoch, first : first + size]
-            # Padding repeats the client's own record: the class of another record may have a logit shift of -inf.
+            # Padding repeats a record of the same client: for another record's class the logit shift may be -inf.
             rows[step, place] = own[batch[0]]
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)
@@ -324,7 +325,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
 
 
 def _rows(stacked: Params, count: int) -> list[Params]:
-    """Return the tensors of each of the first ``count`` clients, copied to the CPU in one transfer."""
+    """Return one dictionary of tensors for each of the first ``count`` clients, copied to the CPU in one transfer."""
     if not stacked:
         return [{}] * count
     layout = layout_of({name: value[0] for name, value in stacked.items()})

@@ -80,7 +80,7 @@ class Kind:
         ``proximal``: True if any client of the round has a proximal term.
         """
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
-        # id(...), because plans may share a stack only if their mixing pools are the same objects in memory.
+        # id(...), because clients may share a stack only if their plans have the same mixing pool object in memory.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
         terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(
@@ -93,7 +93,7 @@ class Kind:
 
 
 def adjustment_of(plan: LocalPlan) -> dict[str, torch.Tensor]:
-    """Return the tensors ``scale`` and ``shift`` of the plan, if any, as arguments for the function ``adjusted``."""
+    """Return the plan's scale and shift of logits, if any, as keyword arguments for ``losses.adjusted``."""
     parts = {"scale": plan.logit_scale, "shift": plan.logit_shift}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -170,7 +170,7 @@ class StackedStep:
         self.losses.zero_()
 
     def __call__(self, width: int) -> None:
-        """Execute a step for the first ``width`` clients. Unless ``padded`` is True, all must still be in training."""
+        """Execute a step for the first ``width`` clients. All of them must still be in training, unless ``padded``."""
         live = self._places[:width] < self.active if self.padded else None
         rows = self.rows[:width]
         inputs = self._source.normalised(self._source.inputs[rows])
@@ -225,7 +225,7 @@ class StackedStep:
     def _gradients(
         self, width: int, records: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[Params, torch.Tensor]:
-        """Return the gradients and losses of the first ``width`` clients: ``vmap`` applied to ``_gradient``."""
+        """Return the gradients and losses of the first ``width`` clients, by applying ``vmap`` to ``_gradient``."""
         moving = {name: self.params[name][:width] for name in self._trainable}
         fixed = {name: value[:width] for name, value in self.params.items() if name not in moving}
         pool_inputs, pool_labels = self._pool
@@ -282,7 +282,7 @@ class StackedStep:
     def _moved_by_the_loss(self) -> list[str]:
         """Return the names of the parameters that the loss depends on.
 
-        All other parameters stay unchanged: as in PyTorch's optimizers, not even weight decay changes them.
+        All other parameters stay unchanged, even with weight decay, as in PyTorch's optimizers.
         """
         weights = placed_in(self._network.model, dict(self.kind.layout).keys())
         named = trainable(self._network.model)
@@ -309,7 +309,7 @@ def _shapes(tensors: Params) -> tuple[Hashable, ...]:
 def _slope(
     logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, cross-entropy of each record, gradient of the cross-entropy by each record's input).
+    """Return (logits, cross-entropy of each record, its gradient with respect to the inputs).
 
     The results can be differentiated once more, also under ``vmap``. For one client, use ``losses.by_autograd``.
     """

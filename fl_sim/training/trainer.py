@@ -1,4 +1,4 @@
-"""Local training and evaluation, by the compiled trainer if it supports the model, else by PyTorch.
+"""Local training and evaluation. The compiled trainer is used if it supports the model, otherwise PyTorch.
 
 Both trainers receive the local objective as a LocalPlan, so an algorithm does not depend on the choice of trainer.
 Their results agree up to float32 rounding. If the model has dropout, the results agree in distribution only, because
@@ -54,7 +54,7 @@ class LocalJob:
     seed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the plan trains unknown or no parameters, because most trainers do not check this."""
+        """Raise ValueError if the plan trains unknown parameters or none. Most trainers do not check this."""
         for names in (self.plan.trained, *(phase.names for phase in self.plan.phases)):
             if names is not None and not (names and names <= self.task.params.keys()):
                 unknown = ", ".join(sorted(names - self.task.params.keys())) or "no parameter"
@@ -77,7 +77,7 @@ class LocalJob:
         return self.task.settings.num_steps(len(self.records))
 
     def in_phase(self, number: int) -> Self:
-        """Return the job for one phase of the plan, counted from 0.
+        """Return the job for phase ``number`` of the plan, counted from 0.
 
         In a phase, some of the parameters are trained for some epochs. If the plan has no phases, return this job
         unchanged.
@@ -158,7 +158,7 @@ class Trainer:
         return plan.private is not None and self._privately_taken(input_shape, plan, settings) is not None
 
     def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
-        """Return the reason why PyTorch trains this model faster than the compiled trainer; empty if it does not."""
+        """Return the reason why PyTorch is faster than the compiled trainer, or "" if PyTorch is not faster."""
         self._stack(input_shape)
         return self._slower[input_shape]
 
@@ -290,15 +290,15 @@ class Trainer:
 
     @property
     def _head_is_last(self) -> bool:
-        """True if the head is the last linear layer. The compiled trainer's features are the inputs of this layer."""
+        """True if the head is the last linear layer, whose inputs are the features in the compiled trainer."""
         linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
         return bool(linear) and head_of(self._model) is linear[-1]
 
     def _compiled(self, params: Params, inputs: torch.Tensor, rows: Rows = "logits") -> LogitsOf | None:
-        """Return a compiled function from records to ``rows``, their logits or features.
+        """Return a compiled function that computes the logits or the features of records.
 
-        Returns None if the compiled trainer does not support the model or the inputs, or if ``params`` contain infinite
-        numbers or NaN.
+        ``rows``: "logits" or "features". Returns None if the compiled trainer does not support the model or the inputs,
+        or if ``params`` contain infinite numbers or NaN.
         """
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
@@ -391,7 +391,7 @@ class Completion:
         return replace(task, params=self._with(task.params)) if self.frozen else task
 
     def plan(self, plan: LocalPlan, received: Params) -> LocalPlan:
-        """Return the plan for all parameters, in which ``frozen`` ones are not trained. ``received``: the model."""
+        """Return the plan for all parameters. It does not train ``frozen`` ones. ``received``: the received model."""
         if not self.frozen:
             return plan
         zeros = zeros_like(self.frozen)
@@ -410,7 +410,7 @@ class Completion:
         )
 
     def trained(self, trained: Trained, received: Params) -> Trained:
-        """Return the result without the parameters that are not in the ``received`` model."""
+        """Return the result with only the parameters that the ``received`` model has."""
         if not self.frozen:
             return trained
         buffers = {name: value for name, value in trained.momentum_buffers.items() if name in received}
@@ -437,9 +437,9 @@ def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Return True if ``module`` surely draws no random numbers; False for a user's class that does not declare this.
+    """Return True if it is known that ``module`` draws no random numbers.
 
-    A user's class declares this by the attribute ``draws_random_numbers = False``.
+    A user's class declares this by the attribute ``draws_random_numbers = False``. Without it, the result is False.
     """
     kind = type(module)
     if isinstance(module, nn.RNNBase):

@@ -9,12 +9,12 @@ e <- e - C(e). So the sum of all sent updates and the last error equals the sum 
   draw the positions from a shared seed, which differs for each round and client. So positions are never sent, and they
   depend on no record.
 * SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p) with p = e +
-  D. Here each tensor has a scale of its own: the scales of a model's layers differ by orders of magnitude, so one
-  common scale would be wrong for tensors with small numbers.
+  D. Here each tensor has its own scale: the scales of a model's layers differ by orders of magnitude, so one common
+  scale would be wrong for tensors with small numbers.
 * PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
   P = M Q; orthonormalise P; Q = M' P; send P and Q. The server computes P Q'. The next round's iteration starts from Q.
   In the paper the workers sum their P before the orthonormalisation, and then sum their Q, so that all workers make the
-  same step. Here each client sends its own P and Q, and the server computes the client's update from them.
+  same step. Here each client has its own P and Q, and the server computes this client's update from them.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class RandK(ErrorFeedback):
     """Sends a ``share`` of the update's numbers, 32 bits each, at positions drawn at random per client and round.
 
     ``share``: the fraction of the model's d numbers that are sent. The number of sent numbers, k, is rounded up.
-    ``correction``: the treatment of the numbers that are not sent. With "scale" the server multiplies by d / k, so that
-    the mean over draws is the update, with a variance of d / k - 1 times the update's squared norm. With
+    ``correction``: the correction for the numbers that are not sent. With "scale" the server multiplies by d / k. Then
+    the mean over random draws is the update, with a variance of d / k - 1 times the update's squared norm. With
     "error-feedback" the compression error is added to the next round's update.
     """
 
@@ -164,7 +164,7 @@ class SignSGD(ErrorFeedback):
         return Size(len(layout), num_bytes(num_in(layout), 1))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the mean absolute value of every tensor and all signs, packed; 0 counts as positive."""
+        """Return the mean absolute value of every tensor and the sign of every number; 0 counts as positive."""
         del coins
         scales = torch.stack([value.abs().sum() / max(1, value.numel()) for value in update.values()])
         return Packed.of(scales, pack((update.flat.numpy() >= 0).astype(np.int64), 1))
@@ -180,7 +180,7 @@ class SignSGD(ErrorFeedback):
 
 
 class PowerSGD(Settings):
-    """Sends two narrow matrices P and Q of ``rank`` columns for every weight matrix, which P Q' approximates.
+    """Sends two narrow matrices P and Q with ``rank`` columns in place of each weight matrix, as P Q' is close to it.
 
     ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
     channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.
@@ -213,7 +213,7 @@ class PowerSGD(Settings):
         return packed, {"error": error, "start": factors} if factors else {"error": error}
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the update: P Q' for every matrix, and the uncompressed tensors as sent."""
+        """Return the update: P Q' in place of every matrix, and the uncompressed tensors."""
         del coins
         parts: list[torch.Tensor] = []
         for (_, shape), left, right in self._cut(packed.numbers, layout):
@@ -232,7 +232,7 @@ class PowerSGD(Settings):
         return self.rank * shape[0], self.rank * (size // shape[0])
 
     def _first(self, layout: Layout, generator: np.random.Generator) -> Params:
-        """Return the initial Q of each matrix, for a client's first round: standard normal, shape (columns, rank)."""
+        """Return a random Q for each matrix, for a client's first round: standard normal, shape (columns, rank)."""
         shapes = {name: self._counts(shape)[1] for name, shape in layout}
         return {
             name: torch.from_numpy(generator.standard_normal((count // self.rank, self.rank), dtype=np.float32))

@@ -62,7 +62,7 @@ class Compression(Layer):
 
 @dataclass(frozen=True)
 class ClientCompression(ClientLayer):
-    """Compresses those payloads of an update that have the names and shapes of the model's parameters."""
+    """Compresses the payloads whose tensors have the names and shapes of the model's parameters."""
 
     packing: Packing
 
@@ -74,7 +74,7 @@ class ClientCompression(ClientLayer):
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the compressed update, with compression's tensors, such as the error, added to the client state."""
+        """Return the compressed update. The client state also stores the tensors of compression, such as the error."""
         payloads, packed, held = self.packing.pack(
             update.payloads, task.params, held_in(came.state), task.client, task.server_round
         )

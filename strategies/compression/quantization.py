@@ -1,11 +1,11 @@
 """QSGD quantization, and the packing of whole numbers into bytes with as few bits as possible.
 
-QSGD rounds numbers at random to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j)
+QSGD rounds numbers randomly to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j)
 ||v|| xi_j, where xi_j is one of the two multiples of 1/s around |v_j| / ||v||, the upper one with the probability that
 makes E[xi_j] = |v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d) / s) ||v||^2. As in
 section 4 of the paper, v is a bucket of neighbouring numbers of the update, not the whole update.
 
-Every list of numbers has exactly one packed form: unused bits are 0, and any other bytes are refused.
+Every list of numbers has exactly one packed form, in which unused bits are 0. All other bytes are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class QSGD(Settings):
         """Return the packed ``update`` (norms of the buckets and levels), and an empty client state."""
         del held
         buckets = self._in_buckets(update.flat.numpy())
-        with np.errstate(over="ignore"):  # the server reports a norm that is not finite
+        with np.errstate(over="ignore"):  # a norm that is not finite is sent, so that the server reports the error
             norms = np.sqrt(np.square(buckets, dtype=np.float64).sum(axis=1)).astype(np.float32)
         drawn = coins().random(buckets.size, dtype=np.float32).reshape(buckets.shape)
         with np.errstate(over="ignore", invalid="ignore"):
