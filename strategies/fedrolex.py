@@ -1,7 +1,4 @@
-"""FedRolex: HeteroFL with a window of channels that shifts by one channel in every round (Alam et al.
-
-2022, section 3).
-"""
+"""FedRolex: HeteroFL with a window of channels that shifts by one channel per round (Alam et al. 2022, sec. 3)."""
 
 from typing import ClassVar, Literal
 

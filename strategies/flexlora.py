@@ -24,11 +24,11 @@ class FlexLoRA(Averaging):
     starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if no adapters are trained, and for settings that do not fit products of factors."""
+        """Raise ValueError if no adapters are trained, and for settings that would change factors or their products."""
         check_products(self, experiment)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the factors after training, and the update y_i - x of all other trained parameters."""
+        """Return the factors after training, and the changes of all other trained parameters."""
         return factored(task, trained, list(task.params))
 
     def unfolded(self, payloads: Payloads) -> Payloads:

@@ -26,7 +26,7 @@ class FLoRA(Averaging):
     starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if no adapters are trained, and for settings that do not fit products of factors."""
+        """Raise ValueError for settings with which the server cannot add products of factors to W."""
         check_products(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
@@ -50,7 +50,7 @@ class FLoRA(Averaging):
         return LocalPlan(trained=frozenset(task.params.keys() - still))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the factors after training, and the update y_i - x of all other trained parameters."""
+        """Return the factors after training, and the changes of all other trained parameters."""
         moved = self.plan(task).trained or frozenset()
         return factored(task, trained, [name for name in task.params if name in moved])
 
@@ -85,7 +85,7 @@ def check_products(algorithm: object, experiment: Choices) -> None:
 
 
 def factored(task: LocalTask, trained: Trained, names: Collection[str]) -> ClientUpdate:
-    """Return the update of a client: its factors, and the changes y_i - x of the other parameters in ``names``."""
+    """Return the update of a client: its factors, and the changes of all other parameters in ``names``."""
     factors = {name: trained.params[name] for name in names if is_factor(name)}
     rest = [name for name in names if name not in factors]
     before, after = ({name: params[name] for name in rest} for params in (task.params, trained.params))

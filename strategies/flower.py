@@ -377,7 +377,7 @@ class _Innermost(Layer):
         return aggregate
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of a hypothetical ``cohort``. The aggregator keeps no state of this call."""
+        """Return the aggregate of a hypothetical ``cohort``. The call changes no state."""
         return self.aggregate(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
@@ -449,10 +449,10 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 class Round:
     """The outcome of a round, without evaluation.
 
-    ``traffic``: bytes to and from all its clients; None if participation is secret. ``epsilon``: a client's privacy
-    cost of all rounds so far, None if no ledger accounts for it. With a virtual clock: ``virtual_seconds`` is the
-    round's duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness`` the
-    mean staleness of the updates in server steps.
+    ``traffic``: the number of bytes that its clients receive and send; None if the cohort is secret. ``epsilon``: a
+    client's privacy cost of all rounds so far; None without a privacy ledger. With a virtual clock: ``virtual_seconds``
+    is the round's duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness``
+    the mean staleness of the updates in server steps.
     """
 
     server_round: int
@@ -474,8 +474,8 @@ def run_round(
     The steps are: charge the privacy cost to the privacy ledger, sample clients, send tasks, check replies, aggregate
     updates, and merge the aggregate into the global model.
 
-    ``timeout``: seconds for the whole exchange. Raises Stop, before anything else is done, if a layer ends the run
-    before this round.
+    ``timeout``: the limit, in seconds, for all messages and replies together. Raises Stop, before anything else is
+    done, if a layer ends the run before this round.
     """
     start = time.perf_counter()
     if not strategy.population.nodes:  # raises an error if nodes are missing, so it comes before any privacy charge

@@ -63,7 +63,7 @@ class GuidedCohorts(Layer):
         self.inner.ready(work)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Ask the sampler's candidates for their loss, and return the bytes that were sent."""
+        """Ask the sampler's candidates for their loss, and return the number of bytes that were sent."""
         candidates = self._sampler.candidates(self._coins(server_round), self._feedback()).tolist()
         traffic = self.inner.consult(server_round, ask)
         self._asked = {}

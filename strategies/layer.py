@@ -360,9 +360,9 @@ def _all_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def client_layers(experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> tuple[ClientLayer, ...]:
-    """Return the client halves of an experiment's layers, from the inside out.
+    """Return the client halves (the code on clients) of an experiment's layers, from the inside out.
 
-    ``model``: a function that creates the run's model anew.
+    ``model``: a function that creates a new model.
     """
     halves = (kind.on_clients(experiment, algorithm, model) for kind in layer_kinds(experiment))
     return tuple(OwnClientLayer(half) if is_own_kind(half) else half for half in halves if half is not None)

@@ -126,7 +126,7 @@ def unmasked(
     than ``threshold`` clients are present, because no secret can then be rebuilt.
     """
     if len(present) < threshold:
-        raise ValueError(f"{len(present)} clients answered, and {threshold} shares are needed to open the sum")
+        raise ValueError(f"{len(present)} clients answered, and {threshold} shares are needed to unmask the sum")
     places = {client: place for place, client in enumerate(cohort, 1)}
     holders, there, total = present[:threshold], frozenset(present), total.copy()
     for client in cohort:
@@ -143,11 +143,11 @@ def unmasked(
 
 
 def exchange_bytes(cohort: int, present: int) -> tuple[int, int]:
-    """Return a round's bytes (to clients, from clients) in addition to models and masked numbers.
+    """Return the numbers of bytes (to clients, from clients) that secure aggregation adds to a round.
 
-    ``cohort``: the number of clients that agree on masks. ``present``: how many of them send their numbers. The counted
-    messages: public keys (two per client), encrypted pairs of shares, the IDs of the present clients, and one share for
-    each client of the cohort.
+    ``cohort``: the number of clients that agree on masks. ``present``: how many of them send their numbers. The bytes
+    are those of public keys (two per client), of encrypted pairs of shares, of the IDs of the present clients, and of
+    one share for each client of the cohort.
     """
     others, pair = max(0, cohort - 1), 2 * SHARE_BYTES + SEAL_BYTES
     down = cohort * others * (2 * KEY_BYTES + NAME_BYTES + pair) + present * present * NAME_BYTES

@@ -27,9 +27,9 @@ class Oort(GuidedSampler):
     k known clients, they are drawn in proportion to utility, from all clients with at least 95 % of the k-th largest
     utility.
 
-    In round t the share of new clients is max(least share, first share 0.98^(t-1)). They are drawn uniformly. If there
-    are too few new clients, the missing ones are drawn uniformly from all other clients. If both shares are 1, cohorts
-    are drawn as by ``fixed-size``, except that new clients come first.
+    In round t the share of new clients is max(``least_exploration``, ``exploration`` 0.98^(t-1)). They are drawn
+    uniformly. If there are too few new clients, others are drawn uniformly in their place. If both settings are 1,
+    cohorts are drawn as by ``fixed-size``, except that new clients come first.
 
     In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
     root in the utility has t_i as in the released code; the paper has the number of rounds since t_i. The released code

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OtherLogits(SinglePayloads):
-    """Keeps the last logits of each client in the server's memory, and sends each client the means over all others."""
+    """Stores each client's last logits in the server state, and sends each client the mean of all others' logits."""
 
     def __init__(self, algorithm: Learning) -> None:
         super().__init__(algorithm)
@@ -24,7 +24,7 @@ class OtherLogits(SinglePayloads):
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return ``server`` with tensors of zeros in its memory, for the logits of all clients."""
+        """Return ``server`` with tensors of zeros in ``memory``, as placeholders for the logits of all clients."""
         del model
         number, (classes, _) = experiment.num_clients, server.broadcast["others"]["logits"].shape
         rows = {"means": torch.zeros(number, classes, classes), "held": torch.zeros(number, classes)}
@@ -33,7 +33,7 @@ class OtherLogits(SinglePayloads):
     def sent_to(self, client: int, server: ServerState) -> ServerState:
         """Return the server state with the mean logits of all clients except ``client``.
 
-        Clients without logits in the server's memory receive the same state.
+        All clients whose logits are not stored yet receive the same state.
         """
         means, held = server.memory["logits"]["means"], server.memory["logits"]["held"]
         if self._seen[0] is not server:

@@ -46,7 +46,7 @@ class OwnPart(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if each client has a model, or a part of the model, of its own."""
+        """Return True if each client has its own model, or personal parameters."""
         has_model = isinstance(experiment.algorithm, OwnModel)
         return has_model or sends_a_part(experiment.algorithm, experiment.local.personal)
 
@@ -99,7 +99,7 @@ class OwnPart(Layer):
         if experiment.local.batch_norm == "personal":
             raise UserError(
                 f"{what} decides which part of the model stays with each client: take local.batch_norm=average, "
-                "and count the BatchNorm layers to that part"
+                "and let that part contain the BatchNorm layers"
             )
 
 

@@ -118,9 +118,9 @@ def global_rounds(
             "or leave --cohort out"
         )
     if groups is not None and start_noise is not None:
-        raise UserError("a private start samples from all clients, and --groups takes turns: leave one of them out")
+        raise UserError("a private start samples from all clients, and --groups from one group: leave one of them out")
     if (adaptive or count_noise is not None) and clients is None and (count_noise is None or cohort is not None):
-        raise UserError("adaptive clipping has noise for the expected number of clients in a round: give --clients")
+        raise UserError("the noise of adaptive clipping depends on the expected cohort size: give --clients")
     sampler: AnySampler
     if groups is not None:
         sampler = Cyclic(groups=groups, sampling_rate=1.0 if rate is None else rate)

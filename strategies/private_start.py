@@ -159,7 +159,7 @@ class Classes:
 
 
 def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
-    """Return the frame in which frequencies have mean 0 and a total variance of 1, from the noisy sums of step 1.
+    """Return the coordinate frame in which frequencies have mean 0 and total variance 1, from the sums of step 1.
 
     Only the total of all variances is estimated, because the noise is too large for more. A public spectrum divides
     this total among the frequencies, so that all frequencies have about the same variance in the frame. ``std``:

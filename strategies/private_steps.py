@@ -47,7 +47,7 @@ class PrivateTraining(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's client half, which makes private steps and charges them to the client's ledger."""
+        """Return the layer's code on clients, which makes private steps and charges them to the client's ledger."""
         del algorithm
         privacy = experiment.local.privacy
         clipping = privacy.rule(list(trainable(model())) if privacy.layer_norms else ())
@@ -88,7 +88,7 @@ def digest_of(experiment: Any) -> str:
 
 
 def models_of(algorithm: object, params: Params) -> int:
-    """Return the number of models that a client trains in a round: the model that it sends, and own ones (Ditto)."""
+    """Return the number of models that a client trains in a round: 1, or more for methods such as Ditto."""
     if not isinstance(algorithm, FurtherModels):
         return 1
     return 1 + len(algorithm.further(_task(ServerState(params))))

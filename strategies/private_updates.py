@@ -22,7 +22,7 @@ class PrivateUpdates(PrivateTraining):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's client half, which charges updates to the client's ledger, clips them and adds noise."""
+        """Return the layer's code on clients. It charges the client's ledger, clips updates and adds noise."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         protection = experiment.local.privacy.protection
@@ -30,14 +30,14 @@ class PrivateUpdates(PrivateTraining):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if clients send numbers other than changes of the model's parameters, or no numbers."""
+        """Raise UserError if clients send nothing, or more than changes of the model's parameters."""
         check_changes(
             experiment.algorithm, beginning, f"local.privacy={experiment.local.privacy.kind}", "local.privacy"
         )
 
 
 def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting: str) -> None:
-    """Raise UserError if clients send numbers other than changes of the model's parameters, or no numbers.
+    """Raise UserError if clients send nothing, or more than changes of the model's parameters.
 
     ``chosen``: the name of the protection, for error messages. ``setting``: the name of its setting.
     """

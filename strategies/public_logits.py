@@ -68,7 +68,10 @@ class PublicLogits(OwnPart):
 
     @classmethod
     def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
-        """Return the forecast number of bytes of a mean round: messages to all clients, their logits, and the mean."""
+        """Return the forecast number of bytes that logits add to a round, as a mean over all rounds.
+
+        It counts the messages to all clients before the round, their logits, and the mean for the cohort.
+        """
         rounds, settings = experiment.rounds, experiment.algorithm
         if settings.proxy == "none":
             return Traffic(0, 0)

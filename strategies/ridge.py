@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Ridge(SumsOfFeatures):
     """The head of the model in closed form: W = (sum G_i + lambda I)^-1 sum B_i.
 
-    Client i sends G_i = sum z z' and B_i = sum z y' over its records. z is a record's feature, the input of the initial
-    model's last layer, with a constant for the intercept. y is the one-hot label. Every split of the records gives the
-    same head, bit for bit, if a record's feature does not depend on other records.
+    Client i sends G_i = sum z z^T and B_i = sum z y^T over its records. z is a record's feature vector, the input of
+    the initial model's last layer, and a constant for the intercept. y is the one-hot label. Every split of the records
+    gives the same head, bit for bit, if a record's feature does not depend on other records.
 
     ``ridge``: lambda. It refers to vectors z that are scaled to norm 1 at most. ``clipping_norm``: features of a larger
     norm are scaled down to this norm before. None means the square root of the number of features. ``epsilon`` and

@@ -120,7 +120,7 @@ class SecureRounds(Layer):
         if isinstance(algorithm, Sizing | Unfolding) or turns_of(algorithm) > 1:
             raise UserError(
                 f"algorithm {kind_of(algorithm)} {what}: clients send different tensors, and masked numbers can only "
-                "be added in equal places; take another algorithm, such as fedavg"
+                "be added if all tensors are equal in shape; take another algorithm, such as fedavg"
             )
         for kind in layer_kinds(experiment):
             names = ("received", "aggregate", "consult")
@@ -140,7 +140,7 @@ class SecureRounds(Layer):
 
     @classmethod
     def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
-        """Return the bytes of keys, secret shares and client IDs in a round with a cohort of the expected size."""
+        """Return the number of bytes of keys, secret shares and client IDs, for a cohort of the expected size."""
         del server
         settings, size = experiment.aggregator, round(experiment.sampler.expected_size(experiment.num_members))
         down, up = exchange_bytes(size, round(size * (1 - settings.dropout)))
@@ -151,7 +151,7 @@ class SecureRounds(Layer):
         return Traffic(down + size * (sent - without), up)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Return the bytes of keys, secret shares and client IDs that clients exchange through the server."""
+        """Return the number of bytes of keys, secret shares and client IDs that clients exchange through the server."""
         cohort = self.inner.cohort(server_round).clients.tolist()
         down, up = exchange_bytes(len(cohort), len(self._present(server_round, cohort)))
         return self.inner.consult(server_round, ask) + Traffic(down, up)

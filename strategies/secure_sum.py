@@ -29,7 +29,7 @@ class SecureSum(Settings):
 
     ``dropout``: the probability that a client drops out of a round after it agreed on masks. Then the other clients
     send secret shares from which its masks are computed. ``threshold``: the share of a round's clients that must
-    answer. With fewer answers, or one, the sum is not opened and the model does not change.
+    answer. With fewer answers, or only one, the sum is not unmasked, and the model does not change.
 
     This is a simulation: the masks come from the run's seed, and all parties are one program, so nothing is hidden from
     a reader of its memory. A sum by itself gives no privacy guarantee, so there is no epsilon; for an epsilon, take

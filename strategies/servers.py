@@ -57,8 +57,8 @@ class _Asynchronous(Settings):
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
-    # Both subclasses declare these fields themselves, to choose their first field: it is the one that a short form #
-    # such as "fedbuff:10" sets.
+    # Both subclasses declare these fields themselves, to choose their first field: it is the one that a short form such
+    # as "fedbuff:10" sets.
     if TYPE_CHECKING:
         concurrency: int
         staleness_exponent: float

@@ -46,7 +46,7 @@ def models_of(first: Params, others: Payloads) -> Sequence[Params]:
 
 
 def further_models(params: Params, count: int, spread: float | Literal["shuffled"]) -> Payloads:
-    """Return the initial models after the first one, ``params``, by name. ``count``: the number of all models.
+    """Return {name: initial model} for all ``count`` models except the first one, which is ``params``.
 
     ``spread``: the standard deviation of the normal noise that is added to ``params``, or "shuffled" for the values of
     each tensor in random order. Raises UserError if the order of values makes no difference.
@@ -137,7 +137,7 @@ class OneUpdate(SeveralModels):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's code for updates: a client sends only the update of its chosen model."""
+        """Return the layer's code on clients: a client sends only the update of its chosen model."""
         del algorithm, model
         return ClientOneUpdate(experiment.algorithm.num_models)
 

@@ -97,7 +97,7 @@ class Tstr(Settings):
         return "the classifier that is best on held-out synthetic records"
 
     def note(self) -> str:
-        """Return the note for tables: one sentence on how the accuracy is measured."""
+        """Return the note below result tables: one sentence on how the accuracy is measured."""
         return (
             "TSTR: classifiers train on the clients' synthetic records alone, at the server, and the one that does "
             f"best on the {100 * self.holdout:g} % of synthetic records held out is tested on the real test records; "

@@ -286,13 +286,13 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     The cost of every query is charged to the privacy ledger before the query's noise is drawn. A second call with the
     same ledger, noise and counts returns the same labels at no cost. Raises UserError if ``counts`` cannot be votes.
 
-    A query without an answer costs only its test, so costs depend on the votes. The budget covers this, because it is a
-    privacy filter. It is fixed beforehand, and it bounds the sum of Renyi divergences of releases that are chosen one
-    after the other, at any one order (Feldman and Zrnic 2021, theorem 4.3). Here the bound holds at all orders at once.
-    The reason: all tests and answers have Gaussian noise, so their Renyi curves are multiples of each other. So the
-    budget is always used up at the same order first. The epsilon spent in the end depends on the number of answered
-    queries, and so on the votes. This epsilon may be reported, since the labels show the answered queries. But it is no
-    guarantee. The guarantee is the budget or the cost of ``Labelling.planned``, whichever is smaller.
+    A query without an answer costs only its test, so costs depend on the votes. The budget still holds, because it is a
+    privacy filter: a limit, fixed beforehand, on the summed Renyi divergence of releases that are chosen one after the
+    other (Feldman and Zrnic 2021, theorem 4.3). The theorem is about one order of the divergence. Here the limit holds
+    at all orders: all tests and answers have Gaussian noise, so their Renyi curves are multiples of each other, and the
+    budget is always used up at the same order first. The final epsilon depends on the number of answered queries, and
+    so on the votes. It may be reported, since the labels show which queries were answered. But it is no guarantee. The
+    guarantee is the budget or the cost of ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 

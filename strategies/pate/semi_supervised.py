@@ -257,7 +257,7 @@ class _Game:
     def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             fake = self._forged(len(real))
-        # All records are in one pass, because every pass normalises the weights again.
+        # One pass for all records saves time, because every pass normalises the weights again.
         logits = self.head(self.body(torch.cat([labelled, real, fake])))
         ours, logits_real, logits_fake = torch.split(logits, [len(labelled), len(real), len(fake)])
         mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)

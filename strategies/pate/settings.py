@@ -50,7 +50,7 @@ class PublicSplit:
 
 
 class Pate(Settings):
-    """Clients are the teachers; each trains once, on its shard, with the experiment's ``model`` and ``local``.
+    """Clients are the teachers; each trains once, on its shard, with the experiment's ``model`` and ``local`` settings.
 
     ``teachers``: the model that clients train, networks or forests. ``labelling``: the rule that turns the clients'
     votes into noisy labels, and its privacy budget. ``student``: the model that learns from these labels. ``queries``:
@@ -150,7 +150,7 @@ class Pate(Settings):
         return split_off(dataset, self.public, self.public_records, seed)
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        """Return each teacher's record indices into the training set: its part of the private records.
+        """Return each teacher's shard of the private records, as indices into the training set.
 
         Raises UserError if the pool holds private records and ``overlap`` does not drop them, or if a teacher has no
         records.
