@@ -26,18 +26,18 @@ class Clipping:
     stability: float = 0.0
 
     def norm(self, clipping_norm: float, names: Iterable[str]) -> float:
-        """Return the clipping norm C of a record's gradient. ``names``: the names of the trained parameters.
+        """Return the clipping norm C of a record's gradient, by ``layer_norms`` if it is given.
 
-        ``clipping_norm``: the result for a rule without ``layer_norms``.
+        ``names``: the names of the trained parameters. ``clipping_norm``: the result if ``layer_norms`` is empty.
         """
         if not self.layer_norms:
             return clipping_norm
         return math.hypot(*(self.layer_norms[layer] for layer in self.parts(names)))
 
     def shares(self, names: Iterable[str]) -> list[float]:
-        """Return the largest norm of each part of the gradient, divided by the clipping norm C of the whole gradient.
+        """Return the largest norm of each part of the gradient (see ``parts``), divided by the clipping norm C.
 
-        The method ``parts`` defines the parts. The squares of the results add up to 1.
+        C is the clipping norm of the whole gradient. The squares of the results add up to 1.
         """
         parts = self.parts(names)
         if not self.layer_norms:
@@ -45,12 +45,10 @@ class Clipping:
         return [self.layer_norms[layer] / self.norm(0.0, names) for layer in parts]
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the parts of the gradient that are clipped separately, in the order of ``names``.
+        """Return {part: names of its parameters}, for the parts of the gradient that are clipped separately.
 
-        The result is {part: names of the parameters in the part}.
-
-        Without ``by_layer`` there is one part, with the name "". Raises ValueError if the parameters of a layer do not
-        directly follow each other in ``names``.
+        The parts are in the order of ``names``. With ``by_layer``, each layer is a part. Otherwise there is one part,
+        with the name "". Raises ValueError if the parameters of a layer do not directly follow each other in ``names``.
         """
         order, found = list(names), dict[str, list[str]]()
         for name in order:

@@ -85,8 +85,8 @@ def _version(name: str) -> str | None:
 def _installation() -> dict[str, Any]:
     """Return the version of fl-sim, its folder, and a list of problems with the installation.
 
-    It is a problem if another installed project has an import package ``fl_sim``, too, because pip overwrites files of
-    one with files of the other. Such a project exists on GitHub.
+    One problem: another installed project also has an import package ``fl_sim``, like one project on GitHub. pip then
+    overwrites files of fl-sim with files of that project, or the reverse.
     """
     place, problems = Path(fl_sim.__file__).parent, []
     others = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})
@@ -132,7 +132,8 @@ def _folder(path: Path) -> dict[str, Any]:
 def _self_test() -> dict[str, Any]:
     """Run FedAvg for five rounds, twice with the same seed.
 
-    Return the seconds of both runs, the accuracy, whether the two models are bit-identical, and a list of problems.
+    Return the total duration in seconds, the accuracy, whether the two models are bit-identical, and a list of
+    problems.
     """
     start, problems = time.perf_counter(), []
     folder = Path(tempfile.mkdtemp(prefix="fl-sim-doctor-"))
@@ -147,7 +148,7 @@ def _self_test() -> dict[str, Any]:
             "two runs with the same seed ended in different models: report this with the output of 'fl-sim doctor "
             "--json'"
         )
-    accuracy = first.final_accuracy or 0.0  # JSON has no NaN: None stands for an accuracy of NaN
+    accuracy = first.final_accuracy or 0.0  # None means an accuracy of NaN, which JSON does not have
     if accuracy < _LEAST_ACCURACY:
         problems.append(
             f"the accuracy of the self-test is {accuracy:.2f}, which is less than {_LEAST_ACCURACY}: report this with "

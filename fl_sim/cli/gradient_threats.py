@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 def show_inversion(run: Path, asked: dict[str, Any], out: Path | None, data_root: Path | None, *,
                    json_output: bool) -> None:  # fmt: skip
-    """Print how accurately training records of ``run`` are reconstructed from gradients, and the epsilon of ``run``.
+    """Print how accurately training records of ``run`` are reconstructed from gradients, and the run's epsilon.
 
-    ``asked``: the fields of ``fl_sim.threats.inversion.Asked``. ``out``: the PNG file; None: a file in the run
-    directory.
+    ``asked``: the attack's settings, which are the fields of ``fl_sim.threats.inversion.Asked``. ``out``: the PNG file
+    for the images; None: a file in the run directory.
     """
     with importing():
         from fl_sim.store.files import write_whole  # noqa: PLC0415 (slow, only here)
@@ -124,7 +124,10 @@ def _percent(share: float) -> str:
 
 
 def show_labels(run: Path, clients: int, at: str, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how accurately clients' label counts are estimated from gradients and updates, and the run's epsilon."""
+    """Print how accurately an attacker estimates clients' numbers of records per class, and the run's epsilon.
+
+    The attacker uses gradients of batches and updates of rounds.
+    """
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.labels import infer  # noqa: PLC0415

@@ -35,7 +35,7 @@ _ROUGH: Final = (
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The output of ``fl-sim plan``: forecasts of runs, and of the unfinished hyperparameter searches before them.
+    """The output of ``fl-sim plan``: forecasts of all runs and of their unfinished hyperparameter searches.
 
     ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs, one bill for each data set
     and privacy unit. ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any epsilon in
@@ -125,7 +125,7 @@ class PlanReport:
 
 
 def _first(texts: Sequence[str], between: str) -> str:
-    """Return the first entries of ``texts`` and the number of all others, as one line."""
+    """Join the first entries of ``texts`` in one line. If there are more entries, add their number."""
     more = f"{between}and {len(texts) - _MOST_NAMED} more kinds of work (--json)" if texts[_MOST_NAMED:] else ""
     return between.join(texts[:_MOST_NAMED]) + more
 

@@ -108,7 +108,7 @@ def write_report(
 
 
 def _privacy_of(found: Found) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return (privacy bills of all runs, figure of delta over epsilon). Add problems to the list in ``found``."""
+    """Return the privacy bills of all runs, and figures of delta over epsilon. Add problems to ``found.problems``."""
     if not found.has_statements:
         return [], []
     from fl_sim.report.figures.delta import delta_pictures  # noqa: PLC0415 (the accountants load slowly)
@@ -143,9 +143,9 @@ def watch_directory(directory: Path, *, every: float, once: bool, json_output: b
 
 
 def write_gallery(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
-    """Write README.md into the gallery's directory, and print its path.
+    """Write README.md into a gallery, which is a directory with a folder for each table, and print its path.
 
-    README.md is the leaderboard if ``leaderboard.toml`` exists, else the gallery page.
+    README.md is the leaderboard if the directory has a file ``leaderboard.toml``, else the gallery page.
     """
     if len(directories) > 1 or out is not None:
         raise UserError(
@@ -195,7 +195,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # the first call comes after the preparation
+            searching_since = searching_since or time.monotonic()  # at the first call, the preparation is over
             share = done
             bar.update(task, completed=done)
 
@@ -229,9 +229,10 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
 
 
 def _with_titles(found: Found) -> Found:
-    """Return ``found`` with the titles of stages' measures, which table files of older versions lack.
+    """Add titles of the measures of stages to the tables in ``found`` that older versions wrote without titles.
 
-    In older versions, only the stages in an experiment with default settings had such measures.
+    They are the titles of the stages in an experiment with default settings. In older versions, no other stage had
+    measures in a table.
     """
     older = [place for place, table in found.tables.items() if table.titles is None]
     if older:
@@ -270,7 +271,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple
 
 
 def _root(directory: Path) -> str:
-    """Return the relative path from ``directory`` to the root of the repository, for links to tables' TOML files."""
+    """Return the relative path from ``directory`` to the repository's root, for links to the TOML files of tables."""
     inside = directory.resolve()
     for number, above in enumerate([inside, *inside.parents]):
         if (above / "benchmarks").is_dir():
@@ -281,8 +282,8 @@ def _root(directory: Path) -> str:
 def _shape_of(run: SavedRun) -> tuple[int, int, int]:
     """Return the shape (channels, height, width) of the images from which the feature vectors were computed.
 
-    If an older run does not state the shape, it is that of the public data set. Raises ValueError if the shape is
-    unknown.
+    Older runs do not state this shape. For them, the result is the image shape of their public data set. Raises
+    ValueError if the shape is unknown.
     """
     known = KNOWN.get(run.config.data)
     recorded = run.result.image_shape if run.result else None

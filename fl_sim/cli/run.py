@@ -89,7 +89,7 @@ def fill_table(
     """Execute all unfinished runs of a table, and print the table. Raise RunError if any run failed.
 
     ``jobs``: the number of parallel runs; None: one per core. ``hours``: the time budget; if it ends before the table
-    is finished, the exit code is 3. ``again``: True repeats runs that were made from other records or with other code.
+    is finished, the exit code is 3. ``again``: True repeats finished runs whose records or code have changed since.
     """
     trackers, deadline = chosen_trackers(track), deadline_after(hours)
     assert given.path is not None, "fl-sim table has a default preset"
@@ -166,7 +166,7 @@ def show_plan(
 ) -> None:
     """Print the forecasts of a run, or of every run of a table, and the total privacy cost of all runs.
 
-    ``quick``: True estimates no time.
+    ``quick``: True omits the estimates of time.
     """
     deadline, is_late = time.monotonic() + ANSWER_SECONDS, list[bool]()
 
@@ -174,7 +174,7 @@ def show_plan(
         is_late.append(time.monotonic() >= deadline)
         return not is_late[-1]
 
-    with waiting() as show, redirect_stdout(sys.stderr):  # prints of the user's own code must not enter the JSON output
+    with waiting() as show, redirect_stdout(sys.stderr):  # keep prints of user code out of the JSON output
         if given.path is not None and {"base", "grid", "tune"} & set(given.table):
             planned = _planned_table(given.path, given, out, jobs, data_root, show)
         elif jobs is not None:
@@ -226,7 +226,7 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
 def title_of(group: Group) -> str:
     """Return the title of a group of settings, such as ``algorithm=fedprox``.
 
-    If the group is valid only with another setting, the title also states this setting.
+    If the group is valid only together with another setting, the title also names that setting.
     """
     title = f"{group.name}={group.kind}" if group.kind else group.name
     return f"{title}, with {group.within}" if group.within else title
@@ -265,7 +265,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # more fields than the kind: the run has a preprocessing
+    if len(result["preprocess"]) > 1:  # without preprocessing, the only field is "kind"
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))
@@ -336,10 +336,10 @@ def _percent(accuracy: float | None) -> str:
 
 
 class _Planned(NamedTuple):
-    """The planned runs, and the unfinished hyperparameter searches before them.
+    """The planned runs, and their unfinished hyperparameter searches.
 
-    ``runs``: {name of the run directory in ``cells``: experiment}. ``jobs``: the number of parallel runs. ``settings``:
-    the settings of the table; None for a single run.
+    ``cells``: the folder of all run directories. ``runs``: {name of a run directory: experiment}. ``jobs``: the number
+    of parallel runs. ``settings``: the settings of the table; None for a single run.
     """
 
     runs: Mapping[str, Experiment]
@@ -387,7 +387,7 @@ def _find(name: str, every: Sequence[Group]) -> list[Group]:
     """Return the groups of settings with the given ``name``, from ``every``, the list of all groups.
 
     ``name``: a kind (``fedprox``), a setting with a kind (``algorithm=fedprox``), a setting, or the start of several
-    settings (``local``). A single setting is returned as a group of one. Raises UserError for an unknown name.
+    settings (``local``). A single setting becomes a group with only this setting. Raises UserError for an unknown name.
     """
     setting, _, kind = name.partition("=")
     kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])

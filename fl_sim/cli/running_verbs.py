@@ -266,7 +266,7 @@ class RunArguments(NamedTuple):
 
 
 def read_arguments(arguments: list[str] | None, default: str | None = None) -> RunArguments:
-    """Return the arguments ``[FILE or PRESET] [key=value ...]``, with the content of the file.
+    """Parse the arguments ``[FILE or PRESET] [key=value ...]``, and read the file.
 
     ``default``: the preset if there is no FILE or PRESET. Prints a message if a preset and a file have the same name,
     and for each setting that a later argument replaces. Raises UserError for two files, and for a file that cannot be

@@ -21,9 +21,9 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows a line of text as progress on standard error.
+    """Yield a function that prints a line of text, the present progress, to standard error.
 
-    On a terminal, each line replaces the previous one, and the last line is removed at the end of the ``with`` block.
+    On a terminal, each line replaces the previous one, and the last line is erased at the end of the ``with`` block.
     """
     from rich.cells import set_cell_size  # noqa: PLC0415 (slow, and few verbs need it)
     from rich.console import Console  # noqa: PLC0415

@@ -120,15 +120,16 @@ def attack_membership(
     """Test how well an attacker can distinguish training records of a finished run from unused records.
 
     --method loss compares the losses of the final model on training records and on test records. This attack is weak.
-    --method lira trains shadow runs with and without each record, and compares the likelihoods of the confidence
-    (Carlini et al. 2022). The shadow runs stay in RUN-shadows, where a repeated command continues them. LiRA compares
-    training records with the records that the run left out (the setting left_out), or else with test records. It
-    attacks the final model, and also reports the summed scores over all stored rounds (the setting keep_every).
+    --method lira trains shadow runs with and without each record. It then computes how likely the model's confidence
+    in the record is in both cases (Carlini et al. 2022). The shadow runs stay in RUN-shadows, where a repeated command
+    continues them. LiRA compares training records with the records that the run left out (the setting left_out), or
+    else with test records. It attacks the final model, and also sums its scores over all stored rounds (the setting
+    keep_every).
 
     The command prints the area under the ROC curve, and the true-positive rates at .1 % and 1 % false positives, with
-    intervals of 95 % confidence. If a guarantee per record covers the run's model, the command also prints the largest
-    rate that epsilon and delta allow. An epsilon that covers only synthetic records is no such guarantee. A stronger
-    attack may reach a higher rate, up to that bound.
+    intervals of 95 % confidence. If the run's model has a record-level privacy guarantee, the command also prints the
+    largest rate that epsilon and delta allow. An epsilon of synthetic records only is no guarantee for the model. A
+    stronger attack may reach a higher rate, up to that bound.
 
     For example:
 
@@ -206,7 +207,7 @@ def attack_labels(
 
 @attack_app.command("canaries")
 def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
-    """Prove a lower bound on the epsilon of a finished run, whose training records are the canaries.
+    """Prove a lower bound on the epsilon of a finished run, with its training records as canaries.
 
     The run must have left_out=0.5, so that each record was used with probability 1/2. The command guesses which records
     were used, from the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the lower bound of epsilon
@@ -227,9 +228,9 @@ def attack_property(run: RunDirectory, *, data_root: DataRoot = None, json_outpu
     """Infer each client's classes and their proportions from the pool of synthetic records.
 
     The attacker sees the number of synthetic records of each class that a client published (preprocess=da-fl). The
-    command compares guesses by these numbers with the truth, and with guesses without the pool (chance). It also prints
-    the epsilons of the label selection and of the run. They protect a single record, not a property of all records of a
-    client, such as class proportions.
+    command prints how often guesses from these numbers are right, and how often guesses without the pool are right
+    (chance). It also prints the epsilons of the label selection and of the run. They protect a single record, not a
+    property of all records of a client, such as class proportions.
 
     For example:
 

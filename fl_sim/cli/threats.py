@@ -47,7 +47,10 @@ def show_unlearning(run: Path, client: int, out: Path | None, data_root: Path | 
 def show_federaser(
     run: Path, client: int, out: Path | None, data_root: Path | None, *, calibration: float, json_output: bool
 ) -> None:
-    """Unlearn ``client`` by FedEraser, and print the measures. ``calibration``: the share of a round's local steps."""
+    """Unlearn ``client`` by FedEraser, and print the measures.
+
+    ``calibration``: the number of local steps in FedEraser's training, as a fraction of the steps in the original run.
+    """
     with importing():
         from fl_sim.threats.federaser import FedEraser  # noqa: PLC0415 (slow, only here)
 
@@ -60,8 +63,9 @@ def show_ascent(
 ) -> None:  # fmt: skip
     """Unlearn ``client`` by gradient ascent, and print the measures.
 
-    ``radius``: the radius of the ball, divided by the distance to random models. ``rounds``: the number of rounds of
-    the other clients after the ascent.
+    ``radius``: the ascent stays in a ball around an estimate of the other clients' mean model. ``radius`` is its
+    radius, divided by the mean distance from this estimate to random models. ``rounds``: the number of rounds of the
+    other clients after the ascent.
     """
     with importing():
         from fl_sim.threats.gradient_ascent import GradientAscent  # noqa: PLC0415 (slow, only here)
@@ -220,7 +224,7 @@ def _rates(members: Judged, others: Judged) -> list[tuple[float, Rate | None]]:
 
 
 def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
-    """Print the true-positive rates, the largest rates that the run's epsilon allows, and its privacy statements."""
+    """Print the true-positive rates, the largest rates that epsilon allows, and the run's privacy statements."""
     from fl_sim.threats.membership import most_allowed  # noqa: PLC0415 (slow, only here)
 
     for share, one in _rates(members, others):
@@ -235,7 +239,7 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
 
 
 def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print the lower bound of epsilon from the records of ``run`` as canaries, and the epsilon that the run claims."""
+    """Print a lower bound of the epsilon of ``run``, with its records as canaries, and the epsilon that it claims."""
     with importing():
         from fl_sim.threats.canaries import audit  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
@@ -261,7 +265,7 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
 
 
 def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how accurately each client's classes follow from the synthetic records of ``run``, and the epsilon."""
+    """Print how accurately clients' classes can be guessed from the synthetic records of ``run``, and the epsilon."""
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.property import held_by_clients, infer, pool_of  # noqa: PLC0415
@@ -297,7 +301,7 @@ def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> No
 
 
 def say_privacy(privacy: Sequence[PrivacyStatement]) -> None:
-    """Print the privacy statements of a run: epsilon, and what it covers and does not cover."""
+    """Print the privacy statements of a run: epsilon, the covered outputs, and the outputs that are not covered."""
     if not privacy:
         say("privacy of the run: none (epsilon is not defined)")
     for one in privacy:

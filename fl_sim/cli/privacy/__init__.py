@@ -134,9 +134,9 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Plan the privacy of DP-SGD: give two of --noise-multiplier, --steps and --epsilon; the third is computed.
 
-    One data holder has --records records, such as a client with local.privacy=dp-sgd. Its steps are the local steps
-    of a round times its rounds. If all three options are given, the delta at this epsilon is computed. 'fl-sim plan'
-    computes the costs of all clients of a run.
+    --records is the number of records of one data holder, such as a client with local.privacy=dp-sgd. --steps is the
+    number of its local steps in a round, times the number of its rounds. If --noise-multiplier, --steps and --epsilon
+    are all given, the delta at this epsilon is computed. 'fl-sim plan' computes the costs of all clients of a run.
 
     For example:
 
@@ -177,8 +177,8 @@ def local_dp(
 ) -> None:
     """Plan the privacy of a client that adds noise to its own updates: give two of noise, rounds and epsilon.
 
-    The setting is local.privacy=local-dp. The guarantee covers a replacement of all data of the client, which changes
-    an update by at most two clipping norms.
+    The setting is local.privacy=local-dp. The guarantee covers the replacement of all data of a client. This
+    replacement changes an update by at most two clipping norms.
 
     For example:
 
@@ -221,8 +221,8 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Plan privacy without a trusted server: give two of --noise-multiplier, --rounds and --epsilon.
 
-    The setting is aggregator=distributed-dp. The guarantee covers the removal of all data of a client. The server sees
-    only sums, by secure aggregation, which runs simulate.
+    The setting is aggregator=distributed-dp. The guarantee covers the removal of all data of a client. Secure
+    aggregation hides single updates: the server sees only sums. A run only simulates secure aggregation.
 
     For example:
 
@@ -256,7 +256,7 @@ def plan_labels(
     ] = 0.01,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of the labels in DA-FL: the noisy number of synthetic labels of a class, and its epsilon.
+    """Compute the record-level epsilon of DA-FL's labels, and the distribution of a class's noisy number of labels.
 
     For example:
 
@@ -293,7 +293,7 @@ def plan_pate(  # noqa: PLR0913 (one parameter per option)
     plot: Annotated[Path | None, typer.Option(help="Draw epsilon over queries.", metavar="FILE.png")] = None,
     json_output: _Json = False,
 ) -> None:
-    """Record-level privacy of labels by PATE: the data-dependent epsilon (private) and the data-independent epsilon.
+    """Compute the record-level epsilon of labels by PATE. Do not publish the data-dependent epsilon: it is private.
 
     For example:
 
@@ -416,7 +416,7 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return facts about the random number of synthetic labels of a class: distribution, moments and privacy cost."""
+    """Return distribution, mean, standard deviation and privacy cost of the noisy number of a class's labels."""
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")
     if not 0 < epsilon < math.inf:
@@ -449,7 +449,7 @@ def _label_costs(
 
 
 def _label_costs_in_words(found: dict[str, Any]) -> str:
-    """Return the facts ``found``, a result of ``_label_costs``, as lines of text.
+    """Format ``found``, a result of ``_label_costs``, as lines of text.
 
     If the distribution has many values, only the values around its mean are shown.
     """

@@ -71,8 +71,9 @@ class Finding:
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
     """Audit the real aggregator with ``noise_multiplier``, and its variants with planted faults.
 
-    All are tested against the same claimed guarantee. ``num_runs``: the number of runs with the audited client, and of
-    runs without this client. ``only``: the name of a single mechanism to audit; None: all mechanisms.
+    A faulty variant is tested against the claimed guarantee of the real mechanism. ``num_runs``: the number of runs
+    with the audited client, and also the number of runs without it. ``only``: the name of a single mechanism to audit;
+    None: all mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
@@ -155,8 +156,9 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
     """Return {name: mechanism}: the real sampling from secret random numbers, and faulty sampling from a public seed.
 
     A mechanism returns the test statistic of an auditor who knows the public seed. The auditor samples each cohort from
-    this seed, and uses only the rounds whose cohort contains the audited client. The statistic is the sum over these
-    rounds of the log likelihood ratio of the published noisy sum: with the audited client against without this client.
+    this seed, and uses only the rounds whose cohort contains the audited client. For each of these rounds, the auditor
+    computes a log likelihood ratio: how likely is the published noisy sum with the audited client, and how likely is it
+    without this client? The test statistic is the sum of these ratios.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)
@@ -183,9 +185,10 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def _world(world: World, run: int) -> Cohort:
-    """Return the cohort of one round, with the audited client (``world`` 1) or without this client (``world`` 0).
+    """Return the cohort of one round: with the audited client if ``world`` is 1, without it if ``world`` is 0.
 
-    The update of the audited client is large in all parameters. The update of the other client is zero.
+    The update of the audited client is large in all parameters. A second client, whose update is zero, is always in the
+    cohort.
     """
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)

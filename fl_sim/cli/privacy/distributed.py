@@ -1,4 +1,4 @@
-"""The code of ``fl-sim privacy distributed-dp``: noise, privacy cost and messages of secure sums."""
+"""The code of ``fl-sim privacy distributed-dp``: noise, privacy cost and message size of secure aggregation."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +54,7 @@ def answer(request: SumsRequest) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan, a result of the function ``answer``, as lines of text."""
+    """Format ``plan``, a result of the function ``answer``, as lines of text."""
     lines = [
         f"epsilon           {_show(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one client)",

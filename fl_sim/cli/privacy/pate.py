@@ -33,8 +33,9 @@ _MOMENTS_2017: Final = np.arange(2.0, 10.0)
 
 @dataclass(frozen=True)
 class LabellingRequest:
-    """A PATE mechanism with the user's parameters. Noise is in votes; Laplace noise has the scale 1 / ``gamma``.
+    """A PATE mechanism with the user's parameters. The unit of noise is one vote.
 
+    ``gamma``: Laplace noise has the scale 1 / ``gamma``. ``sigma``: the standard deviation of Gaussian noise.
     ``target``: an epsilon, or None. If it is given, the plan also states how many queries cost at most this epsilon.
     """
 
@@ -70,9 +71,9 @@ class LabellingRequest:
 
 
 def read_votes(path: Path) -> labelling_cost.Counts:
-    """Return the numbers of votes, shape (queries, classes), from a ``.npy`` file.
+    """Read the vote counts, integers of shape (queries, classes), from a ``.npy`` file.
 
-    Raises UserError for any other content.
+    Raises UserError if the file is missing, cannot be read, or contains anything else.
     """
     try:
         with path.open("rb") as file:
@@ -96,7 +97,7 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
     cost = request.cost()
     found = labelling_cost.analyse(counts, cost, request.delta)
     confident = request.mechanism == "confident"
-    # each teacher has at least one record, so this is a lower bound of the number of records
+    # each teacher has at least one record, so the number of teachers is a lower bound of the number of records
     advice = delta_advice(request.delta, float(counts[0].sum()))
     bill = {
         "unit": "record", "mechanism": request.mechanism, **asdict(cost),
@@ -123,7 +124,7 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
 
 
 def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return a noisy upper bound of the data-dependent epsilon, which may be published.
+    """Return a noisy upper bound of the data-dependent epsilon. This bound may be published.
 
     Every call releases new noisy information about the records, with its own privacy cost.
     """
@@ -140,7 +141,7 @@ def release(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[st
 
 
 def in_words(bill: dict[str, Any]) -> str:
-    """Return the bill, a result of the function ``answer``, as lines of text."""
+    """Format ``bill``, a result of the function ``answer``, as lines of text."""
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
     is_expected = bill["answers_are"] == "expected"
@@ -176,9 +177,9 @@ def in_words(bill: dict[str, Any]) -> str:
 
 
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
-    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``.
+    """Draw two figures into the file ``path``: total epsilon over queries, and epsilon of a query over its agreement.
 
-    The teachers' agreement on a query is the number of votes for the first class minus that for the second class.
+    The agreement of the teachers on a query is a difference of votes: the most frequent class minus the second class.
     """
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
@@ -200,9 +201,9 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
 def _as_published(
     request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
 ) -> dict[str, Any]:
-    """Return the epsilons by the bounds of the PATE papers, including their conversion from RDP to epsilon.
+    """Return the epsilons as the PATE papers compute them: by their bounds, and their conversion from RDP to epsilon.
 
-    These epsilons can be compared with the tables of the papers.
+    These epsilons can be compared with the tables in the papers.
     """
     orders = np.array(ORDERS)
     dependent, independent = found.dependent.curve, found.independent.curve

@@ -42,7 +42,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event of one step: ``event`` with privacy amplification by this sampling."""
+        """Return the privacy event of one step: ``event`` after privacy amplification by sampling."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -65,13 +65,13 @@ class Sampling:
         return steps_that_fit(self.amplify(dp_event.GaussianDpEvent(noise)), target, delta, accountant=accountant)
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return further facts for the user, {label: sentence}. This class has no further facts."""
+        """Return additional lines of the plan for the user, {label: sentence}. Here there are none."""
         del noise
         return {}
 
 
 class PlannedReleases(Protocol):
-    """The planned releases: the steps of DP-SGD, or the rounds of Global DP."""
+    """The interface of planned releases, such as the steps of DP-SGD or the rounds of Global DP."""
 
     @property
     def unit(self) -> str:
@@ -79,10 +79,10 @@ class PlannedReleases(Protocol):
 
     @property
     def population(self) -> int | None:
-        """The number of all units, None if it is unknown."""
+        """The number of all privacy units; None if it is unknown."""
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event of one step: ``event`` with the privacy amplification by sampling."""
+        """Return the privacy event of one step: ``event`` after the privacy amplification by sampling."""
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
         """Return the privacy events of ``steps`` steps as {event: number of its releases}."""
@@ -94,16 +94,16 @@ class PlannedReleases(Protocol):
         """Return the largest number of steps that cost at most epsilon ``target``."""
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return further facts for the user, {label: sentence}."""
+        """Return additional lines of the plan for the user, {label: sentence}."""
 
 
 @dataclass(frozen=True)
 class BudgetRequest:
     """The quantities of a privacy plan.
 
-    ``sampling``: the releases of the plan, with the sampling of privacy units. ``noise``: the noise multiplier.
-    ``target``: the epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None: it is computed from the
-    other two.
+    ``sampling``: the planned releases, including the sampling of privacy units. ``noise``: the noise multiplier.
+    ``target``: the largest allowed epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None. The plan
+    then computes this quantity from the other two.
     """
 
     sampling: PlannedReleases
@@ -156,7 +156,7 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
 
 
 def in_words(plan: dict[str, Any]) -> str:
-    """Return the plan, a result of the function ``answer``, as lines of text."""
+    """Format ``plan``, a result of the function ``answer``, as lines of text."""
     source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
     if plan["no_pld"]:
         source = f"by RDP; {plan['no_pld']}"
@@ -182,7 +182,7 @@ def in_words(plan: dict[str, Any]) -> str:
 
 
 def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
-    """Draw epsilon over steps into the file ``path``, one line for each of the two accountants (RDP and PLD).
+    """Draw epsilon over the number of steps into the file ``path``, one curve per accountant (RDP and PLD).
 
     The suffix of ``path`` determines the format of the file.
     """
@@ -223,7 +223,7 @@ def _check(request: BudgetRequest) -> None:
 
 
 def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
-    """Return mu of Gaussian DP for all releases together; None if any release is from sampled units."""
+    """Return mu of Gaussian DP for the composition of all releases; None if any release uses sampling."""
     if any(events.sampling_rate(event) != 1 for event in counts):
         return None
     total = 0.0
