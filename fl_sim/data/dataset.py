@@ -208,10 +208,10 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return the entry of ``Dataset.read_off`` for classes that were read from the private records.
+    """Return the entry of ``Dataset.read_off`` for a list of classes that was read from the private records.
 
-    ``Dataset.read_off`` lists facts from private records, for the privacy statement. The result is empty if the user
-    ``listed`` the classes with ``data.classes``, so that they are public.
+    ``Dataset.read_off`` lists facts from private records, for the privacy statement. ``listed``: the classes in the
+    setting ``data.classes``. If it is not empty, the classes are public, and the result is empty.
     """
     return () if listed else (CLASSES_READ_OFF,)
 
@@ -219,8 +219,8 @@ def read_off_classes(listed: object) -> tuple[str, ...]:
 def unlisted(where: str, cure: str = "") -> UserError:
     """Return the error for a record whose class is not in ``data.classes``.
 
-    ``cure``: a further way to remove the error, for the message; empty for none. The message does not name the class,
-    because the name would reveal something about a private record.
+    The message does not name the class, because the name would reveal something about a private record. ``cure``: a
+    further cure that is added to the message, or "".
     """
     return UserError(
         f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"
@@ -228,9 +228,9 @@ def unlisted(where: str, cure: str = "") -> UserError:
 
 
 def check_unit_range(dataset: Dataset, preprocess: str) -> None:
-    """Raise UserError if training inputs (floats) are outside 0 to 1.
+    """Raise UserError if training inputs are floats and any of them is outside the range from 0 to 1.
 
-    ``preprocess``: the name of the stage that needs this range, such as da-fl, for the error message.
+    ``preprocess``: the name of the stage that needs this range, such as da-fl. The error message states it.
     """
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:

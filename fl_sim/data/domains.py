@@ -1,8 +1,7 @@
 """Joins several data sets of images as the domains of one task, such as digits, MNIST and Fashion-MNIST.
 
-The joined data sets are called parts. All parts have the same number of classes, and class c of one part is class c of
-the others. Each part is a source of records (a domain). All domains have equally many records, so that the largest part
-does not dominate.
+The joined data sets are called parts. All parts have the same classes: class c has the same meaning in every part. The
+records of each part form a domain. All domains have equally many records, so that the largest part does not dominate.
 """
 
 import re
@@ -27,7 +26,7 @@ _HALF: Final = 0.5
 
 
 def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
-    """Return the data set ``name``, whose domains are ``parts``, in order.
+    """Join the data sets ``parts`` to one data set ``name``. Domain i has the records of the i-th part.
 
     Images are scaled to the setting ``data.size``, or else to the size of the part with the largest images. Grey images
     get three equal channels if any part has colour. Each domain has ``data.records`` training records (default: as many
@@ -115,9 +114,9 @@ def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
 
 
 def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Examples:
-    """Draw ``count`` records of the data set ``part``, keeping its class distribution and order.
+    """Draw ``count`` records of ``part`` at random, with the class distribution and in the order of ``part``.
 
-    Numbers of records per class are rounded down, except those with the largest remainders.
+    The number of records of a class is rounded down, or rounded up for the classes with the largest remainders.
     """
     if count == len(part):
         return part
@@ -143,7 +142,7 @@ def _concatenated(parts: Sequence[Examples]) -> Examples:
 
 
 def _note(names: Mapping[str, Dataset], num_train: int, num_test: int, size: tuple[int, int], channels: int) -> str:
-    """Return the facts about the joined data set, for ``Dataset.note``."""
+    """Describe the domains and the changes of their images, for ``Dataset.note``."""
     of = ", ".join(
         f"{domain} {shortened(called)} (of {len(part.train):,} and {len(part.test):,})"
         for domain, (called, part) in enumerate(names.items())

@@ -42,9 +42,10 @@ def version_of(features: Features) -> str:
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    ``std`` of the result is 1 / sqrt(numbers). Models receive the features divided by ``std``: numbers with a standard
-    deviation of about 1. ``records``: a digest of all records of ``dataset``, for the name of the cache file. Raises
-    UserError for records that are no images or have an unsuitable size, RunError if the cache file cannot be written.
+    Models receive the features divided by ``Dataset.std``. It is 1 / sqrt(numbers) in the result, so that the divided
+    features have a standard deviation of about 1. ``records``: a digest of all records of ``dataset``, for the name of
+    the cache file. Raises UserError for records that are no images or have an unsuitable size, RunError if the cache
+    file cannot be written.
     """
     if features == "none":
         return dataset
@@ -73,8 +74,8 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
 def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
     """Return the features of the training and test records from the cache file.
 
-    If the file is missing or damaged, all features are computed and written. ``size``: the number of features of a
-    record.
+    If the file is missing or damaged, all features are computed and written into it. ``size``: the number of features
+    of a record.
     """
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
     folder = cache_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"

@@ -84,14 +84,14 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _drawn(test_part: TestPart, *, has_domains: bool) -> str:
-    """Describe how test records are drawn at random; empty if no test records are drawn."""
+    """Describe the random draw of test records, for ``Dataset.note``; empty if no test records are drawn."""
     of_domains = " of every domain" if has_domains else ""
     drawn = f"{test_part.share:g} of every class{of_domains} is for testing, drawn by test_seed {test_part.seed}"
     return drawn if test_part.share else ""
 
 
 def _order(parts: Sequence[_Part], num_classes: int) -> str:
-    """Describe the order of the classes."""
+    """Describe the order of the classes, for ``Dataset.inferred``."""
     many = parts[-1].domain > 0
     matched = "; test's are matched by name" if parts[-1].is_test and not many else ""
     within = "all domains" if many else parts[0].root.name
@@ -121,7 +121,7 @@ def _domains(path: Path) -> dict[str, Path]:
         (only,) = folders
         raise UserError(
             f"data.domains=true finds only one domain in {path}, {only!r}: add another one, or read this one by "
-            f"data=folder:{path / only}. If {only} contains the domains, this path is right for them, too"
+            f"data=folder:{path / only}. If the domains are folders in {only!r}, give this path with data.domains=true"
         )
     return folders
 
@@ -155,7 +155,10 @@ def _with_domains(dataset: Dataset, domains: tuple[str, ...], path: Path) -> Dat
 
 
 def _parts(domains: Mapping[str, Path], test_part: TestPart) -> list[_Part]:
-    """Return the training parts of all ``domains``, {domain: its folder}, and then the test parts, if there are any."""
+    """Return the training images of each domain, then the test images of each domain if there are test folders.
+
+    ``domains``: {domain: its folder}.
+    """
     train = [_training_folder(folder, test_part) for folder in domains.values()]
     parts = [_Part(root, _subfolders(root), domain, is_test=False) for domain, root in enumerate(train)]
     if not test_part.share:

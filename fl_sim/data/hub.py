@@ -107,7 +107,7 @@ def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
 def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
     """Return the names of the training part and of the test part.
 
-    The test part is "" if the setting ``data.test`` or ``data.split`` defines the test records.
+    The name of the test part is "" if the setting ``data.test`` or ``data.split`` defines the test records.
     """
     train, test = own.option("train_part") or "train", own.option("test_part")
     if not test and "test" in parts and not own.option("test") and not own.option("split"):
@@ -151,9 +151,9 @@ def _batches(where: str, part: Any, first: Any, columns: Sequence[str]) -> Itera
 
 
 def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
-    """Convert the class codes in ``cells`` to the codes of the training part ``first``; -1 means no class.
+    """Convert the class codes in ``cells`` to the codes of the training part ``first``.
 
-    If the training part has no class codes, class names are returned.
+    A cell without a class gets the code -1. If the training part has no class codes, the result is class names.
     """
     arrow = pyarrow()
     compute, kinds = arrow.compute, arrow.types
@@ -190,7 +190,7 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
     """Return the name of the only column of type ``kind``; "" if there is none.
 
-    If several columns have this type, return ``usual`` if one of them has this name, else "".
+    If several columns have this type, return the name ``usual`` if it is among their names, else "".
     """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""
@@ -247,9 +247,9 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Convert class codes to class names, if the type ``label`` of the label column has names; else return the codes.
+    """Convert class codes to class names if the column type ``label`` has names; else return ``classes`` unchanged.
 
-    ``classes``: the codes as texts. Raises UserError for the code -1, which means records without a label.
+    ``classes``: the codes as texts. Raises UserError for the code -1, which marks records without a label.
     """
     names = getattr(label, "names", None)
     if names and "-1" in classes:

@@ -33,14 +33,15 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-# Standard deviation of each channel's own component; that of the component common to all channels is 1.
+# A colour channel is the sum of a component that is the same in all channels, with standard deviation 1, and of an
+# independent component, with this standard deviation.
 _OWN: Final = 0.35
 
 _MADE: Final = 300  # artificial images of each of three kinds
-_SEED: Final = 1  # their seed; not the seed of the whitening, because the regression needs other images
+_SEED: Final = 1  # seed of these images; whitening has another seed, because the regression needs other images
 _RIDGE: Final = 0.1  # ridge penalty, relative to the mean squared length of the artificial images' features
-_BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the first image
-_DARKEST: Final = 0.02  # pixels of the first image are in 0.02 .. 0.98, because logit(0) and logit(1) are infinite
+_BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the image at which a search starts
+_DARKEST: Final = 0.02  # pixels of this image are in 0.02 .. 0.98, because logit(0) and logit(1) are infinite
 
 
 def images_of(
@@ -51,8 +52,8 @@ def images_of(
     Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features of
     its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback for a
     progress bar; its argument is the finished share of all steps, from 0 to 1. The same vectors always give the same
-    images. Raises UserError if images of ``shape`` have no features, ValueError if ``vectors`` are not features of
-    images of this shape.
+    images. Raises UserError if no features exist for images of ``shape``, ValueError if ``vectors`` are not features
+    of images of this shape.
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(
@@ -93,7 +94,7 @@ def _one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def _regression(shape: Shape, features: Features) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Fit a ridge regression that predicts images (n, *shape) from features. Return the function that predicts.
+    """Fit a ridge regression that predicts images (n, *shape) from features. Return its prediction function.
 
     The regression is fitted on artificial images. Each predicted image is scaled to mean 0 and standard deviation
     1, because features hardly depend on brightness and contrast.
@@ -148,7 +149,7 @@ def _descended(
         found = described(images)
         found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
         distances = ((found if whitening is None else whitening.applied(found)) - targets).square().sum()
-        neighbours = (images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3))  # dim 2: down; dim 3: across
+        neighbours = (images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3))  # vertical, horizontal
         variations = sum(neighbours, torch.zeros(len(images)))
         (noise.grad,) = torch.autograd.grad(distances + _VARIATION * variations.sum(), noise)
         adam.step()
@@ -166,10 +167,10 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return a symmetric matrix M, (channels, channels), that mixes independent channels as colours in photographs.
+    """Return a symmetric matrix M, (channels, channels), that correlates independent channels as in photographs.
 
-    The covariance of the mixed channels is M squared: a brightness common to all channels, and a small independent
-    component of each channel (``_OWN``).
+    The covariance of the resulting channels is M squared: all channels share one brightness, and each channel has a
+    small independent component (``_OWN``).
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

@@ -1,8 +1,8 @@
 """A cache of arrays that are computed from records, such as features of images and tokens of texts.
 
 The cache is in $FL_SIM_FEATURES, or in the user's cache folder if the variable is not set. A file contains a checksum,
-and a digest of the records and of the computation. The arrays of a damaged file, or of other records, are computed
-again.
+and a digest of the records and of the computation. If the file is damaged, or its digest differs, the arrays are
+recomputed.
 """
 
 import hashlib
@@ -42,9 +42,9 @@ def kept_arrays(
     """Return the arrays in the cache file ``path``, or compute and write them if the file is missing or damaged.
 
     ``names``: the names of the arrays, in the order of the checksum. ``identity``: a digest of the records and of the
-    computation. ``make``: computes the arrays. ``fits``: returns True if arrays have the expected types and shapes.
-    ``what``: a phrase for the arrays in messages. ``private``: True if only the user may read the file, because the
-    arrays are as private as the records. Raises RunError for a file that cannot be written.
+    computation. ``make``: a function that computes the arrays. ``fits``: a function that returns True if arrays have
+    the expected types and shapes. ``what``: a phrase for the arrays in messages. ``private``: True if only the user may
+    read the file, because the arrays are as private as the records. Raises RunError for a file that cannot be written.
     """
     folder = path.parent
     with readable_os_errors():

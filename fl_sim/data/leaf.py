@@ -1,8 +1,8 @@
 """Reads LEAF's JSON files (Caldas et al. 2018), such as FEMNIST and Shakespeare.
 
 The folders train and test contain JSON files with the keys users, num_samples and user_data. Files are read one after
-another, to save memory. The records of one user form a group (``Examples.groups``), with the same number in training
-and test records.
+another, to save memory. Each user has a number: all training and test records of the user have this number in
+``Examples.groups``.
 """
 
 import json
@@ -36,7 +36,7 @@ FEMNIST_SIDE: Final = 28
 
 _BY_USER: Final = "each user is a client; users with equal names in train and test are the same client"
 _IMAGES_READ_OFF: Final = ("that all numbers of a record lie from 0 to 1, so that records are images",)
-_SWELL: Final = 12  # memory that the Python objects of a JSON file need, divided by the file's size
+_SWELL: Final = 12  # memory for the Python objects of a JSON file, as a multiple of the file's size
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _of_texts(
 ) -> Dataset:
     """Return a data set of texts. Every character of ``alphabet`` is a class, even if it does not occur.
 
-    All other characters together are one more class and token. This class exists only if such characters occur. Texts
-    in LEAF's alphabet thus have LEAF's classes.
+    All other characters together are one more class and token. This class exists only if such characters occur: if
+    texts contain only LEAF's characters, the classes are the same as in LEAF.
     """
     train, test = parts
     foreign = sum(int((part.inputs > len(alphabet)).sum() + (part.labels == len(alphabet)).sum()) for part in parts)

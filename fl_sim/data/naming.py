@@ -307,7 +307,7 @@ def own_name(name: str) -> OwnName | None:
 
 
 def same_but_place(first: str, second: str) -> bool:
-    """Return True if two names of the user's own data are equal, except for the locations of files."""
+    """Return True if two names of the user's own data differ at most in the locations of files."""
     names = [own_name(first), own_name(second)]
     return None not in names and len({_without_places(name) for name in names if name}) == 1
 
@@ -351,7 +351,7 @@ def refused_if_private(name: str) -> str:
 
 
 def as_table(name: str) -> dict[str, Any]:
-    """Return kind, place and settings in the data set's ``name`` as a dict, in the form of a settings file (TOML).
+    """Convert the data set's ``name`` to a dict with kind, place and settings, as in a settings file (TOML).
 
     For example ``csv:a.csv:label=ill`` becomes {"kind": "csv", "place": "a.csv", "label": "ill"}. Raises UserError
     for a public data set, which has no settings.
@@ -369,7 +369,7 @@ def as_table(name: str) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, Any]) -> str:
-    """Return the name of the user's own data that a ``table`` with kind, place and settings describes.
+    """Convert a ``table`` with kind, place and settings to the name of the user's own data (inverse of ``as_table``).
 
     Raises UserError for an unknown kind, a missing place or an invalid setting.
     """

@@ -82,8 +82,8 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     training record, for partition=natural. ``client_test``: the writer, hospital or device of each test record, for
     client accuracies. ``x_val`` and ``y_val``: validation records for ``evaluate.validation=given``. ``vocabulary``: a
     number V; inputs are then sequences of tokens 1 to V - 1, padded at the end with zeros. Raises UserError for any
-    other array, whose name may be misspelt. Settings: ``data.classes`` lists public classes; ``data.values`` gives the
-    two values of float images that become 0 and 255.
+    other array, because its name may be misspelt. Settings: ``data.classes`` lists public classes; ``data.values``
+    gives the two values of float images that become 0 and 255.
     """
     arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
     if values:
@@ -139,7 +139,7 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
 
 
 def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return a line for ``Dataset.inferred``: how the axes of an image array of ``shape`` were interpreted."""
+    """Describe the interpretation of the axes of an image array of ``shape``, for ``Dataset.inferred``."""
     _, height, width = shape[:3]
     if len(shape) == 3:
         return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
@@ -191,7 +191,7 @@ def with_clients(
 ) -> tuple[Examples, Examples]:
     """Return the training and the test records, with the client of each record in the field ``groups``.
 
-    Without arrays of clients in the file, the records are returned unchanged.
+    If the file has no arrays of clients, the records are returned unchanged.
     """
     given = [name for name in CLIENTS if name in arrays]
 
@@ -326,7 +326,7 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
 def _shape(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
     """Return the shape in the header of one array of the file, without reading the array.
 
-    Raises UserError if the array does not have the size in its header, or is too large for the memory.
+    Raises UserError if the array has another size than its header states, or is too large for the memory.
     """
     where = f"{path}: {info.filename}"
     try:
@@ -363,7 +363,7 @@ def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-    """Raise UserError if headers state different lengths of arrays that need the same, such as inputs and labels."""
+    """Raise UserError if arrays that must be equally long, such as inputs and labels, differ in length by headers."""
     lengths = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
@@ -432,7 +432,7 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
 
 
 def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return a whole number for each record's client. Clients may be texts; equal texts get equal numbers."""
+    """Convert the client of each record to a whole number. Equal texts get equal numbers."""
     if clients.dtype.kind != "U":
         return clients.astype(np.int64)
     numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)

@@ -47,8 +47,8 @@ class ImageSettings:
     def read_off(self) -> tuple[str, ...]:
         """The facts about private images that determine the model's input shape, for ``Dataset.read_off``.
 
-        Every privacy statement lists these facts: the presence of colour in any image and, without ``size``, the size
-        of the images.
+        Every privacy statement lists these facts. They are the presence of colour in any image and, without ``size``,
+        the size of the images.
         """
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
@@ -84,7 +84,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             if (pages := getattr(image, "n_frames", 1)) > 1:
                 raise UserError(f"{where} holds {pages} pages or frames; save each of them as a separate file")
             is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-            image.load()  # Pillow rotates a TIFF file in this call
+            image.load()  # this call already rotates the image of a TIFF file
             image = ImageOps.exif_transpose(image)
             if _has_transparency(image):
                 raise UserError(

@@ -45,9 +45,9 @@ class Root:
 class DataSource:
     """The location of a data set that was found.
 
-    ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read, None for
-    the digits, which need no data folder. For "own" and "domains", ``path`` is the data root or None. It is the
-    argument of the user's function, or the first folder to search for the parts, respectively.
+    ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read; None for
+    the digits, which need no data folder. For "own", ``path`` is the data root or None, and the user's function gets it
+    as argument. For "domains", ``path`` is the data root or None, and the joined data sets are searched there first.
     """
 
     layout: Layout | OwnKind
@@ -101,7 +101,7 @@ def _found_own(own: OwnName) -> DataSource | None:
     path = _absolute(own.place)
     # not Path.is_dir, which raises an error for a long name
     is_there = os.path.isdir if own.kind in PLACES else os.path.isfile
-    # Kind hf: a name on Hugging Face's hub.
+    # if there is no such folder for kind hf, the place is a name on Hugging Face's hub
     found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None
     return DataSource(own.kind, found) if found else None
 
@@ -111,8 +111,8 @@ def _found_parts(name: str, data_root: Path | None) -> DataSource:
 
     Each part may be in another search directory.
 
-    Raises UserError for fewer than two parts, for a repeated part, for a part that itself joins data sets, and for an
-    invalid part or missing files of the user's own.
+    Raises UserError for fewer than two parts, for a repeated part, for a part that itself joins data sets, for an
+    invalid name of a part, and if files of the user's own data are missing.
     """
     parts = parts_of(name)
     if len(parts) < 2 or "" in parts:

@@ -6,11 +6,11 @@ is a part of scikit-learn. Its training and test records are those of ``sklearn.
 short run. MNIST's idx files (LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. The files
 of CIFAR and SVHN are in torchvision's layout.
 
-The question of Adult (Becker and Kohavi 1996) is: does a person earn over 50,000 dollars? The question of Diabetes
-130-US hospitals (Strack et al. 2014) is: does a patient return to hospital within 30 days? Numbers are divided by
+Models for Adult (Becker and Kohavi 1996) predict whether a person earns over 50,000 dollars. Models for Diabetes 130-US
+hospitals (Strack et al. 2014) predict whether a patient returns to hospital within 30 days. Numbers are divided by
 published maxima. For Adult these maxima are the top codes of the census form. For Diabetes they are the largest values
 in the publication. The categories are published, too. A value that is not a published category ("?") becomes zeros.
-``Dataset.columns`` lists round numbers up to the maxima. Generators of synthetic records may round to them. Maxima,
+``Dataset.columns`` lists round numbers up to the maxima, to which generators of synthetic records may round. Maxima,
 categories and round numbers are not computed from the records, so their use has no privacy cost.
 """
 
@@ -79,7 +79,7 @@ _DIABETES_NUMBERS = {
     "time_in_hospital": 14, "num_lab_procedures": 132, "num_procedures": 6, "num_medications": 81,
     "number_outpatient": 42, "number_emergency": 76, "number_inpatient": 21, "number_diagnoses": 16,
 }  # fmt: skip
-_FEW: Final = 20  # the maximum number of steps of a Diabetes column; columns with a smaller maximum have steps of 1
+_FEW: Final = 20  # maximum number of rounding steps between 0 and the maximum of a Diabetes column
 _ICD9 = (
     ("circulatory", ((390, 460), (785, 786))), ("respiratory", ((460, 520), (786, 787))),
     ("digestive", ((520, 580), (787, 788))), ("diabetes", ((250, 251),)), ("injury", ((800, 1000),)),
@@ -124,7 +124,7 @@ def read_cifar(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
     """Read CIFAR's pickled batches in the folder ``root``; return (training, test) records.
 
     Reading a pickle can run code. Therefore torchvision checks the published MD5 of each file before it opens any file.
-    Raises UserError if one differs.
+    Raises UserError if an MD5 differs.
     """
     cifar = known.in_torchvision()
     try:
@@ -171,9 +171,10 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` records among classes in proportion to the counts ``held``, by the largest remainders.
+    """Divide ``total`` records among classes in proportion to the counts ``held``.
 
-    Among equal remainders the choice is random, as in scikit-learn.
+    Numbers are rounded down; the classes with the largest remainders then get one record more. Among equal remainders
+    the choice is random, as in scikit-learn.
     """
     exact = held / held.sum() * total
     whole = np.floor(exact)
@@ -267,7 +268,8 @@ def _adult_record(row: Row) -> list[float]:
 def _adult_columns() -> tuple[Column, ...]:
     """Return the public facts of Adult's columns (names, categories, rounding steps), in the order of the input vector.
 
-    Generators may round years and hours to steps of 5, and amounts of money to powers of about 1.6.
+    Generators of synthetic records may round years and hours to steps of 5, and amounts of money to powers of about
+    1.6.
     """
     money = (0.0, *(step / 25 for step in range(10, 26)))  # steps from 100 to 100,000 dollars
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
@@ -301,8 +303,8 @@ def _diabetes_record(row: Row) -> list[float]:
 def _diabetes_columns() -> tuple[Column, ...]:
     """Return the public facts of Diabetes' columns (names, categories, steps), in the order of the input vector.
 
-    Generators may round numbers to steps of 1. For a maximum above 20, steps are larger, so that there are at most 20
-    of them.
+    Generators of synthetic records may round numbers to these steps. A step is 1 if the maximum of the column is at
+    most 20. Otherwise it is larger, so that there are at most 20 steps.
     """
     values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
     numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})

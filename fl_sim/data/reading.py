@@ -139,7 +139,7 @@ def content_of(name: str, data_root: Path | None) -> str:
     files = _files_of(name, own, data_root)
     if files:
         return _of_files(tuple((file, *_signature(file)) for file in files))
-    if own is not None and own.kind == "hf":  # kind hf: the data set has a name on Hugging Face's hub
+    if own is not None and own.kind == "hf":  # a data set on Hugging Face's hub is identified by its name
         return hashlib.sha256(f"hf:{own.place}".encode()).hexdigest()
     source = look_for(name, data_root)
     place = source.path if source and source.layout != "own" else None
@@ -151,7 +151,7 @@ def content_of(name: str, data_root: Path | None) -> str:
 
 
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
-    """Return (digest of the training records, digest of the test records) of ``name``, as ``content_of`` does.
+    """Return two digests, as of ``content_of``: of the training records of ``name``, and of its test records.
 
     Both digests are equal if one table contains training and test records, or if ``data.test`` draws the test records.
     """
@@ -167,9 +167,9 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
 def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
     """Return a keyed hash (HMAC) of ``content_of``, which result files may contain; empty if there is no key.
 
-    The key is secret and stays on this machine. The part before the colon identifies the key. Hashes with different
-    keys cannot be compared. ``make_key``: True creates a missing key; False is for a forecast, which must not write
-    files.
+    The key is secret and stays on this machine. The part of the result before the colon identifies the key. Hashes with
+    different keys cannot be compared. ``make_key``: True creates a missing key; False is for a forecast, which must not
+    write files.
     """
     key = machine_key(make=make_key)
     if not key:
@@ -224,7 +224,7 @@ def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
 
 
 def _stamps(name: str, source: DataSource) -> _Stamps:
-    """Return the state of every file of ``name``, to detect changes; empty for embedded data and user functions."""
+    """Return size, time and inode of every file of ``name``, to detect changes; empty if it is not read from files."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 
@@ -255,8 +255,8 @@ def _files(name: str, source: DataSource) -> Iterator[str]:
 def _made(name: str, data_root: Path | None) -> Dataset:
     """Call the user's function with the import path ``name``. Its argument is ``data_root`` (or None).
 
-    It must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if it fails or returns another
-    type.
+    The function must return the same ``fl_sim.types.Dataset`` in every process. Raises UserError if the function fails
+    or returns another type.
     """
     factory = load_object(name, "data set")
     if not callable(factory):
@@ -291,7 +291,7 @@ def _check_dataset(made: Dataset, where: str) -> None:
     if made.sources and (groups is None or not 0 <= groups.min() <= groups.max() < len(made.sources)):
         raise UserError(
             f"{where}: sources are {len(made.sources)} names, and the groups of training records are "
-            f"{'none' if groups is None else f'{groups.min()} to {groups.max()}'}; a group is the place of its name"
+            f"{'none' if groups is None else f'{groups.min()} to {groups.max()}'}; a group is the index of its name"
         )
 
 
@@ -340,7 +340,7 @@ def _checksums(name: str, source: DataSource) -> list[str]:
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
         except (zipfile.BadZipFile, OSError):
-            return []  # reading the file fails, too, with a better error message
+            return []  # no problem here: reading the file raises an error with a better message
         return [f"{path}: {bad} does not match its checksum; fetch or write the file again"] if bad else []
     problems = []
     for file, published in (_published(known) if known else {}).items():
@@ -409,7 +409,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
     """Return the digest of the training inputs.
 
-    ``signature`` is only a part of the cache key: it changes with the file.
+    ``signature`` changes with the file. It is only a part of the cache key, so that a changed file has a new digest.
     """
     return _of_inputs(load(name, data_root).train.inputs)
 
