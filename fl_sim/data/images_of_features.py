@@ -37,7 +37,7 @@ _VARIATION: Final = 0.1  # weight of the total variation (mean difference of nei
 # independent component, with this standard deviation.
 _OWN: Final = 0.35
 
-_MADE: Final = 300  # artificial images of each of three kinds
+_MADE: Final = 300  # number of artificial images of each of three kinds
 _SEED: Final = 1  # seed of these images; whitening has another seed, because the regression needs other images
 _RIDGE: Final = 0.1  # ridge penalty, relative to the mean squared length of the artificial images' features
 _BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the image at which a search starts

@@ -36,28 +36,32 @@ NUM_MAPS: Final = 1 + 2 * ORIENTATIONS + ORIENTATIONS**2
 
 GROUPS: Final = 27
 
-_STRIDE: Final = 4  # 2^J pixels between neighbouring positions of a map
+_STRIDE: Final = 4  # 2^J: the distance of neighbouring positions of a map, in pixels
 _LONGEST: Final = 7  # maximum number of positions along a side; longer maps are averaged in blocks of 2 x 2
 _SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
-_PADDING: Final = 2  # minimum number of mirrored pixels at each edge
+_PADDING: Final = 2  # minimum number of pixels that mirroring adds at each edge
 _SEED: Final = 0  # seed of the projection's directions
 _BATCH: Final = 64  # channels of images per batch, so that a batch fits into the processor's cache
 _EPSILON: Final = 1e-5  # added to the variance of a group, against division by zero
 
-_NUM_MADE: Final = 2500  # artificial images of each of three kinds
+_NUM_MADE: Final = 2500  # number of artificial images of each of three kinds
 _MADE_SEED: Final = 0
-_RIDGE: Final = 0.1  # added to every variance, as a share of the mean variance
-WITHIN: Final = 0.9  # share of the artificial images whose whitened features have norm at most 1
+_RIDGE: Final = 0.1  # added to the variance of each direction, as a fraction of the mean variance
+WITHIN: Final = 0.9  # fraction of the artificial images whose whitened features have norm at most 1
 _ROWS: Final = 5000  # records per batch of whitening
 
 _EXPONENTS: Final = (1.0, 1.5)  # exponents of pink noise; photographs have an exponent of about 1
-_OWN: Final = 0.35  # standard deviation of a channel's own noise; that of the noise common to all channels is 1
-_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of standard deviation and mean of an image, in units of 255
+# All channels of an image have a common noise with standard deviation 1, and each channel has additional noise with
+# this standard deviation.
+_OWN: Final = 0.35
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean, for pixels 0 to 1
 
 _LEAVES: Final = 200  # leaves per image
-# Radius of a leaf: smallest in pixels, largest as a share of the image's longer side.
+# Smallest radius of a leaf, in pixels; largest radius of a leaf, as a fraction of the image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
-_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # units: grey levels, grey levels per pixel, grey levels
+# Standard deviation of a leaf's colour, in grey levels, and of its shading, in grey levels per pixel. The largest
+# standard deviation of an image's noise, in grey levels.
+_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
 
@@ -80,7 +84,7 @@ def dimension_of(shape: tuple[int, ...]) -> int:
 
 
 def num_coefficients(shape: tuple[int, ...]) -> int:
-    """Return the number of scattering coefficients of an image of ``shape``: all numbers of all its maps."""
+    """Return the number of scattering coefficients of an image of ``shape``: the total size of all its maps."""
     return shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2])
 
 
@@ -157,7 +161,7 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``, scaled to norm 1 if it is larger.
+    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``. Norms above 1 are scaled to 1.
 
     ``centre`` (d,) and ``matrix`` (d, d) are float64.
     """
@@ -283,7 +287,10 @@ def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.c
 def _gabor(
     height: int, width: int, sigma: float, angle: float, frequency: NDArray[np.float64]
 ) -> NDArray[np.complex128]:
-    """Return a plane wave times a Gaussian that is twice as wide across the wave, with periodic boundaries."""
+    """Return the product of a plane wave and a Gaussian, with periodic boundaries.
+
+    The Gaussian is twice as wide at right angles to the wave's direction as along this direction.
+    """
     slant = 4 / ORIENTATIONS
     total = np.zeros((height, width), dtype=np.complex128)
     for down in range(-2, 3):
@@ -299,11 +306,11 @@ def _gabor(
 def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     """Filter images and subsample them by 2 in both directions, in the Fourier domain.
 
-    ``spectrum``: the Fourier transform of the images, (..., 1, height, width). ``filters``: the Fourier transforms of
-    the filters, which are real, (8, height, width). In the Fourier domain subsampling is the mean of four aliases.
+    ``spectrum``: the Fourier transform of the images, (..., 1, height, width). ``filters``: the real Fourier transforms
+    of the filters, (8, height, width). In the Fourier domain, subsampling is the mean of the four ``_aliases``.
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
-    # pairs of real numbers, because products of complex numbers are slow
+    # computed with pairs of real numbers, because products of complex numbers are slow
     parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)
     weights = _aliases(filters).flatten(-2).repeat_interleave(2, -1)
     total = parts[..., 0, :] * weights[:, 0]
@@ -315,7 +322,7 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
 def _aliases(values: torch.Tensor) -> torch.Tensor:
     """Split ``values`` (..., height, width) into four quarters: (..., 4, height / 2, width / 2).
 
-    Subsampling adds these quarters.
+    Subsampling by 2 in both directions is the mean of these quarters in the Fourier domain.
     """
     down, across = values.shape[-2] // 2, values.shape[-1] // 2
     return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
@@ -350,10 +357,11 @@ def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torc
 
 @lru_cache(maxsize=16)
 def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
-    """Return the matrix, (positions, padded side / spacing), that smooths one axis of ``side`` pixels by a product.
+    """Return the matrix that smooths one axis of ``side`` pixels, shape (positions, padded side / spacing).
 
-    Each row is a Gaussian with standard deviation 1.6 pixels. Its centre is the middle of 4 neighbouring pixels.
-    While there are more than 7 rows, pairs of neighbouring rows are averaged.
+    The product of the matrix and the padded pixels is the smoothed axis. Each row is a Gaussian with standard deviation
+    1.6 pixels. Its centre is the middle of 4 neighbouring pixels. While there are more than 7 rows, pairs of
+    neighbouring rows are averaged.
     """
     padded = _padded_side(side)
     before = (padded - side) // 2
@@ -401,7 +409,7 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 
 
 class _Projected(torch.autograd.Function):
-    """The function ``_projected`` with a gradient. The function is linear, so the gradient is the transposed map."""
+    """The function ``_projected`` with a gradient. It is linear, so the transposed map computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, size: int) -> torch.Tensor:
@@ -443,7 +451,7 @@ def _whitening(features: NDArray[np.float32]) -> Whitening:
 
 
 def inverse_root(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean (d,) of ``rows`` (n, d), and the inverse square root (d, d) of their covariance with a ridge."""
+    """Return the mean (d,) of ``rows`` (n, d), and the inverse square root (d, d) of their covariance plus a ridge."""
     values, vectors = torch.linalg.eigh(torch.cov(rows.T))
     values = values.clamp(min=0) + _RIDGE * values.mean()
     return rows.mean(dim=0), vectors * values.rsqrt() @ vectors.T

@@ -75,7 +75,7 @@ def _mixing(found: NDArray[np.float32], num_maps: int) -> tuple[torch.Tensor, to
 
 
 def _coefficients(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the normalised maps of ``images``, (n, numbers)."""
+    """Return all normalised scattering maps of each image as one vector, (n, numbers)."""
     found = np.empty((len(images), num_coefficients(images.shape[1:])), dtype=np.float32)
 
     def fill(rows: slice) -> None:

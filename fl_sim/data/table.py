@@ -90,7 +90,7 @@ class TestPart:
         order = np.argsort(clients, kind="stable")
         numbers, starts = np.unique(clients[order], return_index=True)
         bounds = np.append(starts, count)
-        # Clients with one record are skipped to save time: a million clients may have only one.
+        # Clients with a single record are skipped to save time: there may be a million of them.
         for place in np.flatnonzero(np.diff(bounds) > 1).tolist():
             of_client = order[bounds[place] : bounds[place + 1]]
             coins = rng(self.seed, "test part", int(numbers[place]))
@@ -181,7 +181,7 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class Rows:
-    """The records of a table as arrays. ``clients``: the index of each record's client; 0 without a client column.
+    """The records of a table as arrays. ``clients``: the index of each record's client; zeros without a client column.
 
     ``kept``: a mask, shape (rows,), True for the rows of the table that are used as records.
     """
@@ -431,15 +431,15 @@ def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell's text in ``values``, such as the class names; 0 for an empty cell.
+    """Return the index of each cell's text in ``values``, such as the class names.
 
-    Records with an empty cell are removed later.
+    An empty cell gets the index 0. This has no effect, because records with an empty cell are removed later.
     """
     found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # each batch needs all class names and all client names, and there may be a million clients
+@lru_cache(maxsize=2)  # each batch needs the names of all classes and of all clients, perhaps a million
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 
@@ -477,7 +477,7 @@ def _oddities(plan: TablePlan) -> list[str]:
 
 
 def lacking(plan: TablePlan) -> str:
-    """Return a phrase for messages about the records that ``data.missing=drop`` leaves out."""
+    """Describe the records that ``data.missing=drop`` leaves out, for messages."""
     return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
 
 

@@ -39,7 +39,7 @@ MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
 
 _SAMPLES: Final = 200  # maximum number of texts that are kept to infer the notation of numbers
-ROWS_TO_COUNT: Final = 10  # smaller tables: a column 0, 1, 2 ... counts as a feature, not as row numbers
+ROWS_TO_COUNT: Final = 10  # in a table with fewer rows, a column 0, 1, 2 ... is a feature, not row numbers
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
@@ -146,7 +146,7 @@ class ColumnContent:
 
 @dataclass(frozen=True)
 class Survey:
-    """The facts about all columns that ``survey`` found: rows of each file, and {column: its content}."""
+    """The result of the function ``survey``: the number of rows of each file, and {column: facts about its cells}."""
 
     rows: tuple[int, ...]
     columns: Mapping[str, ColumnContent]
@@ -277,7 +277,7 @@ def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> 
 def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
     """Return the different entries of the label column as classes: numbers by size, or texts in alphabetical order.
 
-    Raises UserError for numbers with a fraction and for more than 1000 different entries, which are no classes.
+    Raises UserError for numbers with a fraction, and for more than 1000 different entries: these cannot be classes.
     """
     if seen.texts is None:
         raise UserError(
@@ -297,7 +297,7 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
 
 
 def left_out(own: OwnName, names: Iterable[str], found: Survey) -> dict[str, str]:
-    """Return {column: reason} of the unused feature columns: dates, or more than 200 different texts.
+    """Return {column: reason} of the unused columns: they contain dates, or more than 200 different texts.
 
     A column for which ``data.range``, ``data.category`` or ``data.fill`` is set is always used.
     """
@@ -393,7 +393,7 @@ class Feature:
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return the steps within the bounds, or the number of categories, for generators of synthetic records.
+        """Return the values to which generators of synthetic records may round, or the number of categories.
 
         Call this method only if ``is_public``.
         """

@@ -94,7 +94,7 @@ class TableReader:
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                # a dictionary, because pyarrow's search for names is linear
+                # a dictionary, because pyarrow's own search for a column name takes linear time
                 places = {name: place for place, name in enumerate(batch.schema.names)}
                 yield {
                     name: _cleaned(batch.column(places[written[name]]), is_text=name in self.texts) for name in columns
@@ -206,7 +206,7 @@ class Spelling:
         return rf"^(?:[+-]?{digits}|[+-]?(?i:inf|infinity))$"
 
     def numbers(self, cells: Any) -> Any:
-        """Convert a pyarrow array of texts, numbers in the notation ``self``, to float64. Other texts become None."""
+        """Convert a pyarrow array of texts to float64. A text that is no number in this notation becomes None."""
         arrow = pyarrow()
         compute = arrow.compute
         if self == Spelling():
@@ -222,7 +222,7 @@ class Spelling:
         return kept.cast(arrow.float64())
 
     def value(self, text: str) -> str:
-        """Convert a number in this notation to a number with a decimal point, such as 1.234,5 to 1234.5, as text."""
+        """Rewrite a number in this notation with a decimal point and without separators: 1.234,5 becomes 1234.5."""
         plain = re.sub(THOUSANDS[self.thousands], "", text) if self.thousands else text
         return f"{float(plain.replace(',', '.') if self.decimal == 'comma' else plain):.15g}"
 
@@ -284,7 +284,8 @@ def one_spelling(text: str) -> str:
 def similar_spellings(what: str, texts: Iterable[str], *, with_names: bool = True) -> str:
     """Return a warning about ``texts`` that differ only in case, spaces or leading zeros; empty if there are none.
 
-    ``what``: the noun for the texts, such as classes. ``with_names``: False for private texts: they are only counted.
+    ``what``: the noun for the texts, such as classes. ``with_names``: False if the texts are private; the warning then
+    states only their number.
     """
     alike: dict[str, list[str]] = {}
     for text in texts:
@@ -379,7 +380,7 @@ def _declared(part: Any) -> Declared:
 
 
 def _cleaned(cells: Any, *, is_text: bool) -> Any:
-    """Return ``cells`` with None for empty ones. ``is_text``: True if only blank texts count as empty."""
+    """Replace empty cells by None. ``is_text``: True if only blank texts count as empty, not words such as NaN."""
     arrow = pyarrow()
     kinds, compute = arrow.types, arrow.compute
     if kinds.is_dictionary(cells.type):

@@ -1,7 +1,7 @@
-"""Reads csv and parquet files: a table with a column of texts becomes sequences of tokens, any other table vectors.
+"""Reads csv and parquet files: the texts of one column become sequences of tokens; other tables become vectors.
 
-``data.text=COLUMN`` names the column of texts. Columns of label, client and split are as in fl_sim.data.table. All
-other columns are left out.
+``data.text=COLUMN`` names the column of texts. Then only this column and the columns label, client and split are used.
+These three columns have the same meaning as in fl_sim.data.table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _LENGTH_READ_OFF: Final = "the length of the longest text (public with data.max_
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the csv or parquet file ``path``, and the file ``data.test_file`` if it is set, as a data set.
 
-    Raises UserError for anything but classification data, mostly with row and column.
+    Raises UserError if the files do not contain classification data. Most messages state the row and the column.
     """
     test_part, delimiter = test_part_by_setting(own), own.option("delimiter")
     tables = [open_table(path, own.kind, delimiter)]
@@ -55,8 +55,8 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
     for key in _OF_VECTORS:
         if key in own.options or key in own.columns:
             raise UserError(
-                f"data.{key} is for columns of a vector, and data.text={column} makes the texts of one column the "
-                f"records; leave data.{key} out"
+                f"data.{key} is for columns of numbers or categories, but with data.text={column} the records are "
+                f"texts; leave data.{key} out"
             )
     if table.choice_of(own, "missing", ("refuse", "drop", "middle")) == "middle":
         raise UserError("data.missing=middle is for numbers; for texts, data.missing=drop leaves records out")
@@ -86,10 +86,10 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
     """Return the column of texts that become tokens; empty if the records are vectors.
 
-    ``data.text`` must name only this column, and the column must contain words. In addition, ``data.tokenizer``,
-    ``data.max_length`` or ``data.alphabet`` is set, or the column contains no numbers, or it has over 200 different
-    texts. Any other column in ``data.text`` contains names, such as postal codes. Raises UserError if one of the three
-    settings is set, and ``data.text`` names no column of texts.
+    A column of texts is the only column in ``data.text``, and contains words. In addition, one of three conditions must
+    hold: (1) ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set; (2) the column contains no numbers;
+    (3) it has over 200 different texts. Any other column in ``data.text`` contains names, such as postal codes. Raises
+    UserError if a setting of (1) is set, but ``data.text`` names no column of texts.
     """
     listed, first = listed_columns(own, "text", tables[0]), tables[0]
     settings = [key for key in _OF_TEXTS if own.option(key)]
@@ -122,7 +122,7 @@ def _max_length(own: OwnName) -> int:
 
 
 def _texts(plan: TablePlan, rows: Rows) -> Iterator[str]:
-    """Yield the texts of all records, as they are in the tables."""
+    """Yield the texts of all records, unchanged."""
     column, place = plan.roles.text, 0
     for one in plan.tables:
         for batch in one.batches([column]):

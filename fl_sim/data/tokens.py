@@ -121,8 +121,8 @@ class Bytes:
 class Vocabulary:
     """The tokenizer in the file ``path``. ``written``: the value of ``data.tokenizer``. ``digest``: the file's SHA-256.
 
-    If token 0 of the file is padding, tokens have the file's numbers, which a pretrained model of this tokenizer
-    expects. Otherwise each token is one higher, because 0 is padding in fl-sim.
+    If token 0 of the file is padding, tokens have the same numbers as in the file. A pretrained model of this tokenizer
+    expects these numbers. Otherwise all numbers are increased by 1, because token 0 is padding in fl-sim.
     """
 
     written: str
@@ -131,7 +131,7 @@ class Vocabulary:
 
     @property
     def name(self) -> str:
-        """The description of the tokenizer, for the note of a data set. The digest in it identifies the run."""
+        """The description of the tokenizer, for the note of a data set. It contains the start of the file's digest."""
         moved = ", each token one higher" if self._shift else ""
         return f"{shortened(self.written)}, {_FILE} {self.digest[:12]}{moved}"
 
@@ -149,7 +149,7 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """The largest token, plus 1."""
+        """The vocabulary size: the largest token, plus 1."""
         return int(max(self._library.get_vocab(with_added_tokens=True).values())) + 1 + self._shift
 
     def tokens(self, texts: Sequence[str], most: int) -> Tokens:
@@ -247,8 +247,8 @@ def alphabet_set(given: str) -> str:
 def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
     """Convert texts to tokens: float32 of shape (texts, length of the longest text), padded at the end with zeros.
 
-    Characters outside ``alphabet`` all become the next token after those of the alphabet. Raises UserError for an empty
-    text, and for a value that is no text.
+    All characters outside ``alphabet`` become the same token: the first number after the tokens of the alphabet. Raises
+    UserError for an empty text, and for a value that is no text.
     """
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where}: some inputs are texts, and others are empty or no texts; make all of them texts")
@@ -259,8 +259,8 @@ def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.
 def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
     """Convert ``characters``, the labels of texts, to class numbers.
 
-    The label of a text is the character after the text. Characters outside ``alphabet`` all become the next class after
-    those of the alphabet. Raises UserError for labels that are not single characters.
+    The label of a text is the character after the text. All characters outside ``alphabet`` become the same class: the
+    first number after the classes of the alphabet. Raises UserError for labels that are not single characters.
     """
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
@@ -312,7 +312,7 @@ def _sorted(alphabet: str) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
 
 
 def _in_rows(tokens: NDArray[np.int64], lengths: list[int]) -> NDArray[np.float32]:
-    """Return the ``tokens`` of all texts, one text after another, as rows that are padded with zeros at the end."""
+    """Split the concatenated ``tokens`` of all texts into one row per text, padded with zeros at the end."""
     rows = np.zeros((len(lengths), max(lengths, default=0)), dtype=np.float32)
     rows[np.arange(rows.shape[1]) < np.array(lengths, dtype=np.int64)[:, None]] = tokens
     return rows

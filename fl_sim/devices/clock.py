@@ -28,8 +28,9 @@ class Clock:
     """Computes the simulated seconds of clients' turns. They do not depend on trained values or on real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
-    ``settings``: the settings of local training, such as epochs. ``load_of``: a function from a client's number to the
-    bytes and the work of one turn of this client. ``seed``: the seed of the random availability and jitter.
+    ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client ID, and
+    returns the bytes and the relative computation of one turn of this client. ``seed``: the seed of the random
+    availability and jitter.
     """
 
     fleet: Fleet
@@ -65,8 +66,7 @@ class Clock:
     def asking_seconds(self, client: int, server_round: int) -> float:
         """Return the simulated seconds for a download and an evaluation of the model on the client's records.
 
-        For each record, an evaluation takes a third of the seconds of a training step, because it has only a forward
-        pass.
+        The evaluation of a record takes a third of the time of training on it, because it has only a forward pass.
         """
         fleet, (traffic, work), size = self.fleet, self.load_of(client), int(self.sizes[client])
         taken = float(traffic.down / fleet.download[client] + size * work * fleet.record_seconds[client] / 3)
@@ -85,8 +85,7 @@ class Clock:
     def available(self, attempt: int) -> NDArray[np.bool_]:
         """Draw at random which clients are available now; return a mask, shape (clients,).
 
-        ``attempt``: the number of the draw. Each time that the server looks for clients, the availability is drawn
-        anew.
+        ``attempt``: the number of the draw. There is a new draw each time that the server looks for clients.
         """
         availability = self.fleet.availability
         if (availability == 1).all():
@@ -177,10 +176,10 @@ class Schedule:
     """Simulates asynchronous training.
 
     The schedule determines when clients start and finish, and which updates each server step merges. ``order_of``: a
-    function that takes the number of a server step, and returns all clients. They are in the order in which the server
-    asks them to train before this step. ``concurrency``: the number of clients that train at the same time.
-    ``buffer``: the number of updates that one server step merges. ``buffer`` is at most the number of clients. ``now``:
-    the simulated time. ``steps``: the number of server steps so far.
+    function that takes the number of a server step, and returns all clients in a certain order. Before this step, the
+    server asks the clients in this order to train. ``concurrency``: the number of clients that train at the same time.
+    ``buffer``: the number of updates that one server step merges, at most the number of clients. ``now``: the simulated
+    time. ``steps``: the number of server steps so far.
 
     When a client finishes, the next available client in this order starts at once with the current global model. No
     client trains the same global model twice, because it would send the same update twice.
@@ -207,7 +206,7 @@ class Schedule:
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._candidates = deque(self.order_of(number))
         while len(arrived) < self.buffer:
-            # A new turn starts only after all turns that end at this time, so that the order of these has no effect.
+            # New turns start only after all turns that end now are processed, so that their order has no effect.
             if not self._running or self._running[0].ends > self.now:
                 started += self._start(number)
             if self._running:

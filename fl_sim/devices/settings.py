@@ -54,7 +54,7 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Return a description of the first error in these arrays; empty if length and numbers are valid.
+        """Describe the first error in these arrays; return "" if their lengths and numbers are valid.
 
         ``num_clients``: the required length of the arrays.
         """
@@ -76,7 +76,7 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The protocol for settings of devices. A user's own class with this method ``fleet`` can be used, too."""
+    """The protocol for settings of devices. A user's own class can be used if it has this method ``fleet``."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
         """Return the devices of ``num_clients`` clients. ``seed``: the seed of all random numbers, such as speeds.
@@ -268,8 +268,8 @@ def read_profile(path: str, digest: str = "") -> list[Row]:
 def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.random.Generator, jitter: float) -> Fleet:
     """Convert the rows of the CSV file ``path`` to the devices of all clients.
 
-    ``generator``: assigns classes of devices to clients at random. Raises UserError if the rows describe another number
-    of clients than ``num_clients``.
+    ``generator``: a random generator, which assigns classes of devices to clients. Raises UserError if the rows
+    describe another number of clients than ``num_clients``.
     """
     counts = [int(row["clients"]) if "clients" in row else 1 for row in rows]
     if sum(counts) != num_clients:

@@ -67,7 +67,8 @@ class Worker:
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
     calls, in the order of the actor's answers. ``has``: the IDs of the message contents that the actor received with
     its last call and still stores. ``is_warm``: True after the first answered call; that call also loads the data.
-    ``since``: the time of the actor's start, infinite after the user was warned of a slow start.
+    ``since``: the time of the actor's start. It becomes infinite when the user is warned of a slow start, so that there
+    is only one warning.
     """
 
     actor: Any
@@ -79,9 +80,9 @@ class Worker:
     since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the message contents for the next call, {ID: content}.
+        """Return the message contents to send with the next call, as {ID: content}.
 
-        A content is None if the actor has it already. An actor stores only the contents of its last call.
+        A content that the actor still stores is replaced by None. An actor stores only the contents of its last call.
         """
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
@@ -90,8 +91,8 @@ class Worker:
     def took(self, seconds: float, steps: int) -> None:
         """Update ``step_seconds`` by the duration of a call in seconds and its number of steps.
 
-        The first call also loads the data, so its duration is ignored. With this duration, the worker would seem too
-        slow for another batch.
+        The first call also loads the data, so its duration is ignored. Otherwise the worker would seem too slow for
+        another batch.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -191,7 +192,7 @@ class ActorPool:
     def check_has_workers(self) -> None:
         """Raise RunError if the pool has no worker at the deadline of a round.
 
-        In this case no client caused the timeout.
+        Then the cluster caused the timeout, not a client.
         """
         if not self.workers:
             raise RunError(
@@ -202,7 +203,7 @@ class ActorPool:
     def started(self, call: Any) -> str:
         """Process the answer to a worker's start call or version check.
 
-        Returns the reason for which no worker can start on the node, or an empty string.
+        Returns the reason if no worker can start on the node, else an empty string.
         """
         worker = self.starting.pop(call)
         try:

@@ -111,8 +111,8 @@ def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]
 def num_bytes(content: RecordDict) -> int:
     """Return the total size in bytes of the arrays in a message, each in the format of numpy.save.
 
-    A float32 number takes 4 bytes, and each group of tensors has a header of 128 bytes. Names, settings and Flower's
-    own frame are not counted.
+    A float32 number takes 4 bytes, and each group of tensors has a header of 128 bytes. Names, settings and the rest of
+    Flower's message format are not counted.
     """
     return sum(sum(map(array_bytes, group.values())) for group in content.values() if isinstance(group, ArrayRecord))
 
@@ -142,7 +142,7 @@ def unpack(record: Any) -> Params:
 def read_group(record: object, layout: Layout) -> Params:
     """Return the tensors in a client's ArrayRecord.
 
-    Raises Malformed if names, shapes or order differ from ``layout``.
+    Raises Malformed if the names, the shapes or the order of the tensors differ from ``layout``.
     """
     if not isinstance(record, ArrayRecord) or set(record) != {_write_layout(layout)}:
         raise Malformed("sent tensors whose names, shapes or order differ from the payload template")
@@ -193,7 +193,10 @@ def check_names(content: RecordDict, names: set[str]) -> None:
 
 
 def whole_number(value: object, largest: int, what: str) -> int:
-    """Return ``value`` if it is an integer from 0 to ``largest``. Otherwise raise Malformed with the name ``what``."""
+    """Return ``value`` if it is an integer from 0 to ``largest``; else raise Malformed.
+
+    ``what``: a name of the value, for the error message.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
         raise Malformed(
             f"sent {what} that is not a whole number from 0" + (f" to {largest}" if largest < sys.maxsize else " on")

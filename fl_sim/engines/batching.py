@@ -36,7 +36,7 @@ FIRST_NODE_ID: Final = 1000  # the node ids 0 and 1 mean the server
 STEPS_AT_A_TIME = 16
 """The number of minibatch steps in a batch of messages. Such a batch takes far longer than its fixed overhead."""
 
-_FIRST_STEPS = 4  # the minibatch steps in the first batch; each next batch has 4 more steps, up to ``STEPS_AT_A_TIME``
+_FIRST_STEPS = 4  # minibatch steps in the first batch; each further batch has 4 steps more, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 """Bounds in seconds of the estimated duration of a batch of messages. The fixed time for a call is only 4 ms."""
@@ -47,7 +47,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # a number of seconds that is smaller than the duration of any step
+_TINY = 1e-9  # less than the duration of any step in seconds; avoids a division by zero
 
 Call = TypeVar("Call")
 
@@ -58,10 +58,10 @@ class ClientBatching:
 
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round; the client ID is the index. ``stack``: the number of
-    clients that are trained as one computation. Above 1, each batch is such a stack. With ``stack`` 1, clients are
-    added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: below
-    this number of steps, a further thread for the batch would cost more time than it saves. ``most_clients``: the
-    largest number of clients in a batch, since all of their models are in memory at once.
+    clients that are trained as one computation. If it is above 1, each batch is one such stack. If it is 1, clients are
+    added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: for a
+    batch with fewer steps, a further thread would cost more time than it saves. ``most_clients``: the largest number of
+    clients in a batch. It limits the memory, because the models of all clients of a batch are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -73,7 +73,7 @@ class ClientBatching:
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in descending order of their clients' minibatch steps.
 
-        Then neighbours have similar numbers of steps, and no worker begins a client with many steps at the end.
+        Then the clients of a batch have similar numbers of steps, and no long training begins at the end of a round.
         """
         return sorted(messages, key=self.steps_of, reverse=True)
 
@@ -85,7 +85,7 @@ class ClientBatching:
         """Return the messages of a round divided into batches for ``workers`` workers; the result is deterministic.
 
         The last batches are smaller, so that all workers finish at about the same time. The first batches are small,
-        too: in one process, only one worker at a time can prepare its first batch.
+        too, because in one process the workers can prepare their first batches only one after another.
         """
         ordered = self.ordered(messages)
         if self.stack > 1:
@@ -198,10 +198,10 @@ class Exchange(Generic[Call]):
         return batch
 
     def take_ahead(self, step_seconds: float, others: Sequence[float]) -> list[Message]:
-        """Remove and return a batch that a worker can begin right after its present one, without waiting for a call.
+        """Remove and return one further batch for a busy worker, which begins it right after its present batch.
 
-        The batch is empty if the next client takes longer than ``LEAST_SECONDS``. Then the first free worker gets this
-        client.
+        The result is empty if the next client takes longer than ``LEAST_SECONDS``. It is better to give such a client
+        to the first free worker.
         """
         if self._again or self._suspects or not self.fresh or self._least() * step_seconds > LEAST_SECONDS:
             return []
@@ -220,7 +220,7 @@ class Exchange(Generic[Call]):
         """Return True if this worker would finish one batch only after all other workers have finished all messages.
 
         ``mine``: this worker's seconds for the batch; ``first``: the steps of the batch; ``others``: seconds per step
-        of the other workers. Running batches count as if they had just begun.
+        of the other workers. The progress of running batches is unknown: they count with all their steps.
         """
         known = [seconds for seconds in others if seconds < math.inf]
         if not known or mine == math.inf:
@@ -229,7 +229,7 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Store that a worker now answers ``batch`` in the call ``call``, and count the batch's steps."""
+        """Register the call ``call``, in which a worker now answers ``batch``, and count the batch's steps."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 

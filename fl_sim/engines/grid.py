@@ -87,7 +87,7 @@ class LocalGrid(Grid):
         """Send messages and return one reply per message: an error reply if it is missing after ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
-            # Flower's own grids set the id in this way, too
+            # the same code as in Flower's own grids
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
         return self._exchange(sent, timeout)
 
@@ -111,8 +111,8 @@ class Groups:
     handler: GroupHandler
     threads: int
 
-    # with fewer than 3 clients in a batch, Python takes a third of a step's time; more than 10 clients save no more
-    # time
+    # With fewer than 3 clients in a batch, a third of a step's time is overhead of Python. Over 10 clients save no
+    # further time.
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:

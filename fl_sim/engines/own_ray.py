@@ -56,7 +56,7 @@ def choose_token() -> None:
 
 
 def is_own_token() -> bool:
-    """Return True if ``choose_token`` made the present token in this process. No other Ray then has this token."""
+    """Return True if ``choose_token`` made the present token in this process. Then no other Ray has this token."""
     return os.environ.get(TOKEN) in _chosen
 
 
@@ -108,11 +108,10 @@ def clear(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait until standard input is closed, then end the Ray whose folder is the first argument.
+    """Wait until standard input is closed, which means that the run's process has ended. Then clean up.
 
-    If this argument is empty, no Ray is ended.
-
-    If the run's process did not end normally and Ray's node is gone, print an error message first.
+    The first argument is the folder of the Ray to end; if it is empty, no Ray is ended. If the run's process did not
+    end normally and Ray's node is gone, print an error message first.
     """
     said = sys.stdin.buffer.read().split()
     if said and said[-1] != DONE:

@@ -47,11 +47,11 @@ class RayGrid(LocalGrid):
     """An engine whose Ray actors answer batches of messages: each idle actor gets the next batch.
 
     If batches are short, an actor also gets one batch in advance. Actors hold no client state, so any actor can run any
-    client, even twice. A dead actor is replaced and its messages are sent
-    again, one by one; an actor that is busy after the deadline is killed. ``app_factory`` is called once in every actor
-    and must be importable there. ``batching``, if given, decides which clients an actor trains in one call. ``remote``:
-    the settings for nodes that do not share a disk with this process and may join and leave; ``say`` prints messages
-    about nodes. Raises UserError if Ray cannot be joined or has no resources for an actor.
+    client, even twice. A dead actor is replaced, and its messages are sent again, one by one. An actor that is busy
+    after the deadline is killed. ``app_factory`` is called once in every actor and must be importable there.
+    ``batching``, if given, decides which clients an actor trains in one call. ``remote``: the settings for nodes that
+    do not share a disk with this process and may join and leave. ``say``: a function that prints messages about nodes.
+    Raises UserError if Ray cannot be joined or has no resources for an actor.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class RayGrid(LocalGrid):
     def _lost(self, exchange: Exchange[Any], worker: Worker, error: RayError) -> None:
         """Schedule the unfinished calls of a dead worker again.
 
-        Only the first of these calls can have killed the worker.
+        A worker executes its calls in order, so only the first unfinished call can have killed it.
         """
         others = self._pool.remove_dead(worker)
         first, *later = worker.calls
@@ -185,9 +185,9 @@ class RayGrid(LocalGrid):
         return ray.put(self._encryption.encrypt(value))
 
     def _share(self, content: RecordDict) -> tuple[int, Any]:
-        """Return the ID of a content that several messages share, and the value that calls to actors contain.
+        """Prepare a content that several messages share. Return its new ID, and the value to send to actors.
 
-        The value is the encrypted content if it is small and nodes are remote, else a Ray reference to it.
+        The value is the encrypted content if it is small and nodes are remote, else a Ray reference to the content.
         """
         encrypted = self._encryption.encrypt(content)
         is_small = self._remote is not None and encrypted_bytes(encrypted) <= MOST_WITH_A_CALL
@@ -222,7 +222,7 @@ class RayGrid(LocalGrid):
     def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
         """Return the replies for the server.
 
-        If the driver keeps the client states, this method first stores new states.
+        If the driver keeps the client states, this method first stores the new client states in the replies.
         """
         if self._remote is None:
             return list(replies)
@@ -231,11 +231,11 @@ class RayGrid(LocalGrid):
 
 
 class _Outbox:
-    """An object that prepares messages for workers: shared contents once per round, and files once per run.
+    """An object that prepares messages for workers. It prepares shared contents once per round, and files once per run.
 
-    ``put``: a function that encrypts a value and returns a Ray reference to it. ``share``: a function that returns the
-    ID of a message content, and the value that is sent in calls to actors. ``files``: Ray references to files by name;
-    new files are added to this dictionary.
+    ``put``: a function that encrypts a value and returns a Ray reference to it. ``share``: the method
+    ``RayGrid._share``. ``files``: {name of a file: Ray reference to its content}; new files are added to this
+    dictionary.
     """
 
     def __init__(
@@ -251,9 +251,10 @@ class _Outbox:
         self.answered: list[Message] = []
 
     def request(self, message: Message) -> tuple[Any, int, Any] | None:
-        """Return (metadata of the message, ID of its content in ``contents``, Flower records for this client only).
+        """Prepare a message: return its metadata, the ID of its content, and the Flower records for this client only.
 
-        Returns None if no worker is needed. In this case, the method has added the answer to the list ``answered``.
+        ``contents`` contains the content by its ID. If no worker is needed, the method returns None and adds the answer
+        to the list ``answered``.
         """
         parcel = self._store.before(message) if self._store else Parcel(message.content)
         if isinstance(parcel, Message):

@@ -1,4 +1,4 @@
-"""The message handler of a Ray actor. It starts after a check that the actor's node has the driver's versions."""
+"""The message handler of a Ray actor. It starts only on a node with the same software versions as the driver."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ class MessageHandler:
 
     ``factories``: a reference to the source files of the user's own modules and the pickled values (app_factory,
     num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a disk with the driver.
-    Otherwise a reference to the argument of ``app_factory`` and of ``batching.handler``. The values that ``factories``
-    and ``setup`` refer to are encrypted.
+    Otherwise a reference to a value, which ``app_factory`` and ``batching.handler`` get as their argument. The values
+    that ``factories`` and ``setup`` refer to are encrypted.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:
@@ -56,7 +56,7 @@ class MessageHandler:
             if name not in self._setup.files:
                 self._setup.files[name] = self._encryption.decrypt(ray.get(content))
         if torch.get_num_threads() != self._threads:
-            # checked in each call, because this setting has an effect on the calling thread only
+            # checked in each call, because the number of threads is set for the calling thread only
             torch.set_num_threads(self._threads)
         had, decrypted = self._contents, self._decrypted
         self._contents = {number: had[number] if content is None else content for number, content in contents.items()}
@@ -76,7 +76,7 @@ class MessageHandler:
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared content with the ID ``number``, and the client's ``own`` part."""
+        """Return a message's content: the shared content with the ID ``number``, and ``own``, the client's records."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

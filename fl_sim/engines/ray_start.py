@@ -67,7 +67,7 @@ class RayResources:
 
 
 def start_or_join(resources: RayResources, num_clients: int) -> int:
-    """Start or join Ray, and return the number of actors to use.
+    """Start or join Ray, and return the largest number of actors to use.
 
     Raises UserError if Ray cannot be joined, or lacks room for an actor or the requested GPU share.
     """
@@ -214,9 +214,9 @@ def _connect(address: str) -> None:
 
 
 def _room_for(resources: RayResources) -> int:
-    """Return the number of actors that fit into a joined cluster. It is at most ``resources.actors`` if this is not 0.
+    """Return the requested number of actors for a joined cluster; ``MANY`` (no limit) if none is requested.
 
-    Raises UserError if the requested actors do not fit.
+    Raises UserError if the requested actors do not fit into the cluster.
     """
     processors = _total("CPU")
     # a cluster without processors is no error, because further machines may join it later

@@ -64,7 +64,7 @@ class DriverStore(Protocol):
     """The driver's storage for clients that run on other machines: client states and files stay on the driver."""
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return the parts of the message to send to a worker, or the finished answer if no worker is needed.
+        """Return the parts of the message for a worker, or the client's answer if no worker is needed.
 
         If a message is sent again, this method is called again and must return an equal result.
         """
@@ -159,9 +159,8 @@ def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
 def _place(whole: bytes, place: int, last: int) -> bytes:
     """Return the associated data of one part for AES-GCM.
 
-    It consists of an identifier of the whole value, the number of this part, and the number of the last part.
-
-    Decryption refuses a part with wrong associated data. So it refuses a value with a moved or a missing part.
+    They consist of an identifier of the whole value, the number of this part, and the number of the last part. AES-GCM
+    refuses a part with wrong associated data. So decryption fails if parts of a value are moved or missing.
     """
     return b"%b %d %d" % (whole, place, last)
 

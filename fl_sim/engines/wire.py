@@ -56,7 +56,7 @@ _LARGEST_MOMENT: Final = 1e100  # larger than any sum of products of two float32
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The configuration in a message to a client. A node has no other configuration.
+    """The configuration in a message to a client. A node gets no other configuration.
 
     ``experiment``: the experiment as JSON. ``data_root``, ``state_dir``, ``pool`` (the tensors that clients shared
     before the first round) and ``synthetic`` (the synthetic records): paths on a disk that the worker can read; empty
@@ -81,8 +81,8 @@ class TaskConfig:
     def without_paths(self) -> "TaskConfig":
         """Return the configuration for workers that do not share a disk with the driver.
 
-        The returned configuration has no paths. The pools are named by digests of their content. Each message to such a
-        worker contains the client state. The worker's answer contains the new client state.
+        It has no paths: the fields ``pool`` and ``synthetic`` are file names, which are digests of the content. Such a
+        worker receives the client state in each message, and returns the new client state in its answer.
         """
         pool, synthetic = Path(self.pool).name, Path(self.synthetic).name
         return replace(self, data_root="", state_dir="", pool=pool, synthetic=synthetic)
@@ -225,8 +225,8 @@ def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
 def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
     """Return the tensors that a client shares before the first round.
 
-    Names, and shapes without the number of rows, must be those of ``template``; all tensors must have the same number
-    of rows. Raises Malformed for any other content, for more than ``most_rows`` rows, and for numbers that are not
+    Names and shapes must be equal to those of ``template``, except for the number of rows, which must be the same for
+    all tensors. Raises Malformed for any other content, for more than ``most_rows`` rows, and for numbers that are not
     finite.
     """
     check_names(content, {_POOL})
@@ -239,7 +239,7 @@ def made_content(inputs: torch.Tensor) -> RecordDict:
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Return the synthetic records in a content of ``made_content``. Nothing is checked, as workers are trusted."""
+    """Return the synthetic records in a message content. Nothing is checked, because workers are trusted."""
     return unpack(content[_POOL])["inputs"]
 
 
@@ -304,7 +304,7 @@ def moments_content(moments: NDArray[np.float64]) -> RecordDict:
 
 
 def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int | None = None) -> NDArray[np.float64]:
-    """Return the moments of a client's features from a content of ``moments_content``.
+    """Return the moments of a client's features in a message content.
 
     There is one row for each class; the first column has the numbers of records. ``most_records``: the largest total
     number of records; None if the moments have noise. Raises Malformed for another shape, and for numbers that are not
@@ -325,7 +325,7 @@ def sums_content(sums: Params) -> RecordDict:
 
 
 def read_sums(content: RecordDict, template: Params) -> Params:
-    """Return the tensors in a content of ``sums_content``: float32, with the names and shapes of ``template``.
+    """Return the sums in a message content: float32 tensors with the names and shapes of ``template``.
 
     Raises Malformed for any other content.
     """
@@ -348,7 +348,7 @@ def read_who(content: RecordDict) -> int:
 
 
 def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """Return the numbers in a content that must have one Flower record with one array, both called ``name``.
+    """Return the numbers in a message content with one Flower record that has one array, both called ``name``.
 
     Raises Malformed for any other content.
     """
