@@ -269,7 +269,7 @@ def flat(
     is_value: Callable[[Any], bool] = lambda value: not isinstance(value, Mapping),
     prefix: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested tables. ``is_value``: a function that returns False for tables to unfold.
+    """Yield (dotted key, value) of nested tables. ``is_value``: a function that returns False for an inner table.
 
     >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
     {'rounds': 3, 'local.epochs': 1}

@@ -130,7 +130,7 @@ def _curve(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
 
 
 def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the Renyi divergences of the Laplace mechanism with pure ``epsilon`` at ``orders``.
+    """Return the Renyi divergences at ``orders`` of the Laplace mechanism that is (``epsilon``, 0)-private.
 
     The formula is proposition 6 of Mironov 2017.
     """
@@ -148,8 +148,9 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
     """Return an upper bound on the Renyi divergences at ``orders`` > 1 of an event with a pure epsilon.
 
     Among all mechanisms of the same pure epsilon, randomised response has the largest privacy loss: +epsilon or
-    -epsilon (Kairouz, Oh, Viswanath 2015). Its divergence at order a is log(p e^x + (1 - p) e^-x) / (a - 1) with x
-    = (a - 1) epsilon and p = 1 / (1 + e^-epsilon). Bounded-range events have a second bound, epsilon^2 / 8 in zCDP.
+    -epsilon (Kairouz, Oh, Viswanath 2015). Its divergence at order a is log(p e^x + (1 - p) e^-x) / (a - 1) with x = (a
+    - 1) epsilon and p = 1 / (1 + e^-epsilon). Bounded-range events are also (epsilon^2 / 8)-zCDP. This gives a second
+    bound.
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
@@ -210,7 +211,7 @@ def _discrete_gaussians_curve(event: DiscreteGaussiansDpEvent, orders: NDArray[n
 
 
 def _gaussian_curve(noise: float) -> Curve:
-    """Return the Renyi divergences of the Gaussian mechanism, order / (2 z^2), for add-or-remove-one.
+    """Return the Renyi divergences of the Gaussian mechanism, order / (2 z^2), under add-or-remove-one adjacency.
 
     z is the noise multiplier. The sensitivity is one clipping norm.
     """
@@ -241,7 +242,7 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
 
 @lru_cache(maxsize=4)
 def _log_moments(rate: float, noise: float) -> dict[int, float]:
-    """Return {n: log A(n)} for all whole orders that ``_poisson_curve`` needs.
+    """Return {n: log A(n)} for all integer orders that ``_poisson_curve`` needs.
 
     A(n) = sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)), where C(n, k) is a binomial coefficient, q the
     sampling rate and z the noise multiplier.
@@ -263,13 +264,13 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
 
 
 def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Curve:
-    """Return an upper bound on the Renyi divergences of a Gaussian release on a cohort of fixed size, for replace-one.
+    """Return an upper bound on the Renyi divergences of Gaussian noise on the sum of a cohort of fixed size.
 
-    Let q be the sampling rate, z the noise multiplier and S the clipping norm. In the adjacent data set, another unit
-    replaces a unit of the cohort, so the sensitivity is 2S. The dominating pair of distributions for sampling without
-    replacement is (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2). Its divergence is the same in
-    both directions. Without amplification by sampling, the divergence at order a is 2 a / z^2. Both bounds hold, so the
-    smaller bound holds.
+    The adjacency is replace-one. Let q be the sampling rate, z the noise multiplier and S the clipping norm. In the
+    adjacent data set, another unit replaces a unit of the cohort, so the sensitivity is 2S. The dominating pair of
+    distributions for sampling without replacement is (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2,
+    z^2). Its divergence is the same in both directions. Without amplification by sampling, the divergence at order a is
+    2 a / z^2. Both bounds hold, so the smaller bound holds.
     """
     if event.sampling_probability != 1:
         raise UserError(

@@ -13,7 +13,7 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-# only the seed changes the result; the other settings here do not
+# runs in one group may differ in these settings; only the seed changes the result
 _NOT_COMPARED = {"seed", "engine", "round_timeout", "keep_every"}
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
@@ -183,7 +183,7 @@ def labels(groups: Sequence[SeedGroup], left_out: str = "") -> list[str]:
 
 
 def parameters(one: SeedGroup) -> str:
-    """Return the parameters of the run's preprocessing and of its algorithm as text, such as ``mu=0.01``."""
+    """Return the parameters of a group's preprocessing and algorithm as text, such as ``mu=0.01``."""
     before, own = one.runs[0].preprocess, one.runs[0].settings["algorithm"]
     flat = [*(_flat(before) if before else ()), *_flat(own)]
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)

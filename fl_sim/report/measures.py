@@ -74,7 +74,8 @@ def of_round(record: RoundRecord) -> dict[str, float]:
 def share_in(numbers: Mapping[str, float], name: str) -> float | None:
     """Return a measure of a run as a number in [0, 1]; None if the run lacks this measure.
 
-    ``numbers``: the run's measures, in percent if their names end in ``_percent``. ``name``: a name without this end.
+    ``numbers``: the run's measures, in percent if their names end in ``_percent``. ``name``: the name of the measure
+    without ``_percent``.
     """
     value = numbers.get(f"{name}_percent")
     return None if value is None else value / 100

@@ -128,7 +128,7 @@ class TargetRow:
 
 
 def target_rows(groups: Groups, accuracy: float) -> list[TargetRow]:
-    """Return for each group of runs the costs until the test accuracy is at least ``accuracy``, in [0, 1]."""
+    """Return the costs of each group of runs until its test accuracy is at least ``accuracy``, in [0, 1]."""
     return [
         TargetRow(label, where, len(one.finished), tuple(one.reached(accuracy)))
         for where, some in groups.items()

@@ -124,8 +124,8 @@ class Found:
 def find(directories: Sequence[Path]) -> Found:
     """Return all runs and tables in ``directories`` and their subfolders, up to six levels deep, for a report.
 
-    The runs of a table are sorted by the table's rows. A run in the folder of a table that is not in the table is left
-    out and reported. Raises UserError for a missing directory, for a directory without runs, and if no run has an
+    The runs of a table are sorted by the table's rows. A run is left out and reported if it is in the folder of a table
+    but not in the table. Raises UserError for a missing directory, for a directory without runs, and if no run has an
     evaluated round.
     """
     for directory in directories:
@@ -256,8 +256,8 @@ def _heat_map(one: HeatMapFile) -> HeatMap:
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
     """Yield the result of each seed of a cell of ``table.json``, with accuracies in [0, 1].
 
-    An older file has only one status per cell. Each seed without an accuracy then gets the cell's status and all its
-    errors.
+    An older file has only one status per cell. Each seed without an accuracy then gets the status and all errors of the
+    cell.
     """
     statuses = cell.statuses or [cell.status] * len(cell.seeds)
     is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
@@ -276,7 +276,7 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 
 
 def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
-    """Return ``runs`` with the row, column and label of each run in ``tables``, {folder: table}.
+    """Return copies of ``runs`` with the row, column and label that each run has in ``tables``, {folder: table}.
 
     A name is empty if a run is in no table or has several names. For example, a run of centralized training belongs to
     several columns.

@@ -208,7 +208,7 @@ def most_seeds(table: Table) -> int:
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return for each row of the table its name, and its cells as (text, True if bold).
+    """Return (name, cells) of each row of the table. A cell is (text, True if bold).
 
     Each column has two cells: the accuracy after the last round, and in the best round.
     """
@@ -309,7 +309,7 @@ def further(table: Table) -> list[Grid]:
 
 
 def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
-    """Return for each column of ``table`` a table of the measures whose names fit ``pattern``.
+    """Return one new table for each column of ``table``, with the measures whose names match ``pattern``.
 
     The new table has a column for each text that replaces ``*``, such as a domain. There is no new table for a column
     of ``table`` without such measures.

@@ -2,8 +2,8 @@
 
 ``table.md`` has the table, notes, and further tables, such as differences and costs. ``table.tex`` has the table as a
 LaTeX ``table`` environment with notes, and ``table-further.tex`` has the further tables. Values in ``table.json`` are
-in percent unless a name says otherwise. ``table.csv`` has one line for each run. ``rounds.csv`` has one line for each
-round of each run. Each measure is a column, with name and unit as in ``fl_sim.report.measures``.
+in percent, unless their names state another unit. ``table.csv`` has one line for each run. ``rounds.csv`` has one line
+for each round of each run. Each measure is a column, with name and unit as in ``fl_sim.report.measures``.
 """
 
 import csv

@@ -230,7 +230,7 @@ def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples
 
 
 def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
-    """Undo the normalisation of records, and scale images to [-1, 1], the range of generators.
+    """Undo the normalisation of records, and scale images to [-1, 1], the value range of generators.
 
     The mean and the standard deviation are public constants of the data set. Feature vectors (the setting ``features``)
     are not scaled. Their L2 norm is at most 1, so their numbers are in this range already.

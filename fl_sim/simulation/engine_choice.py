@@ -1,4 +1,4 @@
-"""Chooses a run's engine: the engine in the settings or, for ``auto``, the faster engine, by a short timing."""
+"""Chooses the engine of a run. If the setting ``engine`` is ``auto``, a short timing finds the faster engine."""
 
 import importlib.util
 import math

@@ -24,7 +24,7 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment of the run configuration on Flower's grid.
+    """Run an experiment in Flower's own runtime. The run configuration contains ``experiment`` and ``out``.
 
     ``experiment``: TOML text, the path of a TOML file, or empty for the default experiment. ``out``: the absolute path
     of the run directory. Raises UserError if ``experiment`` or ``out`` is invalid. Raises RunError if the run cannot

@@ -103,7 +103,7 @@ class Measuring:
     """The evaluator of a run: it measures models of ``job`` on test and validation records.
 
     ``clients_by``: the data from which client accuracies are computed, as in ``Measured``. ``own_metrics``: the user's
-    own metric functions, {origin for messages: function}.
+    own metric functions, {origin of the function, for error messages: function}.
     """
 
     job: Job

@@ -119,9 +119,9 @@ def _digest(dataset: Dataset, weights: Params, *splits: Parts) -> str:
 class ClientStore:
     """The driver's files of all remote clients of a run: client states, noise keys and privacy ledgers.
 
-    If workers share the driver's disk, a run writes the same files with the same content. Before a worker makes a
-    private output, this class writes the privacy cost into the client's ledger. ``signer``: the object with which the
-    driver signs a ticket, which is the proof that the cost was written.
+    The files are the same as in a run whose workers share the driver's disk. Before a worker makes a private output,
+    this class writes the privacy cost into the client's ledger. ``signer``: the object with which the driver signs a
+    ticket, which is the proof that the cost was written.
     """
 
     job: Job

@@ -320,7 +320,7 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return the prefixes of measures, such as ``test_``, that this round would not have if it were not the last."""
+    """Return the prefixes of the measures, such as ``test_``, that this round has only as the last round of a run."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED

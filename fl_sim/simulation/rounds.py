@@ -211,7 +211,7 @@ class Rounds(Procedure):
         halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
         if len(jobs) == 1:
             return halves
-        alike = list(zip(*halves, strict=True))  # one layer for all architectures
+        alike = list(zip(*halves, strict=True))  # an element has one layer's objects for all architectures
         return [tuple(half.beside(others) for half, others in zip(mine, alike, strict=True)) for mine in halves]
 
     def work(self) -> Sequence[Work]:
@@ -302,7 +302,7 @@ class Rounds(Procedure):
             )
 
     def _check_architectures(self, server: ServerState) -> None:
-        """Raise UserError if messages depend on the architecture of a client, and clients have different ones.
+        """Raise UserError if clients have different architectures, and messages depend on the architecture.
 
         ``server``: the first server state, made for the first architecture.
         """

@@ -71,7 +71,7 @@ def run(
 
 
 def _check_budgets(job: Job) -> None:
-    """Raise UserError for a privacy budget that is too small for any output of the chosen private method."""
+    """Raise UserError if a privacy budget is too small for even one output of the chosen private method."""
     experiment, records = job.experiment, [len(shard) for shard in job.shards]
     for kind in (experiment.algorithm, experiment.aggregator, experiment.preprocess, experiment.calibrate):
         if isinstance(kind, Budgeted):

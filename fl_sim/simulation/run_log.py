@@ -390,7 +390,7 @@ def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> 
 
 
 def _bytes(log: RunLog) -> dict[str, Any]:
-    """Return the bytes of arrays in, before and after the rounds. Bytes that depend on private records are None."""
+    """Return the bytes of arrays before, during and after the rounds; None if they depend on private records."""
     known = [record for record in log.rounds if record.bytes_down is not None and record.bytes_up is not None]
     in_rounds = _sum(Traffic(record.bytes_down or 0, record.bytes_up or 0) for record in known)
     if len(known) < len(log.rounds):

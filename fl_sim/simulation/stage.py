@@ -154,7 +154,7 @@ class Stage:
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return measures that compare a run with local training only, {name in ``table.csv``: number}.
+        """Return measures that compare a run with a run without federation, {name in ``table.csv``: number}.
 
         ``result``: the content of the run's ``result.json``. ``alone``: the content of ``result.json`` of another run
         with the same partition, in which every client trains a separate model.
@@ -464,7 +464,7 @@ def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
     """Return a mask of the clients that have training records, shape (clients,).
 
     The result is None if all clients have records, or if algorithms must count all clients. Algorithms count all
-    clients in two cases: the aggregator hides clients, or an older version began the run.
+    clients in two cases: the aggregator hides which clients take part, or an older version began the run.
     """
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())

@@ -3,7 +3,7 @@
 Features are the inputs of the model's last layer, the head. For each class, clients send moments: the number of their
 records, the sum of the features, and the sum of the features' outer products. The server draws features from normal
 distributions with these moments. Then it trains the head on the drawn features. The settings are in
-``strategies.ccvr``. The module ``clients.private_moments`` adds the noise to the class moments.
+``strategies.ccvr``. The module ``clients.private_moments`` adds noise to the moments.
 """
 
 import math

@@ -49,7 +49,7 @@ class DeltaCurve:
 
 
 def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
-    """Return the figure with a curve for each distinct privacy statement of the runs; an empty list without curves."""
+    """Return [a figure with one curve per distinct privacy statement of the runs], or [] if there are no curves."""
     statements = {
         repr((one.unit, one.epsilon, one.planned_events)): one
         for run in runs

@@ -194,9 +194,9 @@ def _by_numbers(label: str) -> list[tuple[int, str]]:
 def _agreement(name: str, where: str, cases: Sequence[PateRun]) -> tuple[list[Picture], list[Problem]]:
     """Return ([figure of the teachers' agreement], error messages about damaged files).
 
-    The list is empty if no run has stored votes. The agreement on a query is the number of votes for the first class
-    minus that for the second class. The figure shows its distribution over all queries. The figure is PRIVATE, because
-    it is computed from the raw votes without noise.
+    The list is empty if no run has stored votes. The agreement on a query is the difference between the two largest
+    vote counts, divided by the number of teachers. The figure shows its distribution over all queries. The figure is
+    PRIVATE, because it is computed from the raw votes without noise.
     """
     gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     problems = []

@@ -1,7 +1,8 @@
 """Figures of final accuracy over a setting of DA-FL (epsilon or gamma), with a baseline without synthetic records.
 
-Gamma is the number of synthetic records per private record. The runs of a line differ only in one of the two settings,
-which is the logarithmic horizontal axis. The baseline is the best method without preprocessing.
+Gamma is the number of synthetic records per private record. A figure varies one of the two settings, on a logarithmic
+horizontal axis. The runs of a line differ only in this setting and in the seed. The baseline is the best method without
+preprocessing.
 """
 
 import json
@@ -62,7 +63,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of the figure. Its ``points`` differ only in the varied setting, and are sorted by its value."""
+    """One line of the figure. Its ``points`` differ only in the varied setting, and are sorted by this setting."""
 
     label: str
     points: tuple[Point, ...]

@@ -1,6 +1,7 @@
 """The stage of DA-FL. Before the first round, every client publishes synthetic records.
 
-In the rounds, all clients train on these records. The client half of this stage is in ``clients.dafl.share``.
+In the rounds, clients train on the pool of all these records, if ``train_on`` allows it. The code that runs on clients
+is in ``clients.dafl.share``.
 """
 
 import json
