@@ -112,7 +112,7 @@ def test_numbers_that_are_names_stay_names_and_words_beside_few_numbers_too(tmp_
         ([GOOD, BAD], ":tokenizer=byts", r"data\.tokenizer = 'byts' \(did you mean 'bytes'\?\): it must be characters"),
         ([GOOD, BAD], ":alphabet=abc", r"data\.alphabet is for data\.tokenizer=characters"),
         ([GOOD, BAD], ":tokenizer=characters:alphabet=aba", "names the character 'a' twice"),
-        ([GOOD, BAD], ":scale=records", r"data\.scale is for columns of numbers or categories, but with data\.text=review"),
+        ([GOOD, BAD], ":scale=records", r"data\.scale is for columns of numbers or categories, but"),
         ([GOOD, BAD], ":range.number=0..9", r"data\.range is for columns of numbers or categories"),
         ([GOOD, BAD], ":missing=middle", r"data\.missing=middle is for numbers; for texts, data\.missing=drop"),
         ([GOOD, BAD], ":text=mood", r"text is set twice"),
