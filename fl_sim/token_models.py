@@ -19,7 +19,7 @@ TokenFactory: TypeAlias = Callable[[int, int, int], nn.Module]
 
 _EMBEDDING: Final = 8  # the width of the embedding in LEAF's Shakespeare models
 _WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # the sizes of the transformers
-# takes the place of minus infinity, so that the softmax of an empty text is finite
+# stands for minus infinity in the attention mask, so that the softmax of an empty text is finite
 _FAR_BELOW: Final = -1e30
 _DEVIATION: Final = 0.02  # the standard deviation of the initial embeddings, as in GPT-2
 
@@ -90,10 +90,10 @@ class Transformer(nn.Module):
         return logits
 
     def _states(self, tokens: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
-        """Return the states, (batch, length, width).
+        """Return the states after the last layer, (batch, length, width).
 
-        ``sees``: the attention mask, (..., length, length). An entry is True if the position of its row may use the
-        token at the position of its column.
+        ``sees``: the attention mask, (..., length, length). Entry (i, j) is True if position i may attend to position
+        j.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states: torch.Tensor = self.embedding(tokens) + self.positions(places)
@@ -106,8 +106,8 @@ class Transformer(nn.Module):
 class Decoder(Transformer):
     """A small language model: at each position of a text, it predicts the next token from the tokens so far.
 
-    The loss of a text is the mean cross-entropy of its predictions. The labels of the records are ignored. Padding is
-    neither an input of attention nor predicted.
+    The loss of a text is the mean cross-entropy of its predictions. The labels of the records are ignored. No token
+    attends to padding, which comes last, and padding is not predicted.
     """
 
     def __init__(self, vocabulary: int, length: int) -> None:
@@ -133,7 +133,7 @@ class Decoder(Transformer):
 
 
 class Block(nn.Module):
-    """One layer of a transformer: attention and a perceptron, each with a norm before it and a shortcut connection."""
+    """One layer of a transformer: attention and a perceptron, both with layer norm and a residual connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -147,8 +147,7 @@ class Block(nn.Module):
         parts = self.mixed(self.norms[0](states)).unflatten(-1, (3, self.heads, -1))
         # each of these tensors has the shape (batch, heads, length, width of a head)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        # The function scaled_dot_product_attention is not used, because on CPUs it has no batching rule, which vmap
-        # needs.
+        # torch's scaled_dot_product_attention is not used, because it does not support vmap on CPUs.
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
         attended = scores.masked_fill(~sees, _FAR_BELOW).softmax(-1) @ value
         states = states + self.out(attended.transpose(1, 2).flatten(2))

@@ -28,8 +28,8 @@ _MOST_NAMES: Final = 20
 class TrainedPart:
     """The part of a model that is trained, from the settings in the group ``model``.
 
-    ``trainable``: words such as ``head``, and names of parameters or modules, separated by commas. ``rank``, ``alpha``,
-    ``dropout``, ``target_modules`` (names separated by commas): the settings of adapters (``fl_sim.adapters``).
+    ``trainable``: words such as ``head``, or names of parameters or modules, separated by commas. ``rank``, ``alpha``,
+    ``dropout`` and ``target_modules`` (names separated by commas) are settings of adapters (``fl_sim.adapters``).
     ``seed``: the seed of the adapters' initial values.
     """
 
@@ -67,7 +67,7 @@ class TrainedPart:
                 layer.train = _stays  # type: ignore[method-assign,assignment]
 
     def in_words(self, model: nn.Module) -> str:
-        """Return a sentence about the frozen parameters of ``model``, after this object was applied to it."""
+        """Return a sentence about the frozen parameters of ``model``, to which this object was applied before."""
         named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
         sizes = [num_parameters(part) for part in (trainable(model), named)]
         return (
@@ -77,10 +77,10 @@ class TrainedPart:
 
 
 def whole(model: nn.Module, params: Params) -> Params:
-    """Return all parameters of ``model`` without adapters: an adapted layer has the weights W + (alpha / r) B A.
+    """Return all parameters of ``model``, with its adapters merged: an adapted layer gets W + (alpha / r) B A.
 
-    ``params``: the trained parameters, including those of adapters. Parameters that are not in ``params`` have their
-    values in ``model``.
+    ``params``: the trained parameters, including those of adapters. The values of all other parameters come from
+    ``model``.
     """
     return merged(model, {**fixed_in(model), **params})
 
@@ -93,9 +93,8 @@ def as_made(model: nn.Module) -> nn.Module:
 def train_alone(model: nn.Module, names_of: Callable[[list[str], list[str]], Collection[str]]) -> None:
     """Freeze all parameters of ``model``, in place, except those with the names that ``names_of`` returns.
 
-    ``names_of``: a function of the algorithm. Its arguments are the names of the trained parameters, and the names of
-    all other parameters. Raises UserError if the function raises ValueError, or if it returns an unknown name or no
-    name.
+    ``names_of``: a function of the algorithm. It receives the names of the trained parameters, and the names of all
+    other parameters. Raises UserError if the function raises ValueError, or returns an unknown name or no name.
     """
     named, trained = dict(model.named_parameters()), trainable(model)
     try:
@@ -127,7 +126,7 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def _named_by(word: str, model: nn.Module) -> set[str]:
-    """Return the names of the trained parameters of ``model`` that one word of the setting chooses. May be empty."""
+    """Return the names of the trained parameters of ``model`` that ``word``, a part of the setting, chooses."""
     named = trainable(model)
     if word == "all":
         return {*named}

@@ -1,4 +1,4 @@
-"""Approximate unlearning: a method changes the final model, without a guarantee that the records are forgotten."""
+"""Approximate unlearning: it changes the final model, without a guarantee that a client's records are forgotten."""
 
 import json
 import time
@@ -31,11 +31,11 @@ Approximate: TypeAlias = FedEraser | GradientAscent
 def unlearn_approximately(
     finished: FinishedRun, client: int, method: Approximate, name: str, out: Path, exact: Path
 ) -> dict[str, Any]:
-    """Write the model that ``method`` makes into the directory ``out``; return the measures of the unlearning.
+    """Unlearn ``client`` by ``method``, write the new model into ``out``, and return the measures of the unlearning.
 
-    ``name``: the name of the method. ``exact``: the directory of the retraining without ``client``. If it contains this
-    run, the result includes its measures, and the distance to its model. Raises UserError as ``check_client`` and
-    ``check_replayable`` do, and RunError if the model is not finite.
+    ``name``: the name of the method. ``exact``: the directory for the retraining without ``client``. If this retraining
+    is finished there, the result also contains its measures and the distance to its model. Raises UserError as
+    ``check_client`` and ``check_replayable`` do, and RunError if the model is not finite.
     """
     check_client(finished, client)
     without = settings_without(finished.job.experiment, client)
@@ -72,11 +72,14 @@ def unlearn_approximately(
 
 
 def _against_exact(finished: FinishedRun, client: int, params: Params, before: Params, exact: Path) -> dict[str, Any]:
-    """Return the measures of retraining without the client, and L2 distances to its model; {} without such a run."""
+    """Return the measures of the retraining without the client, and L2 distances to its model.
+
+    Returns {} if the directory ``exact`` does not contain this retraining.
+    """
     experiment = settings_without(finished.job.experiment, client)
     try:
         facts = finished_result(experiment, exact, identity_of(experiment, finished.job.root))
-    except UserError:  # the directory holds another run
+    except UserError:  # raised if the directory contains another run
         facts = None
     if facts is None:
         return {}

@@ -1,9 +1,9 @@
-"""One-run audit: the guesses about a finished run's own records prove a lower bound on its epsilon.
+"""One-run privacy audit: guesses about the membership of records prove a lower bound on the epsilon of one run.
 
-Each canary of Steinke, Nasr, Jagielski 2023, algorithm 1, takes part in the run with probability 1/2, independently of
-all others. The setting ``left_out=0.5`` does this with all training records: in a finished run with this setting, all
-records are canaries. The auditor guesses "in" for the records with the smallest losses, "out" for the records with the
-largest losses, and abstains on the rest. If too many guesses are correct, a claimed epsilon is false (theorem 5.2).
+The audit needs canaries, each of which takes part in the run with probability 1/2, independently of all others
+(Steinke, Nasr, Jagielski 2023, algorithm 1). In a run with the setting ``left_out=0.5``, all training records are
+canaries. The auditor guesses "in" for the records with the smallest losses, "out" for the records with the largest
+losses, and makes no guess for the rest. If too many guesses are correct, a claimed epsilon is false (theorem 5.2).
 Ordinary records are weak canaries: records with wrong labels prove more.
 """
 
@@ -24,8 +24,8 @@ class Proven:
     """The result of a one-run audit: epsilon is at least ``epsilon_lower_bound`` at ``delta``, with 95 % confidence.
 
     ``claimed``: the epsilon of the run at ``delta``, None without a claim about records. ``canaries``: the number of
-    canaries. ``guesses``: the number of guesses that prove the bound. ``correct``: the number of correct guesses among
-    them. ``limit``: the largest epsilon that this number of canaries can prove.
+    canaries. ``guesses``: the number of guesses that prove the bound. ``correct``: the number of these guesses that
+    are correct. ``limit``: the largest epsilon that this number of canaries can prove.
     """
 
     claimed: float | None
@@ -48,7 +48,7 @@ def audit(finished: FinishedRun) -> Proven:
             "part with probability 1/2: give a run with left_out=0.5"
         )
     audited = Audited.of(finished)
-    # Equal losses are ranked by the index of the record, which does not depend on membership.
+    # Among equal losses, the order is that of the record indices, which do not depend on membership.
     order = np.argsort(np.concatenate([audited.members, audited.others]))
     taking_part, losses = audited.is_member[order], judged_by_loss(finished, audited).losses[order]
     claimed, delta = max(

@@ -1,15 +1,16 @@
-"""An attacker guesses which of k records made a noisy gradient; a bound on its success holds for every attacker.
+"""An attacker guesses which of k candidate records a noisy gradient comes from. No attacker can exceed a known bound.
 
-The attacker has k candidates, and all other records of the batch, whose gradients it subtracts. It sees the clipped
-gradient of one candidate, chosen at random, with the noise of a DP-SGD step, and guesses the candidate with the nearest
-gradient. This is the most likely candidate, so no attacker is right more often.
+The attacker knows k candidates and all other records of the batch, and subtracts the gradients of these others. What
+remains is the clipped gradient of one candidate, chosen at random, with the noise of a DP-SGD step. The attacker
+guesses the candidate with the nearest gradient. This candidate is the most likely one, so no attacker is right more
+often.
 
-The noise bounds the probability of a right guess, for any candidates. Without the record, the step's sum is a Gaussian
-around 0, and a guess is right with probability 1 / k. With the record, the sum is shifted by at most the clipping norm,
-which is 1 / z standard deviations for the noise multiplier z. So a guess is right with probability at most
-Phi(Phi^-1(1 / k) + 1 / z), where Phi is the normal distribution function (Hayes et al. 2023, "Bounding Training Data
-Reconstruction in DP-SGD", theorem 2, for one step; see also Balle et al. 2022). There is no amplification by sampling
-here, because the attacker is told that the record is in the batch.
+The noise bounds the probability of a right guess, for any candidates. If the record were not in the batch, the step's
+sum would be a Gaussian around 0, and a guess would be right with probability 1 / k. The record shifts the sum by at
+most the clipping norm, which is 1 / z standard deviations for the noise multiplier z. So a guess is right with
+probability at most Phi(Phi^-1(1 / k) + 1 / z), where Phi is the standard normal distribution function (Hayes et al.
+2023, "Bounding Training Data Reconstruction in DP-SGD", theorem 2, for one step; see also Balle et al. 2022). There is
+no amplification by sampling here, because the attacker is told that the record is in the batch.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from fl_sim.types import Params
 
 
 class Noisy(Protocol):
-    """The gradients that an attacker sees (class ``fl_sim.threats.observed.Observed``)."""
+    """The interface of ``fl_sim.threats.observed.Observed``: gradients as an attacker sees them."""
 
     def summed(self, inputs: torch.Tensor, labels: torch.Tensor) -> Params:
         """Return the sum of the clipped gradients of n records."""
@@ -35,8 +36,9 @@ class Noisy(Protocol):
 
 @dataclass(frozen=True)
 class Recognised:
-    """The success of an attacker that guesses one of ``candidates`` records: ``right`` of ``draws`` guesses are right.
+    """The success of an attacker that chooses among ``candidates`` records.
 
+    ``draws``: the number of noisy gradients, with one guess for each. ``right``: the number of right guesses.
     ``allowed``: an upper bound on the expected number of right guesses, for any attacker.
     """
 
@@ -46,7 +48,7 @@ class Recognised:
     allowed: float
 
     def __add__(self, other: "Recognised") -> "Recognised":
-        """Return the sum of two series of draws. Both must have the same number of candidates."""
+        """Return the total of two results, which must have the same number of candidates."""
         assert self.candidates == other.candidates
         return Recognised(
             self.candidates, self.draws + other.draws, self.right + other.right, self.allowed + other.allowed
@@ -72,10 +74,10 @@ def most_found(noise_multiplier: float, candidates: int) -> float:
 def recognised(
     seen: Noisy, inputs: torch.Tensor, labels: torch.Tensor, *, noise_multiplier: float, draws: int
 ) -> Recognised:
-    """Guess which of k records made a noisy gradient, in ``draws`` draws of the noise, and count the right guesses.
+    """Guess which of k records a noisy gradient comes from, ``draws`` times with new noise; count the right guesses.
 
-    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). Each record makes the gradient of every k-th draw: the
-    bound holds on average over the records, not for the most conspicuous one.
+    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). The records take turns, because the bound holds on
+    average over the records, and not for the record that is easiest to recognise.
     """
     each = [seen.summed(inputs[[one]], labels[[one]]) for one in range(len(labels))]
     names = seen.noisy(each[0], 0).keys()  # the attacker sees only parameters that leave the client
@@ -84,7 +86,7 @@ def recognised(
     right = 0
     for draw in range(draws):
         true = draw % len(labels)
-        found = _flat(seen.noisy(each[true], draw + 1))  # draw 0 is the noise of the reconstructed gradient
+        found = _flat(seen.noisy(each[true], draw + 1))  # the attack itself has used the noise of draw 0
         right += int((vectors @ found - halves).argmax()) == true
     return Recognised(len(labels), draws, right, draws * most_found(noise_multiplier, len(labels)))
 

@@ -1,4 +1,4 @@
-"""The cohorts of a finished run, if they follow from its seed, and the numbers of local steps of their clients."""
+"""The cohorts of a finished run, if its seed determines them, and the numbers of local steps of clients."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from strategies.samplers import AnySampler
 
 
 def cohorts_known(job: Job) -> bool:
-    """Return True if the cohorts of a run of ``job`` follow only from its seed, and not from answers or times."""
+    """Return True if the seed alone determines the cohorts of a run of ``job``, not clients' answers or times."""
     experiment = job.experiment
     drawn = isinstance(experiment.sampler, AnySampler) and not experiment.is_timed and experiment.is_synchronous
     kinds = layer_kinds(experiment)
@@ -18,9 +18,9 @@ def cohorts_known(job: Job) -> bool:
 
 
 def cohort_of(job: Job, server_round: int) -> list[int]:
-    """Return the clients of round ``server_round``, ascending. The cohorts must be known (``cohorts_known``).
+    """Return the client IDs of round ``server_round``, ascending. The cohorts must be known (``cohorts_known``).
 
-    Rounds after the last round of the run have cohorts, too.
+    The round may be after the last round of the run.
     """
     experiment = job.experiment
     coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
@@ -43,7 +43,7 @@ def num_steps(job: Job, client: int) -> int:
 
 
 def steps_in(job: Job, rounds: Iterable[int], without: int) -> int | None:
-    """Return the number of local steps in ``rounds``, of all clients except ``without``; None for unknown cohorts."""
+    """Return the total number of local steps in ``rounds``, without client ``without``; None for unknown cohorts."""
     if not cohorts_known(job):
         return None
     return sum(num_steps(job, one) for server_round in rounds for one in cohort_of(job, server_round) if one != without)

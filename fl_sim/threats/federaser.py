@@ -1,8 +1,8 @@
 """FedEraser: approximate unlearning from the stored updates of some rounds (Liu et al. 2021, algorithm 1).
 
-The server stores the clients' updates U_k of every few rounds. To unlearn client u, these rounds are repeated without
-u, from a calibrated model. In each of them, every other client k trains for fewer steps, which gives a calibration
-update V_k. The server then uses the update |U_k| V_k / |V_k|: the length of the stored update with the new direction.
+The server stores the updates U_k of all clients k in every few rounds. To unlearn client u, these rounds are repeated
+without u. In each of them, every other client k trains again from the new model, for fewer steps, and gets an update
+V_k. The server then uses the update |U_k| V_k / |V_k|: it has the length of the stored update and the new direction.
 In the first of these rounds, the model does not depend on u yet, so the stored updates are used unchanged.
 """
 
@@ -21,22 +21,24 @@ from strategies.algorithm import payload_template
 
 @dataclass(frozen=True)
 class FedEraser:
-    """The settings of FedEraser. ``calibration``: the fraction of a round's local steps in a calibration, in (0, 1].
+    """The settings of FedEraser.
 
-    A run stores server states (the setting ``keep_every``), but no updates. The updates of the round after a stored
-    state are computed again from this state, with the same result. ``LocalSteps.recomputed`` counts these steps, which
-    a server with stored updates would not need.
+    ``calibration``: in a repeated round, a client takes this fraction of its usual local steps, in (0, 1].
+
+    A run stores server states (the setting ``keep_every``), but no updates. So the updates of the round after a stored
+    state are recomputed from this state, with the same result. ``LocalSteps.recomputed`` counts the local steps for
+    this, which a server with stored updates would not need.
     """
 
     calibration: float = 0.5
 
     def unlearned(self, replay: Replay, client: int, first: int) -> tuple[ServerState, LocalSteps]:
-        """Return the server state without ``client``, and the work. ``first``: the client's first round in the run."""
+        """Return the server state after unlearning ``client``, and the work. ``first``: the client's first round."""
         states = list(self.states(replay, client, stored_rounds(replay.finished, first)))
         return states[-1][0], sum((work for _, work in states), LocalSteps())
 
     def states(self, replay: Replay, client: int, kept: list[int]) -> Iterator[tuple[ServerState, LocalSteps]]:
-        """Yield (calibrated server state, work) for the round after each stored state in ``kept``."""
+        """Repeat the round after each stored state in ``kept``; yield (new server state, work) for each."""
         like, found = replay.finished.procedure.beginning(), replay.finished.out
         [group] = payload_template(replay.strategy.algorithm, like)
         server: ServerState | None = None
@@ -58,9 +60,10 @@ class FedEraser:
 
 
 def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
-    """Return the rounds of the stored server states from which FedEraser repeats the next round; 0: initial model.
+    """Return the rounds of the stored server states that FedEraser uses; 0 stands for the initial model.
 
-    The first one is the latest state before round ``first``. Raises UserError if there is no later stored state.
+    After each of these states, FedEraser repeats one round. The first state is the latest one before round ``first``.
+    Raises UserError if there is no other state after it.
     """
     rounds = int(finished.facts["rounds"])
     kept = [0, *(one for one in run_directory.kept_rounds(finished.out) if one < rounds)]
@@ -74,9 +77,9 @@ def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
 
 
 def calibrated(stored: Reply, new: Reply, group: str) -> Reply:
-    """Return the update ``new`` with the length of the update ``stored`` of the same client.
+    """Return the update ``new``, scaled to the L2 norm of the update ``stored`` of the same client.
 
-    ``group``: the name of the payload with the change of the model. If ``new`` has length 0, it has no direction, and
+    ``group``: the name of the payload with the change of the model. If ``new`` is zero, it has no direction, and
     ``stored`` is returned.
     """
     lengths = [inner_product(reply.payloads[group], reply.payloads[group]) ** 0.5 for reply in (stored, new)]

@@ -47,8 +47,8 @@ class FinishedRun:
     def of(cls, out: Path, data_root: Path | None = None) -> Self:
         """Return the finished run in the directory ``out``. ``data_root``: the first folder to look for data sets.
 
-        Raises UserError if there is no finished run, if its records or code have changed, or if the run has no rounds
-        or no classifier.
+        Raises UserError if there is no finished run, if its records or code have changed, if it has no synchronous
+        rounds, or if its model is no classifier or has a frozen body.
         """
         if not (out / run_directory.CONFIG).exists():
             raise UserError(
@@ -79,10 +79,10 @@ class FinishedRun:
 
     @property
     def covering(self) -> list[PrivacyStatement]:
-        """The privacy statements about a record, if they hold for the model; empty otherwise.
+        """The privacy statements with the unit "record" that cover the final model; empty if none does.
 
-        They hold for the model if clients add noise in training, or train only on synthetic records. A statement about
-        synthetic records does not cover a model that is also trained on raw records.
+        They cover the model if clients add noise in training, or train only on synthetic records. A model that is also
+        trained on raw records is not covered by a statement about synthetic records.
         """
         experiment = self.job.experiment
         is_covered = replaces_records(experiment.preprocess) or not is_none(experiment.local.privacy)
@@ -113,7 +113,7 @@ class FinishedRun:
 
 
 def logits_of(model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the logits of ``model`` with the tensors ``params``: float64, shape (n, classes), on the CPU.
+    """Return the logits of ``model`` with the parameters ``params``: float64, shape (n, classes), on the CPU.
 
     ``inputs``: (n, *input shape), at least one record. The tensors of ``model`` are overwritten.
     """

@@ -1,11 +1,12 @@
-"""Gradient ascent: approximate unlearning by the client, then rounds without this client (Halimi et al. 2022).
+"""Gradient ascent: the client itself unlearns approximately, then the others train on (Halimi et al. 2022).
 
-Client u raises the loss of its records by projected gradient ascent. The model must stay in a ball around a reference:
-an estimate of the mean of the other clients' models, w_ref = w - p / (1 - p) (w_u - w). Here w is the final model, w_u
-is the model of u after one more local training from w, and p is the weight of u. (Equation 2 of the paper has the same
-form for N clients of equal weight, but takes w_u from the last round. A finished run does not store this model.) The
-ascent begins at w_ref. The radius is a fraction of the mean distance from w_ref to random initial models. The ascent
-ends early if the accuracy on a batch is not above chance level. Some rounds of the other clients follow.
+Client u increases the loss on its records by projected gradient ascent. The model must stay in a ball around a
+reference model w_ref, from which the ascent starts. w_ref = w - p / (1 - p) (w_u - w) estimates the mean of the other
+clients' models. Here w is the final model, w_u is the model of u after one more local training from w, and p is the
+weight of u. (Equation 2 of the paper has the same form for N clients of equal weight, but takes w_u from the last
+round. A finished run does not store this model.) The radius of the ball is a fraction of the mean distance from w_ref
+to random initial models. The ascent ends early if the accuracy on a batch is not above chance level. Some rounds of
+the other clients follow.
 """
 
 import math
@@ -25,16 +26,16 @@ from fl_sim.types import Params, ServerState
 from strategies.algorithm import payload_template, weighting_of
 
 _RANDOM_MODELS = 10
-_LARGEST_GRADIENT = 5.0  # largest L2 norm of a gradient, as in the authors' code
+_LARGEST_GRADIENT = 5.0  # gradients are clipped to this L2 norm, as in the authors' code
 
 
 @dataclass(frozen=True)
 class GradientAscent:
     """The settings of gradient ascent.
 
-    ``radius``: the radius of the ball, as a fraction of the mean distance from the reference to random models; 1/3 in
-    the paper. ``epochs``: the maximum number of epochs of ascent over the client's records. ``rounds``: the number of
-    rounds of the other clients after the ascent.
+    ``radius``: the radius of the ball around the reference model, as a fraction of the mean distance from it to random
+    models; 1/3 in the paper. ``epochs``: the maximum number of epochs of ascent over the client's records. ``rounds``:
+    the number of rounds of the other clients after the ascent.
     """
 
     radius: float = 1 / 3
@@ -42,7 +43,7 @@ class GradientAscent:
     rounds: int = 3
 
     def unlearned(self, replay: Replay, client: int, first: int) -> tuple[ServerState, LocalSteps]:
-        """Return the server state without ``client``, and the work. ``first`` is not used."""
+        """Return the server state after unlearning ``client``, and the work. ``first`` is not used."""
         del first
         server, after = replay.last, replay.num_rounds
         reference = self.reference(replay, client)
@@ -55,7 +56,7 @@ class GradientAscent:
         return server, work
 
     def reference(self, replay: Replay, client: int) -> Params:
-        """Return an estimate of the mean of the other clients' models."""
+        """Return the reference model, an estimate of the mean of the other clients' models."""
         server, sizes = replay.last, replay.finished.job.shards.sizes
         [group] = payload_template(replay.strategy.algorithm, server)
         [reply] = replay.updates(server, [client], replay.num_rounds + 1)
@@ -90,7 +91,7 @@ class GradientAscent:
 
 
 def distance(left: Params, right: Params) -> float:
-    """Return the L2 distance of two models, over the tensors of ``left`` that ``right`` also has."""
+    """Return the L2 distance of two models. Only tensors that both models have count."""
     both = [name for name in left if name in right]
     gap = subtract({name: left[name] for name in both}, {name: right[name] for name in both})
     return math.sqrt(inner_product(gap, gap))

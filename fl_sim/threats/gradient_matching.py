@@ -1,7 +1,7 @@
 """Gradient inversion by optimisation (Geiping et al. 2020, "Inverting Gradients", section 4, equation 4).
 
-The attacker searches for inputs x that look like images, and whose gradient has the direction of the seen gradient g.
-It minimises 1 - cos(gradient of the loss at x, g) + ``variation`` * TV(x) over images with pixels in [0, 1]. TV, the
+The attacker searches for inputs x that look like images, and whose gradient has the direction of the observed gradient
+g. It minimises 1 - cos(gradient of the loss at x, g) + ``variation`` * TV(x) over images with pixels in [0, 1]. TV, the
 total variation, is the mean absolute difference of neighbouring pixels. The optimiser is Adam on the sign of each
 derivative. Its learning rate is 0.1, and is divided by 10 after 3/8, 5/8 and 7/8 of all steps. The labels are known, or
 inferred before (``fl_sim.threats.labels``).
@@ -26,16 +26,16 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class PixelBounds:
-    """The smallest and the largest normalised value of an input, as tensors that broadcast with (n, *input shape).
+    """The limits of normalised pixels: ``low`` and ``high`` are tensors that broadcast with (n, *input shape).
 
-    Both are None for inputs that are no images, because these have no bounds.
+    Both are None for inputs that are not images, because such inputs have no limits.
     """
 
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
 
     def within(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, clipped to the bounds."""
+        """Return ``inputs``, clipped to the limits."""
         if self.low is None or self.high is None:
             return inputs
         return torch.maximum(torch.minimum(inputs, self.high), self.low)
@@ -52,10 +52,11 @@ def matched(
     bounds: PixelBounds,
     show: Callable[[int], object] = lambda step: step,
 ) -> torch.Tensor:
-    """Return inputs whose gradient has the direction of ``seen``, {name: gradient}. Its length is ignored.
+    """Return inputs whose gradient has the direction of the observed gradient ``seen``, {name: gradient}.
 
-    ``model``: the model that the gradient belongs to, in evaluation mode. ``labels``: (n,). ``start``: (n, *input
-    shape), the inputs before the first of ``steps`` steps. ``show``: a function that is called with each step's index.
+    The length of ``seen`` is ignored. ``model``: the attacked model, in evaluation mode. ``labels``: (n,), the labels
+    of the inputs. ``start``: (n, *input shape), the inputs before the first step. ``steps``: the number of optimiser
+    steps. ``show``: a function that is called with each step's index.
     """
     weights = {name: weight for name, weight in model.named_parameters() if name in seen}
     wanted = {name: seen[name].to(weight) for name, weight in weights.items()}

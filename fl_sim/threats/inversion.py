@@ -2,7 +2,7 @@
 
 The analytic form is for models whose first layer is linear. For a linear layer z = W x + b and one record, dL/dW =
 (dL/dz) x^T and dL/db = dL/dz. So row c of dL/dW divided by entry c of dL/db is x, for each c with dL/db_c != 0 (Phong
-et al. 2018, section 3). For all other models, an optimiser searches for records with the seen gradient
+et al. 2018, section 3). For all other models, an optimiser searches for records with the observed gradient
 (``fl_sim.threats.gradient_matching``). Labels are inferred first (``fl_sim.threats.labels``).
 """
 
@@ -42,8 +42,8 @@ class Asked:
 
     ``records``: the number of attacked records; 0 means the default of the method. ``batch``: the number of records in
     one gradient. ``method``: "auto" takes the analytic form where it is possible. ``steps``: the number of optimiser
-    steps. ``variation``: the weight of the total variation. Both are None for the defaults. ``at``: the attacked model,
-    before the first or after the last round.
+    steps; None for the default. ``variation``: the weight of the total variation; None for the default. ``at``: the
+    attacked model, before the first or after the last round.
     """
 
     records: int = 0
@@ -58,10 +58,10 @@ class Asked:
 class Inverted:
     """One record and its reconstruction.
 
-    ``record``, ``found``: the record and its reconstruction, as pixels in [0, 1] or numbers of the data set. ``error``:
-    the largest absolute difference of the two after normalisation, divided by the largest absolute value of the record.
-    ``label_found``: True if the label was inferred correctly. ``typical``: the mean of the test records, a guess
-    without any gradient.
+    ``record``: the record, as pixels in [0, 1] or in the units of the data set. ``found``: its reconstruction, in the
+    same units. ``error``: the largest absolute difference of the two after normalisation, divided by the largest
+    absolute value of the record. ``label_found``: True if the label was inferred correctly. ``typical``: the mean of
+    the test records, as a baseline that needs no gradient.
     """
 
     client: int
@@ -83,7 +83,7 @@ class Inverted:
 
     @property
     def psnr_of_typical(self) -> float:
-        """The peak signal-to-noise ratio of the guess ``typical`` in decibels."""
+        """The peak signal-to-noise ratio of the baseline ``typical`` in decibels."""
         return _psnr(float((self.record - self.typical).square().mean()))
 
 
@@ -96,7 +96,7 @@ class Attempt:
     """The attack on one gradient: the reconstructions of its records.
 
     ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: how often the attacker
-    finds the record of a noisy gradient among ``CANDIDATES`` records, None without noise.
+    correctly chooses the record of a noisy gradient from ``CANDIDATES`` records, None without noise.
     """
 
     found: list[Inverted]
@@ -105,9 +105,9 @@ class Attempt:
 
 
 def linear_first(model: nn.Module) -> str:
-    """Return the name of the first layer of ``model`` with parameters, which must be a linear layer with a bias.
+    """Return the name of the first layer with parameters in ``model``. It must be a linear layer with a bias.
 
-    This layer must receive the unchanged record. Raises UserError if the layer is of another kind.
+    The input of this layer must be the unchanged record. Raises UserError for another kind of layer.
     """
     modules: list[tuple[str, nn.Module]] = [*model.named_modules()]
     name, part = next((name, part) for name, part in modules if [*part.parameters(recurse=False)])
@@ -120,7 +120,7 @@ def linear_first(model: nn.Module) -> str:
 
 
 def quotient(gradient: Params, layer: str) -> torch.Tensor:
-    """Return the input of the linear layer ``layer``, (inputs,), from the gradient of one record."""
+    """Return the input of the linear layer ``layer``, (inputs,), computed from the gradient of one record."""
     prefix = f"{layer}." if layer else ""
     weight, bias = gradient[f"{prefix}weight"].double(), gradient[f"{prefix}bias"].double()
     row = int(bias.abs().argmax())
@@ -128,10 +128,11 @@ def quotient(gradient: Params, layer: str) -> torch.Tensor:
 
 
 def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = str) -> tuple[str, list[Attempt]]:
-    """Attack one gradient of ``asked.batch`` records per client, for as many clients as needed.
+    """Attack one gradient per client, for as many clients as needed. Each gradient is of ``asked.batch`` records.
 
-    Return the method and one attempt for each gradient. ``show``: a function that is called with progress messages.
-    Raises UserError if an attacker sees no gradients in this run, or if the method does not fit the model or the batch.
+    Return the name of the used method, and one attempt for each gradient. ``show``: a function that is called with
+    progress messages. Raises UserError if an attacker sees no gradients in this run, or if the method does not fit the
+    model or the batch.
     """
     job, layer = finished.job, _layer(finished.runtime.model, asked)
     wanted = asked.records or (_ANALYTIC if layer is not None else _OPTIMISED)
@@ -183,7 +184,7 @@ def _reconstructed(
     finished: FinishedRun, observed: Observed, client: int, asked: Asked, layer: str | None,
     show: Callable[[int], object],
 ) -> list[Inverted]:  # fmt: skip
-    """Return the reconstructions of the first records of ``client`` from their gradient."""
+    """Return reconstructions of the client's first ``asked.batch`` records from their common gradient."""
     inputs, labels = (part[: asked.batch] for part in finished.held_by(client))
     gradient, bias = observed.noisy(observed.summed(inputs, labels), 0), head_bias(observed)
     if asked.batch == 1:
@@ -215,7 +216,7 @@ def _compared(
     client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units",
     typical: torch.Tensor,
 ) -> list[Inverted]:  # fmt: skip
-    """Match reconstructions to records with the smallest sum of squared errors; return them in the records' order."""
+    """Assign reconstructions to records so that the sum of squared errors is smallest; return one item per record."""
     from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 (the import takes half a second)
 
     distances = (true[0].double().flatten(1)[:, None] - made[0].double().flatten(1)[None]).square().sum(2)
@@ -230,7 +231,7 @@ def _compared(
 
 
 def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradients: int) -> Attempt:
-    """Return ``attempt`` with the field ``recognised``, if the steps have noise.
+    """Return ``attempt`` with its fields about noise, if the steps have noise.
 
     ``gradients``: the number of gradients in the whole attack.
     """
@@ -250,7 +251,7 @@ def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradien
 
 @dataclass(frozen=True)
 class Units:
-    """The conversion of normalised inputs to the units of a data set: pixels in [0, 1], or numbers.
+    """The conversion of normalised inputs to the units of a data set; for images, these are pixels in [0, 1].
 
     ``scale``: the public constants of normalisation. ``is_image``: True for images, whose pixels are clipped to [0, 1].
     """
@@ -260,14 +261,14 @@ class Units:
 
     @classmethod
     def of(cls, finished: FinishedRun, like: torch.Tensor) -> Self:
-        """Return the units of a run's data set, on the device of ``like``, inputs of shape (n, *input shape)."""
+        """Return the units of a run's data set, on the device of ``like``: inputs of shape (n, *input shape)."""
         records = finished.job.records
         scale = Scale.of(records, np.dtype(np.float32), like.ndim).to(like.device)
         return cls(scale, records.train.inputs.dtype == np.uint8)
 
     @property
     def bounds(self) -> PixelBounds:
-        """The smallest and the largest normalised value of a pixel; no bounds for numbers."""
+        """The smallest and the largest normalised value of a pixel; no limits for inputs that are not images."""
         if not self.is_image:
             return PixelBounds()
         return PixelBounds((0 - self.scale.offset) / self.scale.divisor, (1 - self.scale.offset) / self.scale.divisor)

@@ -3,9 +3,9 @@
 For cross-entropy, the bias gradient of one record is p - e_y: p is the record's softmax, and e_y the unit vector of its
 label y. So the sum over a batch is (sum of p) - counts, and with the exact sum of p the counts are exact
 (``exact_counts``). For a single record, the label is the only class with a negative entry (iDLG, Zhao et al. 2020,
-section 3.1). For a batch, the attacker does not know p, but estimates it (LLG, Wainakh et al. 2022, section 4): from
-similar records of its own, it computes the mean bias gradient of each class, in the form that leaves a client. It then
-chooses non-negative counts, so that the sum of these means, weighted by the counts, is nearest to the seen gradient
+section 3.1). For a batch, the attacker does not know p, so it uses similar records of its own (LLG, Wainakh et al.
+2022, section 4). From them it computes the mean bias gradient of each class, clipped as at the client. It then chooses
+non-negative counts, so that the sum of these means, weighted by the counts, is nearest to the observed gradient
 (``estimated_counts``).
 """
 
@@ -32,7 +32,7 @@ class Counted:
     """The counts of one client's records in each class; all arrays have shape (classes,).
 
     ``true``: the true counts. ``estimated``: the attacker's estimate, whole numbers with the same sum. ``guessed``: a
-    baseline with the same sum, in proportion to the classes of all clients' records.
+    baseline with the same sum and the class proportions of all clients' records together.
     """
 
     client: int
@@ -52,12 +52,12 @@ class Counted:
 
     @property
     def right(self) -> float:
-        """The fraction of labels that the estimate has right, in [0, 1]."""
+        """The fraction of correctly estimated labels, in [0, 1]."""
         return float(np.minimum(self.estimated, self.true).sum() / self.true.sum())
 
     @property
     def right_by_guess(self) -> float:
-        """The fraction of labels that the baseline ``guessed`` has right, in [0, 1]."""
+        """The fraction of labels that the baseline ``guessed`` gets right, in [0, 1]."""
         return float(np.minimum(self.guessed, self.true).sum() / self.true.sum())
 
 
@@ -83,8 +83,8 @@ def exact_counts(summed: NDArray[np.float64], softmax: NDArray[np.float64]) -> N
 def estimated_counts(summed: NDArray[np.float64], by_class: NDArray[np.float64], num_records: int) -> NDArray[np.int64]:
     """Return the estimated counts of labels, (classes,), whole numbers with the sum ``num_records``.
 
-    ``summed``: the sum of the bias gradients of the records, (classes,). ``by_class``: the mean bias gradient of a
-    record of each class, (classes, classes), from ``bias_gradients``.
+    ``summed``: the sum of the records' bias gradients, (classes,). ``by_class``: the result of ``bias_gradients``, one
+    mean bias gradient per class, (classes, classes).
     """
     from scipy.optimize import nnls  # noqa: PLC0415 (the import takes half a second)
 
@@ -94,7 +94,7 @@ def estimated_counts(summed: NDArray[np.float64], by_class: NDArray[np.float64],
 
 
 def whole(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Return whole numbers in proportion to ``shares``, with the sum ``total``, by the largest remainders.
+    """Return whole numbers in proportion to ``shares``, with the sum ``total``, by the largest remainder method.
 
     >>> whole(np.array([1.0, 1.0, 2.0]), 5).tolist()
     [1, 1, 3]
@@ -107,10 +107,10 @@ def whole(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
 
 
 def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor]) -> NDArray[np.float64]:
-    """Return each class's mean bias gradient of a record, (classes, classes), in the form that leaves a client.
+    """Return the mean bias gradient of one record of each class, (classes, classes).
 
-    The gradients have no noise. ``records``: the attacker's own records, inputs and labels. For a class without
-    records, the mean softmax of all classes is used.
+    The gradients are clipped as at the client, and have no noise. ``records``: inputs and labels of the attacker's own
+    records. For a class without records, the mean softmax of all classes is used.
     """
     inputs, labels = records
     name = head_bias(observed)
@@ -128,9 +128,10 @@ def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor
 def infer(
     finished: FinishedRun, clients: int, at: str, show: Callable[[str], object] = str
 ) -> tuple[list[Counted], list[Counted]]:
-    """Return two lists of estimates for up to ``clients`` clients: from a batch's gradient, and from a round's update.
+    """Return two lists of estimates for up to ``clients`` clients.
 
-    ``at``: the attacked model, "initial" or "final". A list is empty if no such gradient or update leaves a client.
+    The first list comes from the gradient of one batch, the second from the update of one round. ``at``: the attacked
+    model, "initial" or "final". A list is empty if clients send no such gradient or update.
     """
     server, batches, updates = server_of(finished, at), list[Counted](), list[Counted]()
     holders = np.flatnonzero(finished.job.shards.sizes)[:clients].tolist()
@@ -161,9 +162,9 @@ def counted_in_update(
 ) -> Counted | None:
     """Estimate the labels of all records of ``client`` from its update of a round.
 
-    The attacker assumes that all local steps use the mean gradient of all records. For this gradient, it takes the mean
-    of ``by_class`` at the received and at the sent model. The result is None if the update is no change of the model,
-    or if the optimiser is not SGD.
+    The attacker assumes that all local steps use the same gradient: the mean over all records. It approximates the bias
+    gradients of the classes (``by_class``) by their mean at the received and at the sent model. The result is None if
+    the update is not a change of the model, or if the optimiser is not SGD.
     """
     task, name = observed.training.job.task, head_bias(observed)
     settings, update = task.settings, observed.update()

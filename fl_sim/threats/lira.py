@@ -8,11 +8,11 @@ to the runs with the record and one to the runs without it. The score is the log
 the audited model's confidence.
 
 **Members and non-members** must come from the same distribution, or the test would measure another difference. If the
-audited run leaves records out, these are the non-members: for each record, only a random number decides. Otherwise, the
-non-members are test records. No shadow run trains on test records, so there are no runs with the record, and the score
+audited run leaves records out, these records are the non-members, because they were chosen at random. Otherwise, the
+non-members are test records. No shadow run trains on test records, so there are no runs with the record. The score then
 has the offline form (also section IV): minus the logarithm of the probability that a model without the record has a
-higher confidence. To give all fits equal errors, each shadow run is ignored for a test record with the probability with
-which it contains a training record.
+higher confidence. For a training record, only the shadow runs without this record are used. To give all fits equal
+errors, the same fraction of shadow runs, chosen at random, is used for a test record.
 
 **Over rounds**, the scores of all stored models (the setting ``keep_every``) are added. The sum is the joint likelihood
 ratio of these models if their confidences are independent, given the membership of the record. In the offline form, it
@@ -92,9 +92,9 @@ class Audited:
 class Scored:
     """The result of LiRA for all records of ``audited``, first members, then non-members.
 
-    ``by_loss``: the final model's predictions and losses. ``by_score``: the same with minus the final model's score in
-    place of the loss; NaN for records without a score, which are in all shadow runs or in none of them.
-    ``over_rounds``: the same with minus the sum of the scores of ``rounds``.
+    ``by_loss``: the final model's predictions, with their losses. In the two other fields, the negative score replaces
+    the loss. ``by_score``: the score of the final model. ``over_rounds``: the sum of the scores of the models after
+    ``rounds``. A score is NaN if the record is in all shadow runs or in none of them.
     """
 
     audited: Audited
@@ -109,7 +109,7 @@ class Scored:
         return ~np.isnan(self.by_score.losses)
 
     def split(self, judged: Judged) -> tuple[Judged, Judged]:
-        """Return the members and the non-members with a score in ``judged``, a field of this object."""
+        """Split ``judged``, a field of this object, into members and non-members, without records that lack a score."""
         is_member, is_scored = self.audited.is_member, self.is_scored
         return judged.where(is_member & is_scored), judged.where(~is_member & is_scored)
 
@@ -135,9 +135,9 @@ def shadow_of(experiment: Experiment, number: int) -> Experiment:
 def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable[[str], object]) -> Scored:
     """Make the shadow runs of ``finished`` in ``folder``, and return the scores of all records.
 
-    Finished shadow runs in ``folder`` are used again, and an unfinished one is resumed. ``progress``: a function that
-    receives progress messages. Raises UserError as ``check_shadows`` and ``Audited.of`` do, if no member or no
-    non-member has a score, and if the confidences of a model are not finite.
+    Finished shadow runs in ``folder`` are not repeated, and an unfinished one is resumed. ``progress``: a function that
+    receives progress messages. Raises UserError as ``check_shadows`` and ``Audited.of`` do, and if no member or no
+    non-member has a score, or the confidences of a model are not finite.
     """
     check_shadows(shadows)
     audited, job = Audited.of(finished), finished.job
@@ -183,7 +183,7 @@ def judged_by_loss(finished: FinishedRun, audited: Audited) -> Judged:
 
 
 def score(target: Floats, shadows: Floats, is_in: NDArray[np.bool_], *, is_online: bool) -> Floats:
-    """Return the score of each record, (records,): the larger, the more likely a member. NaN: no score is possible.
+    """Return the score of each record, (records,). Members tend to have larger scores. NaN: no score is possible.
 
     ``target``: the confidences of the audited model, (records,). ``shadows``: the confidences of the shadow models,
     (shadows, records). ``is_in``: True where the shadow run contains the record, (shadows, records). ``is_online``:
@@ -198,7 +198,7 @@ def score(target: Floats, shadows: Floats, is_in: NDArray[np.bool_], *, is_onlin
 
 
 def _fitted(confidences: Floats, chosen: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return (mean, standard deviation) of each record's chosen confidences, both (records,); NaN for too few runs."""
+    """Return each record's mean and standard deviation of the ``chosen`` confidences; NaN for too few runs."""
     counts = chosen.sum(0)
     means = np.where(counts > 0, (confidences * chosen).sum(0) / np.maximum(counts, 1), np.nan)
     squares = np.where(chosen, (confidences - means) ** 2, 0.0).sum(0)
@@ -210,7 +210,7 @@ def _fitted(confidences: Floats, chosen: NDArray[np.bool_]) -> tuple[Floats, Flo
 
 
 def _of_members(job: Job, parts: Parts) -> NDArray[np.int64]:
-    """Return the records of the clients that may take part in rounds."""
+    """Return the indices of the records of all clients that may take part in rounds."""
     return parts.records[np.isin(parts.owners, job.members)]
 
 
@@ -238,7 +238,10 @@ def _examples(audited: Audited, job: Job) -> list[Examples]:
 
 
 def _taught(shadow: Job, audited: Audited) -> NDArray[np.bool_]:
-    """Return the mask of the records that the shadow run contains, or that are treated as if it contained them."""
+    """Return the mask of the records that the shadow run contains.
+
+    In the offline form, random test records also count as contained, so that they are ignored for this shadow run.
+    """
     members = np.isin(audited.members, shadow.shards.records)
     if audited.is_online:
         return np.concatenate([members, np.isin(audited.others, shadow.shards.records)])
@@ -271,7 +274,7 @@ def _logits(job: Job, params: Params, audited: Audited) -> torch.Tensor:
 def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> Floats:
     """Return log(p / (1 - p)), (n,), for the probability p of the true class. ``logits``: (n, classes), float64.
 
-    It is computed without cancellation: the class's logit minus the log of the other logits' summed exponentials.
+    To avoid rounding errors near p = 1, it is computed as the true logit minus the logsumexp of the other logits.
     """
     own = logits.gather(1, labels[:, None])
     others = logits.scatter(1, labels[:, None], -torch.inf)
@@ -279,11 +282,11 @@ def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> Floats:
 
 
 class _Shown(Silent):
-    """An observer that reports the rounds of a shadow run. ``said``: the beginning of the line."""
+    """An observer that reports the rounds of a shadow run. ``said``: the beginning of each progress message."""
 
     def __init__(self, progress: Callable[[str], object], said: str) -> None:
         self._progress, self._said = progress, said
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Report the index of the round."""
+        """Report the number of the round."""
         self._progress(f"{self._said}: round {record.round}")

@@ -27,11 +27,11 @@ class Area:
 def area_by_loss(members: Judged, others: Judged) -> Area | None:
     """Return the area under the ROC curve of a membership test by the loss; None if there is nothing to compare.
 
-    ``members``, ``others``: the predictions on members and on non-members.
+    ``members``: the predictions on members. ``others``: the predictions on non-members.
 
-    Members of one client may have few classes. So the weights of ``others`` give each class the same proportion as
-    among the members, and members of classes without non-members are left out. For the interval, the number of
-    non-members is the effective sample size of these weights, (sum w)^2 / sum w^2.
+    The members may have few classes, for example if they belong to one client. So the non-members get weights w, which
+    give them the class proportions of the members. Members of classes without non-members are left out. The interval
+    uses the effective sample size of the weights, (sum w)^2 / sum w^2, as the number of non-members.
     """
     size = 1 + int(max(members.labels.max(initial=0), others.labels.max(initial=0)))
     wanted, there = (np.bincount(one.labels, minlength=size) for one in (members, others))
@@ -61,8 +61,7 @@ class Rate:
     """The true-positive rate of a membership test at a false-positive rate, with its 95 % confidence interval.
 
     ``false_positives``: the largest allowed false-positive rate. ``rate``: the true-positive rate. ``low``, ``high``:
-    the interval by Clopper and Pearson. It does not contain the sampling error of the non-members, on which the
-    threshold is chosen.
+    the interval by Clopper and Pearson. It ignores that the threshold depends on the sample of non-members.
     """
 
     false_positives: float
@@ -75,8 +74,8 @@ def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | N
     """Return the true-positive rate of the test "the loss is below a threshold"; None for too few records.
 
     ``false_positives``: the largest allowed false-positive rate, in (0, 1). At least 1 / ``false_positives``
-    non-members (``others``) are needed. The threshold is the largest loss of a non-member for which the test keeps this
-    false-positive rate.
+    non-members (``others``) are needed. The threshold is the loss of a non-member: the largest one with a
+    false-positive rate of at most ``false_positives``.
     """
     allowed = int(false_positives * len(others.losses))
     if not allowed or not len(members.losses):
@@ -95,10 +94,11 @@ def share_interval(hits: int, count: int) -> tuple[float, float]:
 
 
 def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:
-    """Return the largest true-positive rate of any membership test about an (``epsilon``, ``delta``)-private record.
+    """Return an upper bound on the true-positive rate of any membership test, if a record has differential privacy.
 
-    The rate is min(1, e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1,
-    where FPR is the false-positive rate. The rate is 1 if ``epsilon`` is None (no guarantee).
+    ``epsilon``, ``delta``: the parameters of the privacy of the record. The bound is min(1, e^epsilon FPR + delta, 1 -
+    e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1, where FPR is the false-positive rate. The bound
+    is 1 if ``epsilon`` is None (no guarantee).
     """
     if epsilon is None or epsilon > _LARGEST_EPSILON:
         return 1.0

@@ -1,8 +1,9 @@
-"""The observations of an attacker on one client of a finished run: gradients of local steps, and a round's update.
+"""What an attacker observes of one client: gradients of local steps, and the update of a round.
 
-They are computed by the client's own code. The algorithm makes the local plan, and the layers change and protect it, as
-in the run. There is one difference: the noise comes from a seed, and no privacy ledger is charged. So these
-observations must not be shown for records that a run promises to protect (``FinishedRun.refuse_private_records``).
+The client's own code computes these observations for a finished run. The algorithm defines the local training, and the
+layers change and protect it, as in the run. There is one difference: the noise comes from a seed, and no privacy
+ledger is charged. So the observations must not be shown for records that a run promises to protect
+(``FinishedRun.refuse_private_records``).
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from fl_sim.types import Params, ServerState
 
 
 def server_of(finished: FinishedRun, at: str) -> ServerState:
-    """Return the server state of a run: ``at`` "initial" before the first round, and "final" after the last round."""
+    """Return the server state of a run: before the first round for ``at`` "initial", else after the last round."""
     server = finished.procedure.beginning()
     if at == "initial":
         return server
@@ -46,10 +47,10 @@ def server_of(finished: FinishedRun, at: str) -> ServerState:
 
 @dataclass(frozen=True)
 class Observed:
-    """One client in the next round of a run, as an attacker sees it.
+    """One client in an additional round of a run, as an attacker observes it.
 
     ``model``: the model that the client received, in evaluation mode. ``training``: the client's local training, with
-    its protection. ``num_records``: the number of the client's training records. ``sent``: the names of the trained
+    clipping and noise. ``num_records``: the number of the client's training records. ``sent``: the names of the trained
     parameters that clients send; all others, such as personal layers, stay on the client.
     """
 
@@ -60,7 +61,7 @@ class Observed:
 
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
-        """Return ``client`` in the round after ``server``. Raises UserError if its update reveals nothing to attack."""
+        """Return ``client`` in a round from the state ``server``. Raises UserError if there is nothing to attack."""
         experiment, runtime = finished.job.experiment, finished.runtime.of_client(client)
         if any(layer.only_sums for layer in runtime.layers):
             raise UserError(
@@ -94,7 +95,7 @@ class Observed:
         return found
 
     def at(self, params: Params) -> "Observed":
-        """Return this client with another model: ``model`` with the tensors ``params``."""
+        """Return this client after it received other parameters, ``params``."""
         model = copied(self.model)
         model.load_state_dict({**params}, strict=False)
         return replace(self, model=model.eval())
@@ -145,7 +146,7 @@ class Observed:
         return self._shaped(clipped_sum(inputs, labels, self.step.limit))
 
     def noisy(self, total: Params, draw: int) -> Params:
-        """Return the part of ``total`` that leaves the client, with the noise of a step if the run has noise.
+        """Add the noise of a step to ``total``, if steps have noise. Return only the tensors that the client sends.
 
         ``total``: a result of ``summed``. ``draw``: the index of the noise; equal indices give equal noise.
         """
@@ -167,9 +168,9 @@ class Observed:
         return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}
 
     def update(self) -> Params | None:
-        """Return the change of the model that the client sends in the round; None for another form of the update.
+        """Return the change of the model that the client sends in the round.
 
-        A compressed update, for example, has another form.
+        The result is None if the client sends something else, such as a compressed update.
         """
         sent = self.training.updated(self.training.client.runtime.prepare(self.training.jobs)())
         delta = sent.payloads.get("delta")

@@ -1,11 +1,11 @@
 """Property inference on a pool of synthetic records: an attacker estimates the class proportions of each client.
 
 Property inference (Ateniese et al. 2015; Wang et al. 2019 for federated learning) attacks a property of a client's
-whole set of records. In a method such as DA-FL, each client publishes synthetic records. Their number in each class is
-proportional to the client's own number, up to the noise of a label selection. So the attacker takes the class
-proportions from the pool. The epsilon of the pool does not prevent this: it protects single records. The proportions
-depend on all n records of a client, for which only n epsilon is promised (group privacy; Dwork, Roth 2014, theorem
-2.2).
+whole set of records. In a method such as DA-FL, each client publishes synthetic records. Except for noise, their number
+in each class is proportional to the client's own number of records. So the attacker reads the class proportions from
+the pool. The epsilon of the pool does not prevent this, because it protects single records. The proportions depend on
+all n records of a client. For n records together, the guarantee is only n times epsilon (group privacy; Dwork, Roth
+2014, theorem 2.2).
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from fl_sim.threats.finished import FinishedRun
 
 @runtime_checkable
 class SelectsLabels(Protocol):
-    """A settings class of a stage in which clients publish synthetic records, with privately selected labels.
+    """The interface of settings with which clients publish synthetic records, with privately selected labels.
 
-    In the run's result, ``preprocess`` contains the published number of records of each client i in each class:
-    ``clients[i].counts``.
+    In ``result.json``, ``preprocess.clients[i].counts`` contains the number of published records of client i in each
+    class.
     """
 
     def labels_epsilon(self, num_classes: int) -> float | None:
-        """Return the epsilon of a client's label selection for one record, at delta 0; None without noise."""
+        """Return the epsilon per record of a client's label selection, at delta 0; None without noise."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class Guessed:
 
     ``clients``: K. ``silent``: the number of clients without synthetic records; for these, the attacker guesses the
     proportions of the whole pool. ``held``: the fraction of pairs (client, class) for which the attacker guesses
-    correctly whether the client holds the class. ``held_by_chance``: the same for the better one of the guesses "all"
-    and "none". ``largest``: the fraction of clients whose largest class is found. ``largest_by_chance``: the same for
-    the best guess that is equal for all clients. ``distance``: the mean total variation distance between guessed and
-    true proportions, in [0, 1]. ``distance_by_chance``: the same for the guess "the proportions of all records".
+    correctly whether the client holds the class. ``held_by_chance``: the same for a baseline that guesses "always" or
+    "never", whichever is better. ``largest``: the fraction of clients whose largest class is guessed correctly.
+    ``largest_by_chance``: the same for the best single class as guess for all clients. ``distance``: the mean total
+    variation distance between guessed and true proportions, in [0, 1]. ``distance_by_chance``: the same for the
+    proportions of all clients' records as guess.
     """
 
     clients: int
@@ -78,9 +79,10 @@ def held_by_clients(finished: FinishedRun) -> NDArray[np.int64]:
 
 
 def infer(published: NDArray[np.int64], held: NDArray[np.int64]) -> Guessed:
-    """Return the success of the attacker. ``published``, ``held``: numbers of records, (clients, classes).
+    """Return the success of the attacker.
 
-    Clients without own records are left out. There must be at least one own and one published record.
+    ``published``: numbers of synthetic records, (clients, classes). ``held``: the clients' true numbers of records,
+    (clients, classes). Clients without records are left out. Both arrays must contain at least one record.
     """
     there = held.sum(1) > 0
     published, held = published[there], held[there]

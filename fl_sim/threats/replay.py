@@ -1,4 +1,4 @@
-"""The repetition of a finished run's rounds: any clients train from any server state, with the run's layers."""
+"""The repetition of a finished run's rounds, for any clients, any server state, and the layers of the run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ from strategies.flower import FederatedStrategy
 
 
 def asks_clients(stage: Stage) -> bool:
-    """Return True if ``stage`` asks clients, or acts before the first round."""
+    """Return True if ``stage`` sends requests to clients, or has a method that runs before the first round."""
     return bool(stage.tasks()) or type(stage).before is not Stage.before
 
 
 def check_replayable(finished: FinishedRun) -> None:
-    """Raise UserError if rounds of the run cannot be repeated from only a server state."""
+    """Raise UserError if a server state is not enough to repeat a round of the run."""
     experiment, server = finished.job.experiment, finished.procedure.beginning()
     sent = [dict(layout_of(one)) for one in payload_template(finished.procedure.algorithm, server).values()]
     obstacles = {
@@ -50,10 +50,10 @@ def check_replayable(finished: FinishedRun) -> None:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """The work of unlearning. ``rounds``: the number of changes of the server's model.
+    """The amount of work of an unlearning method. ``rounds``: the number of changes of the server's model.
 
-    ``steps``: the total number of local steps of all clients. ``recomputed``: the number of local steps that only
-    recompute updates which a server could have stored.
+    ``steps``: the number of local steps of all clients. ``recomputed``: the number of further local steps, which only
+    recompute updates that a server could have stored.
     """
 
     rounds: int = 0
@@ -68,7 +68,7 @@ class LocalSteps:
 class Replay:
     """The server of a finished run, for repeating its rounds. The run directory is not changed.
 
-    ``run``: the run as an object, in a temporary directory. ``last``: the server state after the run's last round.
+    ``run``: the run as an object, with a temporary directory. ``last``: the server state after the run's last round.
     """
 
     finished: FinishedRun
@@ -86,7 +86,7 @@ class Replay:
         return int(self.finished.facts["rounds"])
 
     def cohort(self, server_round: int, without: int) -> list[int]:
-        """Return the clients of round ``server_round``, ascending, except the client ``without``."""
+        """Return the client IDs of round ``server_round``, ascending, except the client ID ``without``."""
         return [one for one in cohort_of(self.finished.job, server_round) if one != without]
 
     def num_steps(self, client: int) -> int:
@@ -105,7 +105,7 @@ class Replay:
         server_round: int,
         most_steps: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[Reply, ...]:
-        """Return the updates of ``clients`` in round ``server_round`` from the state ``server``, sorted by client.
+        """Train ``clients`` as in round ``server_round``, from the state ``server``; return updates sorted by client.
 
         ``most_steps``: {client: maximum number of local steps}, to take fewer steps than in the run.
         """
@@ -119,7 +119,7 @@ class Replay:
         return strategy.layer.received(strategy.train(self.run.grid, order, timeout, clients))
 
     def merged(self, server: ServerState, replies: tuple[Reply, ...], server_round: int) -> ServerState:
-        """Return the server state after ``replies`` are aggregated and merged as in round ``server_round``."""
+        """Aggregate the updates ``replies`` as in round ``server_round``; return the new server state."""
         strategy = self.strategy
         strategy.server = server
         expected = strategy.sampler.expected_size(strategy.num_members)
@@ -130,7 +130,7 @@ class Replay:
         return server if aggregate is None else strategy.layer.merge(strategy.algorithm, server, aggregate)
 
     def model(self, server: ServerState) -> Params:
-        """Return all tensors of the model that the run would publish for the server state ``server``."""
+        """Return all tensors of the model that the run would publish if ``server`` were its last server state."""
         self.strategy.server = server
         return self.finished.job.whole({**self.finished.job.fixed, **self.run.model()})
 

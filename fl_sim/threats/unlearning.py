@@ -1,14 +1,14 @@
-"""Unlearning: it removes the influence of one client's records from a finished run.
+"""Unlearning: the removal of the influence of one client's records from a finished run.
 
 **Retraining without client u** is a run with the same settings in which u holds no records (the setting ``forgotten``).
-The clients keep their IDs. Random numbers are derived from purpose, client and round, so they stay the same: the
-partition of the other records, the cohorts, the batches, the hostile clients. A client without records is sampled like
-any other, sends its blank update with weight 0, and changes no bit of a model (checked in
+The clients keep their IDs. Random numbers depend only on seed, purpose, client and round. So the partition of the other
+records, the cohorts, the batches and the hostile clients stay the same. A client without records is sampled like any
+other, sends its blank update with weight 0, and changes no bit of a model (checked in
 tests/fl_sim/simulation/test_empty_clients.py). Public facts about the data set, such as the constants of normalisation
 and the number of classes, also stay the same.
 
-**Exact unlearning** makes the result of this retraining. If u took part for the first time in round t, the rounds
-before t are the same in both runs. So training continues from the latest stored state of a round before t (the setting
+**Exact unlearning** has the result of this retraining. If u took part for the first time in round t, the rounds before
+t are the same with and without u. So training continues from the latest stored state of a round before t (the setting
 ``keep_every``), or begins with round 1 if there is no such state. In both cases the model is bit-identical to the model
 of the full retraining.
 """
@@ -44,9 +44,9 @@ _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("c
 
 @dataclass(frozen=True)
 class KnownStart:
-    """The state from which exact unlearning continues: after round ``last_round`` (0: the initial model).
+    """The state from which exact unlearning continues: the state after round ``last_round`` (0: the initial model).
 
-    ``why``: the reason, as text.
+    ``why``: the reason for this state, as text.
     """
 
     last_round: int
@@ -152,8 +152,8 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
     """Return accuracies in [0, 1] and the success of membership inference, for the model ``params``.
 
     ``test_accuracy``: on the test records. ``kept_accuracy``: on the training records of all other clients.
-    ``forgotten_accuracy``: on the records of ``client``. ``membership``: the area under the ROC curve of a test that
-    separates the client's records from test records of the same classes by the loss, None without such records.
+    ``forgotten_accuracy``: on the records of ``client``. ``membership``: the area under the ROC curve of a membership
+    test by the loss, for the client's records against test records of the same classes; None without such records.
     """
     model = finished.job.whole_model()
     inputs, labels = finished.test
@@ -187,8 +187,8 @@ def further_in(out: Path) -> dict[str, Any]:
 def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:
     """Write rounds 1 to ``last_round`` of a run into the directory ``out``, with the stored states of these rounds.
 
-    The rounds are stored as rounds of ``experiment``. Measures that depend on the records of all clients are left out,
-    because they could reveal something about the forgotten records.
+    They become rounds of ``experiment``. Measures that depend on the records of all clients are left out, because they
+    could reveal something about the forgotten records.
     """
     job = job_of(experiment, finished.job.root)
     out.mkdir(parents=True, exist_ok=True)
@@ -211,5 +211,5 @@ def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int,
             write_state(kept_path(unfinished, record.round), replace(progress, chain=chain), server)
     write_state(unfinished / CHECKPOINT, replace(progress, chain=chain), server)
     for path in sorted(unfinished.iterdir(), key=lambda path: path.name == run_directory.CONFIG):
-        path.rename(out / path.name)  # the settings come last: without them, a later call refuses the directory
+        path.rename(out / path.name)  # config.toml comes last: if it is missing, a later call refuses the directory
     unfinished.rmdir()

@@ -1,7 +1,7 @@
 """Observers of a run: trackers such as MLflow, and the user's own objects.
 
-A command names the user's objects by import paths. Trackers receive the numbers in the run's files, under the names of
-``rounds.csv``. A background thread sends the numbers. So a slow tracker never delays a round, and a failing tracker
+A command names the user's objects by import paths. Trackers receive the numbers of the run's files, under the column
+names of ``rounds.csv``. A background thread sends them, so a slow tracker never delays a round, and a failing tracker
 never aborts a run.
 """
 
@@ -68,7 +68,7 @@ class Tracking:
         """Create the observers of the run in ``directory``, and return one observer that calls all of them.
 
         ``first``: an observer that is called before all others. ``say``: a function that shows the failure of a tracker
-        to the user (default: on standard error). ``given``: a user's observer as an object instead of an import path.
+        to the user; None prints it on standard error. ``given``: a user's observer that is already an object.
         Raises UserError if an observer cannot be created, or if it has none of the methods of an observer.
         """
         own: list[tuple[str, object]] = []
@@ -87,7 +87,7 @@ class Tracking:
         return ObserverList([first, *live], own)
 
     def catch_up(self, directory: Path, say: Say) -> None:
-        """Send the finished run in ``directory`` to the trackers that lack some of its rounds or its results."""
+        """Send rounds and results of the finished run in ``directory`` to the trackers that do not have them yet."""
         if self.trackers:
             send_whole(directory, self.trackers, say)
 
@@ -109,10 +109,10 @@ def tracking_of(track: str | Iterable[str]) -> Tracking:
 
 @dataclass
 class Sender:
-    """Sends the measures of one run to ``trackers``. A tracker that has failed once receives nothing more.
+    """Sends the measures of one run to ``trackers``. After its first failure, a tracker receives nothing more.
 
-    ``directory``: the run directory. ``say``: shows a failure to the user, once per tracker. ``failed``: the
-    trackers that have failed. ``sessions``: {tracker: its open session}.
+    ``directory``: the run directory. ``say``: a function that shows a failure to the user, once per tracker.
+    ``failed``: the trackers that have failed. ``sessions``: {tracker: its open session}.
     """
 
     directory: Path
@@ -130,7 +130,7 @@ class Sender:
         self.send(earlier)
 
     def send(self, records: Sequence[RoundRecord]) -> None:
-        """Send to each tracker those of ``records``, the measures of rounds, that it does not have yet."""
+        """Send the measures of rounds in ``records`` to each tracker, except for rounds that it already has."""
         for tracker, session in list(self.sessions.items()):
             if new := [record for record in records if record.round > session.last_round]:
                 with self._going_on(tracker):
@@ -142,7 +142,7 @@ class Sender:
     def end(self, facts: Mapping[str, Any]) -> None:
         """Send the numbers in ``facts``, the content of ``result.json``, and close all sessions.
 
-        The trackers receive the numbers under the names of ``table.csv`` with a prefix, such as ``result.accuracy``.
+        The names are the column names of ``table.csv`` with a prefix, such as ``result.accuracy``.
         """
         results = {f"result.{name}": value for name, value in measures(facts).items()}
         for tracker, session in list(self.sessions.items()):
@@ -166,7 +166,7 @@ class Sender:
 
 
 def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
-    """Send to each tracker the rounds and results of the run directory that it does not have yet.
+    """Send the rounds and results in the run directory to each tracker, except for those that it already has.
 
     Returns the sender, whose attribute ``failed`` lists the trackers that failed.
     """
@@ -240,9 +240,9 @@ class LiveTracker(Silent):
         self._sender.end(facts)
 
     def _waited(self) -> tuple[list[RoundRecord], Mapping[str, Any] | None]:
-        """Collect rounds from the queue for ``SECONDS_TOGETHER`` seconds.
+        """Collect rounds from the queue for ``SECONDS_TOGETHER`` seconds, or until the run ends.
 
-        Return these rounds, and the results if the run has ended.
+        Return (rounds, results of the run); the results are None if the run has not ended.
         """
         said, records = self._queue.get(), []
         until = time.monotonic() + SECONDS_TOGETHER
@@ -266,8 +266,8 @@ def ending_of(facts: Mapping[str, Any]) -> str:
 class ObserverList:
     """Calls several observers as if they were one: first ``observers`` (of fl-sim), then ``own`` (of the user).
 
-    ``own``: pairs (name, object). A user's observer may lack methods. An exception in a user's observer stops the run
-    with an error message of one line. Raises UserError for a user's observer that has none of the methods of an
+    ``own``: pairs (name, object). A user's observer need not have all methods. An exception in it stops the run with an
+    error message of one line. Raises UserError for a user's observer that has none of the methods of an
     observer.
     """
 
@@ -354,9 +354,9 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 
 
 def _tracked_run(directory: Path, tracker: str, *, anew: bool = False) -> TrackedRun:
-    """Return the name, settings and state of the run in ``directory`` that ``tracker`` needs.
+    """Return the name, settings and state of the run in ``directory``, for ``tracker``.
 
-    If ``anew`` is True, or if the tracker has no identifier of the run yet, a random one is made. Raises UserError
+    If ``anew`` is True, or if the run has no identifier in the tracker yet, a random one is made. Raises UserError
     for a damaged ``tracking.json`` or ``config.toml``.
     """
     states = _read(directory)

@@ -47,8 +47,8 @@ _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KI
 class TrackerState:
     """What one tracker has already received of a run, as stored in ``tracking.json``.
 
-    ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that was
-    sent. ``ended``: the identifier of the results that were sent (``ending_of``); empty if none were sent.
+    ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that the
+    tracker has received. ``ended``: the identifier (``ending_of``) of the results that it has received; empty if none.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -80,11 +80,11 @@ class Session(Protocol):
 
     @property
     def place(self) -> str:
-        """Return a text with which the user finds the run in the tracker: a command, an address or a name."""
+        """Return a text that tells the user how to find the run in the tracker: a command, an address or a name."""
         ...
 
     def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
-        """Send the measures of further rounds. ``rounds``: {round: {name of a measure: value}}."""
+        """Send the measures of new rounds. ``rounds``: {round: {name of a measure: value}}."""
         ...
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
@@ -107,7 +107,7 @@ class TensorBoard:
         self._path.parent.mkdir(exist_ok=True)
         for other in self._path.parent.glob("events.out.tfevents.*"):
             if other != self._path:
-                other.unlink()  # an event file of an earlier run in this directory
+                other.unlink()  # delete the event file of an earlier run in this directory
         steps = [event.step for event in _complete_events(self._path)] if self._path.exists() else []
         self.last_round = max(steps, default=0)
         self.place = f"tensorboard --logdir {tracked.directory}"
@@ -227,7 +227,7 @@ class Trackio:
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{tracked.name}-{tracked.state.identity}"
-        with redirect_stdout(StringIO()):  # hides the address that Trackio prints, because --json prints only JSON
+        with redirect_stdout(StringIO()):  # Trackio prints an address; --json must print only JSON
             self._run = trackio.init(
                 project, name=name, config=dict(tracked.settings), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
@@ -275,7 +275,7 @@ def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _complete_events(path: Path) -> "Iterator[Event]":
-    """Return the events in the file ``path``. First remove an incomplete event, which a crash may leave at the end."""
+    """Return the events in the file ``path``. An incomplete last event, left by a crash, is first removed."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415 (an extra)
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
 

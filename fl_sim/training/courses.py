@@ -1,8 +1,8 @@
 """Courses: the local training of a client as a sequence of training jobs, for algorithms with special local steps.
 
-A special step, such as a gradient at a mixture of two models, is one that no local plan (the local objective as data)
-can describe. A course trains one job after another, and a job may depend on the results of earlier jobs. The run's
-trainer executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
+Most algorithms describe their local objective by a local plan. A course is for steps that no local plan can describe,
+such as a gradient at a mixture of two models. It trains one job after another, and a job may depend on the results of
+earlier jobs. The run's trainer executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,14 +33,14 @@ _ANY_MOMENTUM = 0.5
 class StepByStep(Protocol):
     """The interface of an algorithm that defines its own local steps, by the method ``course``.
 
-    Such an algorithm must not also have the methods ``trainers`` (own trainers) and ``further`` (further models).
+    Such an algorithm must not have the methods ``trainers`` (trainers of its own) or ``further`` (additional models).
     """
 
     def course(self, job: LocalJob) -> Course:
-        """Return the local training of a client, as a generator of jobs.
+        """Return the local training of a client, as a generator of training jobs.
 
-        ``job``: the job that the trainer would execute if the algorithm had no courses. All random numbers must
-        come from ``stream(job, number)``.
+        ``job``: the job that the trainer would execute if the algorithm had no method ``course``. All random numbers
+        must come from ``stream(job, number)``.
         """
         ...
 
@@ -50,7 +50,7 @@ def follow(
 ) -> list[Trained]:
     """Train the clients of ``jobs`` by the algorithm's courses. Return one result per client, in the order of ``jobs``.
 
-    ``train``: the trainer, a function from jobs to results. One call receives the next jobs of all clients.
+    ``train``: the trainer, a function from jobs to results. It is called with the next jobs of all clients together.
     """
     courses = [algorithm.course(job) for job in jobs]
     results: dict[int, Trained] = {}
@@ -72,9 +72,9 @@ def follow(
 
 
 def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, Any]:
-    """Send ``answer``, the results of the last jobs, to a course.
+    """Resume ``course`` with ``answer``, the results of its last jobs.
 
-    Return (next jobs, None), or (None, result) at the end.
+    Return (next jobs, None), or (None, result) if the course has ended.
     """
     try:
         return course.send(answer), None
@@ -83,7 +83,7 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 
 
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
-    """Yield one job for every local step of ``job``. Each of these jobs trains for one step on one batch of records.
+    """Split ``job`` into local steps: yield one job for each, which trains one step on one batch of records.
 
     ``number``: 0 for the batches that the trainer would draw for ``job``. Any other number gives other, independent
     batches. Images are augmented here, so that all jobs with the same batch use the same augmented images.
@@ -93,7 +93,7 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
     augment, black = settings.augment, black_of(settings.augment, inputs.device)
     inside = _InOrder(stream(job, number, inside=True).bit_generator)
     for batch, moves in batches(settings, len(labels), draws, device):
-        chosen = inputs.index_select(0, batch)  # takes a quarter of the time of inputs[batch]
+        chosen = inputs.index_select(0, batch)  # four times as fast as inputs[batch]
         records = Records.of(moved(chosen, moves, augment, black), labels.index_select(0, batch))
         one = _changed(settings, batch_size=len(batch), epochs=1, steps=1, augment=Augment())
         seed = partial(seed_process, int(inside.integers(2**63)), "step")
@@ -115,8 +115,8 @@ def at(
 ) -> LocalJob:
     """Return the job ``step`` with ``params`` as its initial parameters.
 
-    ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace the values in
-    ``step`` if they are given.
+    If given, ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace the
+    values in ``step``.
     """
     before = step.task
     task = replace(
@@ -133,7 +133,7 @@ def gradient_job(
 ) -> LocalJob:
     """Return a job that computes the gradient at the parameters ``params``, on the batch of the job ``step``.
 
-    ``gradient_in`` reads the gradient from the result of the job.
+    The function ``gradient_in`` extracts the gradient from the result of this job.
 
     The gradient includes the loss terms of the plan and clipping, but no weight decay.
     """
@@ -152,13 +152,13 @@ def gradient_in(trained: Trained) -> Params:
     return {**zeros_like(trained.params), **found}
 
 
-@lru_cache(maxsize=256)  # cached, because the steps of all clients have only a few different settings
+@lru_cache(maxsize=256)  # cached, because very many steps have the same few settings
 def _changed(settings: LocalSettings, **changes: Any) -> LocalSettings:
     return replace(settings, **changes)
 
 
 class _InOrder(np.random.Generator):
-    """A random generator that does not shuffle, so that a job uses its records in the given order."""
+    """A random generator whose permutations do not shuffle, so that a job uses its records in their order."""
 
     def permutation(self, x: Any, axis: int = 0) -> NDArray[np.int64]:
         """Return the numbers from 0 to x - 1 in ascending order."""
