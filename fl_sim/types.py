@@ -370,7 +370,7 @@ class Cohort:
     own: Payloads = field(default_factory=dict)
 
     def participation(self, num_trained: int) -> float:
-        """Return ``num_trained`` divided by ``num_holders``, the number of clients that can take part."""
+        """Return ``num_trained`` divided by ``num_holders``, the number of clients with records."""
         return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 
@@ -391,8 +391,8 @@ class Traffic:
 class Load(NamedTuple):
     """The load of one client in a round.
 
-    ``traffic``: the client's bytes. ``work``: its computation per training record, divided by the computation of the
-    whole model. It is below 1 only for clients with smaller models.
+    ``traffic``: the bytes that the client receives and sends. ``work``: the client's computation per training record,
+    relative to the whole model. It is below 1 only for clients with smaller models.
     """
 
     traffic: Traffic

@@ -29,7 +29,7 @@ def check_drawn(beta: float, min_size: int | None) -> None:
 
     Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6 and ``min_size`` is at least 0, or None (not set).
     """
-    if not 0 < beta <= MAX_BETA:  # ``not`` in front: then NaN is refused, too
+    if not 0 < beta <= MAX_BETA:  # written with ``not``, so that NaN is refused, too
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
@@ -40,10 +40,11 @@ def drawn_until(
 ) -> Indices:
     """Draw numbers of records at random until every client has at least ``min_size`` records; return the last draw.
 
-    ``draw`` returns one draw, of shape (clients,) or (clients, classes). There are at most ``num_draws`` draws. If
-    ``min_size`` is None, the minimum is 10, as in NIID-Bench. Then the last draw is returned even if it does not reach
-    10. If ``min_size`` is given and no draw reaches it, ImpossibleSplit is raised with the text ``message(num_draws,
-    most)``. ``most`` is the largest number of records that the smallest client had in any draw.
+    ``draw``: a function that returns one draw, of shape (clients,) or (clients, classes). It is called at most
+    ``num_draws`` times. If ``min_size`` is None, the minimum is 10, as in NIID-Bench. Then the last draw is returned
+    even if it does not reach 10. If ``min_size`` is given and no draw reaches it, ImpossibleSplit is raised with the
+    text ``message(num_draws, most)``. ``most`` is the largest number of records that the smallest client had in any
+    draw.
     """
     wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
     for _ in range(num_draws):

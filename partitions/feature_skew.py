@@ -91,7 +91,7 @@ class Natural:
     __pydantic_config__ = STRICT
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Raise ImpossibleSplit. This partition needs data with sources.
+        """Raise ImpossibleSplit, because this partition needs the source of each record.
 
         fl-sim calls this method only for data without sources.
         """
@@ -99,7 +99,7 @@ class Natural:
         raise without_sources()
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return the sorted record indices of every client. Every record has a client, and every client has a record.
+        """Return the sorted record indices of every client. Every record belongs to a client, and no client is empty.
 
         ``groups``: the source ID of each record. Raises ImpossibleSplit for more clients than sources.
         """

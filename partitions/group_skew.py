@@ -1,12 +1,12 @@
 """Partitions for groups of clients with different inputs or labels: client i is in group i mod k.
 
-All partitions of this module except ``Domain`` form such groups, and change the records of clients by group.
-``Domain`` uses the groups that the data set has: the sources of its records.
+All partitions of this module except ``Domain`` form such groups, and change the records of clients by group. ``Domain``
+uses the groups that the data set has: the sources of its records.
 
 Clustered and personalised methods are tested on such groups (Sattler et al. 2021, Ghosh et al. 2020). The group of a
-client is public. The inner partition ``over`` assigns records to clients. The outer partition then changes a
-client's training records, validation records and own test records. The global test set is not changed. Group 0 keeps
-its records unchanged, so the global test set has the inputs and labels of group 0.
+client is public. The inner partition ``over`` assigns records to clients. The outer partition then changes a client's
+training records, validation records and own test records. The global test set is not changed. Group 0 keeps its records
+unchanged, so the global test set has the inputs and labels of group 0.
 """
 
 import math
@@ -157,7 +157,7 @@ class Rotate(OverSplit):
         return f"rotate:{self.k}"
 
     def check_records(self, shape: tuple[int, ...], num_classes: int) -> None:
-        """Raise ImpossibleSplit unless the records are images, and square ones for quarter turns."""
+        """Raise ImpossibleSplit unless records are images. For quarter turns the images must be square."""
         super().check_records(shape, num_classes)
         if self.k == 4 and shape[1] != shape[2]:
             raise ImpossibleSplit(
@@ -281,8 +281,8 @@ class Domain:
     """Each client has records of one domain, and the records of a domain are divided among its clients.
 
     A domain is a source of records, such as a hospital or a style of images (PACS, Li et al. 2017). The domains are
-    sorted by their IDs. With D domains, client i has domain i mod D. ``over``: the partition that divides the
-    records of each domain among the clients of this domain, such as ``dirichlet:0.3``.
+    sorted by their IDs. With D domains, client i has domain i mod D. ``over``: the partition that divides the records
+    of each domain among the clients of this domain, such as ``dirichlet:0.3``.
     """
 
     kind: Literal["domain"] = field(default="domain", kw_only=True)
@@ -301,16 +301,16 @@ class Domain:
             )
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
-        """Raise ImpossibleSplit. This partition needs data with sources."""
+        """Raise ImpossibleSplit, because this partition needs the source of each record."""
         del labels, num_partitions, rng
         raise without_sources()
 
     def split_groups(self, labels: Indices, groups: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the sorted record indices of every client. No client has records of two domains.
 
-        Every record belongs to a client, unless ``over`` leaves out records. ``groups``: the domain ID of each
-        record. Raises ImpossibleSplit for a single domain, for fewer clients than domains, and for a domain that
-        ``over`` cannot divide.
+        Every record belongs to a client, unless ``over`` leaves out records. ``groups``: the domain ID of each record.
+        Raises ImpossibleSplit for a single domain, for fewer clients than domains, and for a domain that ``over``
+        cannot divide.
         """
         check_sizes(len(labels), num_partitions)
         numbers, domain_of = np.unique(groups, return_inverse=True)

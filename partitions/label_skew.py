@@ -95,7 +95,7 @@ class Dirichlet:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client. Every record belongs to a client; a client may be empty.
 
-        Raises ImpossibleSplit for more clients than records, and if no draw reaches a ``min_size`` that is set.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches a given ``min_size``.
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         wanted = assign.USUAL_MIN_SIZE if self.min_size is None else self.min_size

@@ -55,7 +55,7 @@ class Quantity:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client. Every record belongs to a client; a client may be empty.
 
-        Raises ImpossibleSplit for more clients than records, and if no draw reaches a ``min_size`` that is set.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches a given ``min_size``.
         """
         num_records = len(labels)
         check_sizes(num_records, num_partitions)

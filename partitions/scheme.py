@@ -23,7 +23,7 @@ class ImpossibleSplit(ValueError):  # noqa: N818 (the name states the problem, s
 
 
 class Scheme(Protocol):
-    """The interface of every partition, also of a user's own: the method ``split`` assigns records to clients."""
+    """The interface of every partition, including a user's own. The method ``split`` assigns records to clients."""
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.

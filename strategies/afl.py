@@ -18,7 +18,7 @@ class AFL(Ridge):
     starts_with: ClassVar[Mapping[str, Any]] = {"evaluate": {"test": "last"}}
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings of rounds, such as attacks: no client trains, so there are no rounds."""
+        """Raise ValueError for settings that need rounds, such as attacks, because no client trains in rounds."""
         others = (
             ("aggregator", "mean"), ("sampler", "full"), ("attack", "none"), ("calibrate", "none"),
             ("preprocess", "none"), ("server", "synchronous"),

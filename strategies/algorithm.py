@@ -114,7 +114,7 @@ class Bounded(Protocol):
     """An algorithm that limits its number of rounds itself, or that accepts only some data sets."""
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
-        """Return the number of rounds, at most ``rounds``. Raises UserError for an unsuitable data set."""
+        """Return the algorithm's number of rounds, at most ``rounds``. Raises UserError for an unsuitable data set."""
         ...
 
 
@@ -195,7 +195,7 @@ class OfHead(Protocol):
 
 @runtime_checkable
 class PartialTraining(Protocol):
-    """An algorithm that changes which parameters of the model are trained and sent, after ``model.trainable``."""
+    """An algorithm that selects the trained and sent parameters, after the setting ``model.trainable`` is applied."""
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
         """Return the names of the parameters that are trained or sent; all others are frozen.
@@ -281,7 +281,7 @@ class Averaging(Settings):
 
 
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
-    """Return the rule for the weights of clients in a round's mean: a name, or the algorithm's method ``weigh``."""
+    """Return the rule that weights clients in the mean: its name, or the algorithm's method ``weigh``."""
     return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
 
 
@@ -416,7 +416,7 @@ def check_plain_sgd(algorithm: object, experiment: Choices) -> None:
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
-    """Return FedNova's a_i: the distance of ``num_steps`` SGD steps with constant gradient 1, in learning rates.
+    """Return FedNova's a_i: the distance of ``num_steps`` SGD steps with gradient 1 and learning rate 1.
 
     a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), with tau = ``num_steps`` and rho = ``momentum``. Without
     momentum, a = tau (Wang et al. 2020, section 4.1).

@@ -20,7 +20,7 @@ _OWN, _MIXING, _ALPHA = "own-model", "mixing", "alpha"
 
 
 class APFL(Averaging):
-    """FedAvg trains the global model w; a client uses the mixture m = alpha v + (1 - alpha) w with its own model v.
+    """FedAvg trains the global model w. Each client uses m = alpha v + (1 - alpha) w, with its own model v.
 
     F is the client's loss, and eta the local learning rate. In each local step, on one batch: w <- w - eta grad F(w),
     and v <- v - eta alpha grad F(m). Both gradients are computed with the models before the step. ``adaptive``: if

@@ -1,6 +1,6 @@
 """Attacks: hostile clients train on wrong labels or send wrong updates. For comparisons of robust aggregators.
 
-The hostile clients are drawn once, from the experiment's seed. Nothing here protects or measures privacy.
+The hostile clients are drawn once, from the experiment's seed. This module neither protects nor measures privacy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Scheduled(Protocol):
     """An attack that is active only in some rounds. In all other rounds hostile clients are honest."""
 
     def hostile_in(self, server_round: int) -> bool:
-        """Return True if hostile clients attack in round ``server_round``, from 1."""
+        """Return True if hostile clients attack in round ``server_round``, counted from 1."""
         ...
 
 
@@ -162,14 +162,14 @@ class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients.
 
     Hostile clients may attack in some rounds only. In all other rounds they train on their own records and send their
-    own updates. ``first_round``: the first round with an attack. ``last_round``: no attack after this round;
-    None: no limit. If both are equal, there is one attack, as in single-shot model replacement
-    (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the next.
+    own updates. ``first_round``: the first round with an attack. ``last_round``: no attack after this round; None: no
+    limit. If both are equal, there is one attack, as in single-shot model replacement (Bagdasaryan et al. 2020).
+    ``every``: the number of rounds from one attack to the next.
 
     With Global DP or private local training, the epsilon of an honest client holds whatever hostile clients send, and
     privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an exception:
-    under Global DP they need ``aggregator.noise=seeded``. Then the epsilon describes the method, and does not
-    hold for the models of this run.
+    under Global DP they need ``aggregator.noise=seeded``. Then the epsilon describes the method, and does not hold for
+    the models of this run.
     """
 
     clients: int = Field(2, ge=1)
@@ -187,7 +187,7 @@ class HostileClients(_Harmless):
         return {key: value for key, value in written.items() if key not in unused}
 
     def hostile_in(self, server_round: int) -> bool:
-        """Return True if hostile clients attack in round ``server_round``, from 1."""
+        """Return True if hostile clients attack in round ``server_round``, counted from 1."""
         is_between = self.first_round <= server_round <= (self.last_round or server_round)
         return is_between and (server_round - self.first_round) % self.every == 0
 
@@ -255,7 +255,7 @@ class Forging(HostileClients):
     """Base class of attacks whose forged updates are not multiples of the client's honest update."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError also if clients compress updates: forged updates have no compressed form."""
+        """Raise ValueError as the base class does, and for compression, which forged updates do not support."""
         super().check(experiment)
         if not is_none(experiment.compress):
             raise ValueError(
@@ -326,7 +326,7 @@ class ALittleIsEnough(Knowing):
         return [off(f"attack.deviations={self.deviations}", why)]
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return mean - z * deviation of the known updates, the same for all hostile clients."""
+        """Return the forged updates, mean - z * deviation of the known updates, equal for all hostile clients."""
         if len(rows := self.known(hostile, seen)) == 1:
             return hostile
         sent = rows.mean(dim=0) - self._z(seen.cohort_size, len(hostile)) * rows.std(dim=0, correction=0)
@@ -406,7 +406,7 @@ _KNOWN: Final = (
 
 
 def _replaced(replies: Sequence[Reply], forged: Sequence[Reply]) -> tuple[Reply, ...]:
-    """Return ``replies``. For clients that have a reply in ``forged``, it replaces the original reply."""
+    """Return ``replies``, but for clients with a reply in ``forged`` the forged one."""
     by_client = {reply.client: reply for reply in forged}
     return tuple(by_client.get(reply.client, reply) for reply in replies)
 
@@ -454,7 +454,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for privacy statements. They explain guarantees in a run with hostile clients."""
+        """Return sentences for privacy statements: the meaning of guarantees in a run with hostile clients."""
         count, kind = experiment.attack.clients, kind_of(experiment.attack)
         what = f"In this run there are {count} hostile clients (attack {kind})."
         return [

@@ -1,4 +1,4 @@
-"""Backdoors: attacks after which the model predicts the target class for every record of a chosen kind."""
+"""Backdoors: attacks that make the model predict a target class for chosen records, such as images with a trigger."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from strategies.neurotoxin import HostileMemory
 class Planted(HostileClients):
     """Base class of backdoors: hostile clients label some of their records as one class, and train on them.
 
-    ``target``: the target class, the new label of these records. ``boost``: the factor by which hostile updates
-    are multiplied. A factor of n / (number of hostile clients), for n clients of equal weight, replaces the global
-    model by the hostile one (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise
-    a times their loss plus (1 - a) times the squared distance to the received model, so that their updates stay short
-    (constrain-and-scale, equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that
-    hostile steps leave unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the
-    parameters of the global model that changed most since the hostile client's last round. Their gradients are masked
-    in every step, as in the paper, but not in a hostile client's first round.
+    ``target``: the target class, the new label of these records. ``boost``: a factor for hostile updates. A factor of n
+    / (number of hostile clients), for n clients of equal weight, replaces the global model by the hostile one
+    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise a times their loss plus
+    (1 - a) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
+    equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that hostile steps leave
+    unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the parameters of the
+    global model that changed most since the hostile client's last round. Their gradients are masked in every step, as
+    in the paper, but not in a hostile client's first round.
 
     Each tested round and ``result.json`` have the accuracy and the attack success rate: among the test records at which
     the attack aims, the share for which the model predicts the target class. Feature skew does not change these
@@ -174,7 +174,7 @@ class SemanticBackdoor(Planted):
     of_tests: ClassVar[str] = "test records that the attack is about"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError also if ``source`` and ``target`` are the same class."""
+        """Raise ValueError as the base class does, and if ``source`` and ``target`` are the same class."""
         super().check(experiment)
         if self.source == self.target:
             raise ValueError(
@@ -213,7 +213,7 @@ class SemanticBackdoor(Planted):
         return replace(meant, labels=np.full_like(meant.labels, self.target))
 
     def _meant(self, examples: Examples) -> NDArray[np.bool_]:
-        """Return the mask of ``is_meant``. Raises UserError if a user's method returns no mask."""
+        """Return the mask from ``is_meant``. Raises UserError if a user's method does not return a mask."""
         found = np.asarray(self.is_meant(examples))
         if found.shape != examples.labels.shape or found.dtype != np.bool_:
             raise UserError(

@@ -35,7 +35,7 @@ class Bulyan(Robust):
         return 4 * self.hostile + 3
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the mean of the selected values around the median of every coordinate."""
+        """Return for each coordinate the mean of those selected values that are nearest to their median."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
         distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not break ties

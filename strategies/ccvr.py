@@ -141,7 +141,7 @@ def with_trained_head(
     labels: NDArray[np.int64],
     generator: np.random.Generator,
 ) -> Params:
-    """Return ``params`` with a head trained on ``features`` (n, d) and ``labels`` (n,), which are shuffled each epoch.
+    """Return ``params`` with a head trained on ``features`` (n, d) and ``labels`` (n,), shuffled in each epoch.
 
     ``model``: gives the architecture; its head is overwritten. Raises Diverged if the trained head is not finite.
     """

@@ -30,9 +30,9 @@ class CFL(Averaging):
     smaller cluster is not split. ``max_clusters``: the largest number of clusters; 1 is FedAvg.
 
     A client receives the model of its cluster only. The server compares the updates of single clients. So secure sums
-    and noise on the mean are not possible. Clients are weighted by their records, as in FedAvg; the released
-    code has equal weights. In the released code and in FL-bench, a second split assigns clients wrongly: it uses
-    positions in the cluster as client IDs.
+    and noise on the mean are not possible. Clients are weighted by their records, as in FedAvg; the released code has
+    equal weights. In the released code and in FL-bench, a second split assigns clients wrongly: it uses positions in
+    the cluster as client IDs.
     """
 
     kind: Literal["cfl"] = "cfl"
@@ -48,7 +48,7 @@ class CFL(Averaging):
     linkage: Literal["complete", "single"] = "complete"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the server would not see the updates of all single clients in every round."""
+        """Raise ValueError if the server does not see every single update in every round."""
         if self.num_models > 1:
             check_single_updates(self, experiment)
 

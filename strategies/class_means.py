@@ -45,12 +45,12 @@ class KeepsModels(Averaging):
         return ()
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round, if clients train the whole model ``params``."""
+        """Return the server state before round 1. ``params``: the initial model."""
         return self.init_for(params, params)
 
     @abstractmethod
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round. ``params``: the trained part of the initial ``model``."""
+        """Return the server state before round 1. ``params``: the sent part of the initial ``model``."""
 
 
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:

@@ -1,4 +1,4 @@
-"""DENSE: the server makes images from the clients' models, and distils the ensemble on them (Zhang et al. 2022)."""
+"""DENSE: the server generates images with the clients' models, and distils their ensemble (Zhang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from strategies.generated_images import Album, ImageStudent, OnMadeImages, diver
 
 
 class Dense(OnMadeImages):
-    """FedAvg, and then the mean model learns from the ensemble of the round's models on images that the server makes.
+    """FedAvg; then the mean model (the student) learns from the ensemble of clients' models on generated images.
 
-    No record and no public data are needed. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the
-    student. In each epoch a new generator G makes images G(z) for random labels y. It is trained by ``generator_steps``
-    steps of Adam with learning rate ``generator_rate`` on the loss CE(f(G(z)), y) - ``divergence`` D. D is the mean of
-    KL(softmax f || softmax s), counted as 0 for images for which f and s predict the same class. The step with the
-    lowest loss gives the epoch's ``images`` images. The student then passes once over the images of all epochs, by SGD
-    with momentum .9 on T² KL(softmax f/T || softmax s/T).
+    The server needs no records. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the student. In each
+    epoch a new generator G makes images G(z) for random labels y. It is trained by ``generator_steps`` steps of Adam
+    with learning rate ``generator_rate`` on the loss CE(f(G(z)), y) - ``divergence`` D. D is the mean of KL(softmax f
+    || softmax s), counted as 0 for images for which f and s predict the same class. The step with the lowest loss gives
+    the epoch's ``images`` images. The student then passes once over the images of all epochs, by SGD with momentum .9
+    on T² KL(softmax f/T || softmax s/T).
 
-    ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator,
-    before its last layer. ``temperature``: T. ``distillation_rate``: the student's learning rate.
-    ``distillation_batch``: images in a step. The other defaults are those of the released command. Deviations: the
-    paper's loss has a term for BatchNorm statistics, which is 0 here, because models with BatchNorm are refused. The
-    student starts from the mean model, in the released code from random weights. Images are not cropped or mirrored.
-    The last epoch gives the model; in the released code, the best epoch on test records.
+    ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator, before its
+    last layer. ``temperature``: T. ``distillation_rate``: the student's learning rate. ``distillation_batch``: images
+    in a step. The other defaults are those of the released command. Deviations: the paper's loss has a term for
+    BatchNorm statistics, which is 0 here, because models with BatchNorm are refused. The student starts from the mean
+    model, in the released code from random weights. Images are not cropped or mirrored. The last epoch gives the model;
+    in the released code, the best epoch on test records.
 
     A further table has the accuracy of the ensemble itself: an upper bound that needs the models of all clients.
     """

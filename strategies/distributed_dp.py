@@ -20,11 +20,11 @@ from strategies.samplers import Cyclic, Everyone
 class DistributedDP(Settings):
     """Clients add noise to their updates, and secure aggregation shows the server only the noisy sum.
 
-    Everything that a client sends in a round is one vector. The client clips this vector, and rotates it
-    by public random signs and a Hadamard matrix. The client scales the vector and rounds it at random to whole numbers.
-    The client adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz,
-    Liu 2021). The server adds the messages modulo 2^``bits``, reverses scaling and rotation, and divides by
-    the number of messages. Secure aggregation is simulated: this program computes the same sum, without masks.
+    Everything that a client sends in a round is one vector. The client clips this vector, and rotates it by public
+    random signs and a Hadamard matrix. The client scales the vector and rounds it at random to whole numbers. The
+    client adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz, Liu
+    2021). The server adds the messages modulo 2^``bits``, reverses scaling and rotation, and divides by the number of
+    messages. Secure aggregation is simulated: this program computes the same sum, without masks.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
     part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not

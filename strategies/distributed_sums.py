@@ -90,10 +90,10 @@ def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier
 class DistributedSums(Layer):
     """Charges each round's noisy sum to the privacy ledger before the sum is opened, and computes the mean from it.
 
-    ``noise``: the noise source that identifies this run's releases in the ledger; clients draw the noise, not this
-    layer. ``grid``: the rounding grid of the sums. The stage sets it before the first round. ``unopened``: the rounds
-    whose sums the budget did not allow. ``wrapped``: the rounds whose sums probably overflowed (wrapped around) the
-    modulus.
+    ``noise``: the noise source that identifies this run's releases in the ledger. The clients draw the noise. ``grid``:
+    the rounding grid of the sums. The stage sets it before the first round. ``unopened``: the rounds whose sums were
+    not opened, because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably overflowed
+    (wrapped around) the modulus.
     """
 
     settings: DistributedDP
@@ -128,7 +128,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if payloads are no model updates, noise is too small, or one round exceeds the budget."""
+        """Raise UserError if payloads are not model updates, noise is too small, or one round exceeds the budget."""
         check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
         settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
         cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
@@ -207,7 +207,7 @@ class DistributedSums(Layer):
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     def affords(self, server_round: int) -> bool:
-        """Return True if the budget covers the round with answers of all clients, or if it is already charged."""
+        """Return True if the budget covers a round in which all clients answer, or if the round is already charged."""
         assert self.grid is not None
         event = self.grid.event(self.grid.shares)
         return self._is_paid(server_round, self.grid.shares) or self.ledger.affords(event)

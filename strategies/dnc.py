@@ -17,7 +17,7 @@ from strategies.algorithm import Weighting
 
 
 class DnC(Robust):
-    """The mean of the updates without the outliers along the direction of the largest variance.
+    """The mean of the updates, without outliers in the direction of largest variance.
 
     An iteration draws some coordinates of the updates, by the run's seed, and computes the first principal direction of
     the updates in these coordinates. It drops the updates with the largest squared projections: c h updates, rounded

@@ -74,7 +74,7 @@ class ClientPrivacy(Settings):
         """Accept every attack: each client adds noise to its update before sending, so attacks break no guarantee."""
 
     def despite_hostile(self) -> str:
-        """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
+        """Return the reason why the guarantee holds despite hostile clients: a clause that begins with "because"."""
         return "because a client adds its noise itself, before it sends"
 
     def check_alone(self, experiment: Choices) -> None:

@@ -30,9 +30,9 @@ UPPER_BOUND = "the ensemble's accuracy is an upper bound that keeps the models o
 class Lesson:
     """Everything that the server needs for its own training after a round, except the models.
 
-    ``logits_of``: the model as a function. ``dataset``: the experiment's data set, for shapes and public constants; its
-    records are not used. ``public``: unlabelled records for the server, if any. ``device``: the device of
-    the computation. ``generator``: the random numbers of the round.
+    ``logits_of``: a function that computes the model's logits. ``dataset``: the experiment's data set, for shapes and
+    public constants; its records are not used. ``public``: unlabelled records for the server, if any. ``device``: the
+    device of the computation. ``generator``: the random numbers of the round.
     """
 
     logits_of: LogitsOf
@@ -104,11 +104,11 @@ class OnEnsemble(SeesModels):
         return self.public_records == POOL
 
     def further_data(self) -> str:
-        """Return the name of the data set with the public records; "" for none, and for the run's own pool."""
+        """Return the name of the data set with the public records, or "" if there is none or the run's pool is used."""
         return "" if self.public_records in {"none", POOL} else self.public_records
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError as ``SeesModels`` does, and for public records that do not fit."""
+        """Raise ValueError as ``SeesModels`` does, and for unsuitable public records."""
         super().check(experiment)
         if self.public_records == getattr(experiment, "data", ""):
             raise ValueError(

@@ -51,12 +51,12 @@ class FD(KeepsModels):
         return "FD: clients send only their mean logits of each class that they hold."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, without logits. ``params``: the trained part of ``model``."""
+        """Return the server state before round 1, without logits. ``params``: the sent part of ``model``."""
         classes, _ = head_shape(model)
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: a loss term for the distance to the target logits, and feature sums after training."""
+        """Return the local plan: a loss term for the distance to the target logits, and then feature sums by class."""
         term = LossTerm(self.distances, task.broadcast["others"]) if self.gamma else None
         return LocalPlan(loss_term=term, class_features=True)
 

@@ -39,13 +39,13 @@ class FedALA(Averaging):
     x is the received global model. Only the last layers start at the mixture; all other layers start at x. W has a
     number for each parameter of the last layers, and begins at 1. Before local training, the client trains W on a
     random part of its records. Each step is W <- W - eta (x - v) G, cut to [0, 1], where G is the gradient of the loss
-    at the mixture. In its second round the client passes over these records until the mean loss of a pass converges,
-    in later rounds once. Local training starts at the resulting mixture, which is also the client's own model.
+    at the mixture. In its second round the client passes over these records until the mean loss of a pass converges, in
+    later rounds once. Local training starts at the resulting mixture, which is also the client's own model.
 
-    ``weight_learning_rate``: eta, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
-    layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is
-    trained, 0.8 in the paper. ``threshold``: the loss has converged if the standard deviation of its last 10
-    values is below this value (0.1 in the released code).
+    ``weight_learning_rate``: eta, 1 in the paper; 0 is FedAvg. ``layers``: the number of last layers that start at the
+    mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is trained, 0.8 in the
+    paper. ``threshold``: the loss has converged if the standard deviation of its last 10 values is below this value
+    (0.1 in the released code).
 
     In the released code the number of last layers counts tensors, and the loss of a pass is the loss of its last batch.
     There a client that joins late mixes x with the initial model in its first round; here it starts at x.

@@ -13,8 +13,8 @@ from strategies.algorithm import Averaging
 class FedBABU(Averaging):
     """FedAvg on the body. The head, the last linear layer, keeps its initial values in all rounds.
 
-    After the last round each client fine-tunes the whole model, head included: ``evaluate.fine_tune_epochs``, 5 in the
-    paper.
+    After the last round each client fine-tunes the whole model, head included, for ``evaluate.fine_tune_epochs`` epochs
+    (5 in the paper).
     """
 
     kind: Literal["fedbabu"] = "fedbabu"

@@ -12,9 +12,9 @@ from strategies.algorithm import Averaging, Weighting, accumulated_momentum, che
 
 
 class ClientMomentum(Averaging):
-    """Clients step with alpha g + (1 - alpha) D, where D is the last round's mean update, scaled like a gradient.
+    """Local steps use alpha g + (1 - alpha) D, where D is the last round's mean update, scaled like a gradient.
 
-    ``alpha``: the share of the client's own gradient g in a step.
+    g is the client's own gradient. ``alpha``: its share in a step.
     """
 
     alpha: float = Field(0.1, gt=0, le=1)
@@ -53,13 +53,13 @@ class ClientMomentum(Averaging):
 
 
 class FedCM(ClientMomentum):
-    """Clients step with alpha g + (1 - alpha) D, D = -(last round's mean of y_i - x) / (eta K); equal weights.
+    """Local steps use alpha g + (1 - alpha) D with D = -(last round's mean of y_i - x) / (eta K). Equal weights.
 
     g is the gradient of a local step, x the received model, and y_i the trained model of client i. eta is the learning
     rate, and K a client's number of local steps. The K steps of a client together contain (1 - alpha) of the last mean
-    update. ``alpha`` 1 is FedAvg with equal weights. fl-sim computes eta K for each
-    client from its own settings in this round, as the distance of its steps with constant gradient 1. The released code
-    takes the first client's K and the last round's learning rate.
+    update. ``alpha`` 1 is FedAvg with equal weights. fl-sim computes eta K for each client from its settings in this
+    round: the distance of its steps with constant gradient 1. The released code takes the first client's K and the last
+    round's learning rate.
     """
 
     kind: Literal["fedcm"] = "fedcm"

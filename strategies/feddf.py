@@ -57,7 +57,7 @@ class FedDF(OnEnsemble):
         return self.proxy
 
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
-        """Return the student after ``steps`` steps on batches of the proxy."""
+        """Return the student after ``steps`` steps on batches of the public records."""
         return Taught(distilled(self, student, models, self._batches(lesson), lesson.logits_of))
 
     def _batches(self, lesson: Lesson) -> Iterator[torch.Tensor]:
@@ -90,7 +90,7 @@ def distilled(
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # Autograd would not return exactly 0 where student and teacher agree, and Adam enlarges rounding errors.
+        # The gradient in closed form: autograd's is not exactly 0 if student and teacher agree, and Adam enlarges that.
         with torch.no_grad():
             teacher = ensemble_logits(models, records, logits_of).softmax(1)
             slope = (logits.softmax(1) - teacher) / len(records)

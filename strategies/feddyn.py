@@ -12,7 +12,7 @@ from strategies.algorithm import Averaging, Weighting, check_sgd
 
 
 class Dynamic(Averaging):
-    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2. In means every client has the same weight.
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2. All clients have the same weight in means.
 
     F_i is the loss of client i, w its model, and x the global model. g_i, the client state, approaches the gradient of
     F_i at the client's model. h, in the server state, is the mean of all clients' g_i.

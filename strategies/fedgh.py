@@ -1,4 +1,4 @@
-"""FedGH: the server trains one head for all clients on their mean features (Yi et al. 2023, algorithm 1)."""
+"""FedGH: the server trains one head for all clients, on the clients' mean features (Yi et al. 2023, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FedGH(KeepsModels):
         return "FedGH: clients send only their mean features of each class that they hold, and receive a head."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, with the model's head. ``params``: the trained part of ``model``."""
+        """Return the server state before round 1, with the model's head. ``params``: the sent part of ``model``."""
         return ServerState(params, {"head": {_short(name): model[name] for name in sorted(head_names(model))}})
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
@@ -56,7 +56,7 @@ class FedGH(KeepsModels):
         return replace(task, params={name: head.get(name, value) for name, value in task.params.items()})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: plain local steps, and sums of features by class after training."""
+        """Return the local plan: plain local steps, and then sums of the features of each class."""
         del task
         return LocalPlan(class_features=True)
 

@@ -65,7 +65,7 @@ class FedMD(KeepsModels):
         return f"FedMD: clients send only their logits on {self.public_records:,} public records of {self.proxy}."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, without logits. ``params``: the trained part of ``model``."""
+        """Return the server state before round 1, without logits. ``params``: the sent part of ``model``."""
         return ServerState(params, {"consensus": {"logits": torch.zeros(0, head_shape(model)[0])}})
 
     def plan(self, task: LocalTask) -> LocalPlan:

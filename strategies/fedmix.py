@@ -97,8 +97,8 @@ def averages(
     """Return means of disjoint random groups of ``records_per_average`` records.
 
     In the result, "inputs" has shape (groups, *input shape), and "labels" has shape (groups, classes), with proportions
-    that add up to 1. Records that do not fill a group are left out, because a mean of fewer records would reveal
-    more. A client with fewer than ``records_per_average`` records shares no averages.
+    that add up to 1. Records that do not fill a group are left out, because a mean of fewer records would reveal more.
+    A client with fewer than ``records_per_average`` records shares no averages.
     """
     groups = len(labels) // records_per_average
     chosen = torch.from_numpy(generator.permutation(len(labels))[: groups * records_per_average])

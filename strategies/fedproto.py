@@ -1,4 +1,4 @@
-"""FedProto: local training pulls a record's features towards the prototype of its class: the class's mean features.
+"""FedProto: local training pulls a record's features towards the prototype (mean features) of its class.
 
 Tan et al. 2022, algorithm 1.
 """
@@ -70,7 +70,7 @@ class FedProto(Averaging):
         return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, without prototypes. ``params``: the trained part of ``model``."""
+        """Return the server state before round 1, without prototypes. ``params``: the sent part of ``model``."""
         classes, features = head_shape(model)
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 

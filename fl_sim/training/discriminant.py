@@ -1,7 +1,7 @@
 """Linear and quadratic discriminant analysis in closed form.
 
-Each class has a normal distribution. In the linear form all classes have the same covariance; in the quadratic form
-each class has its own.
+Both methods model the records of each class by a normal distribution. In the linear form all classes have the same
+covariance matrix; in the quadratic form each class has its own.
 """
 
 from dataclasses import dataclass
@@ -55,12 +55,12 @@ def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
 
 
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
-    """Return the weights of the model ``logistic`` as a classifier of inputs (n, *shape) with labels (n,).
+    """Return weights of the model ``logistic`` that make it a linear discriminant classifier.
 
-    mu_c is the mean of class c, S is the covariance within classes, p_c is the share of class c, and ' means
-    transposed. Then the logit of class c for a record x is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie,
-    Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` makes S invertible, even with fewer records than features. Sums
-    are float64.
+    The weights are computed from inputs (n, *shape) with labels (n,). mu_c is the mean of class c, S the covariance
+    within classes, p_c the share of class c among all records, and ' means transposed. The logit of class c for a
+    record x is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge``
+    makes S invertible, even with fewer records than features. Sums are float64.
     """
     classes = _classes_of(inputs, labels, num_classes)
     covariance = classes.pooled()
@@ -100,13 +100,14 @@ def quadratic_discriminant(
     own_share: float = OWN_SHARE,
     ridge: float = OWN_RIDGE,
 ) -> Params:
-    """Return the weights of a ``QuadraticDiscriminant`` as a classifier of inputs (n, *shape) with labels (n,).
+    """Return the weights of a ``QuadraticDiscriminant``, computed from inputs (n, *shape) with labels (n,).
 
-    mu_c, S_c and p_c are the mean, the covariance and the share of class c, and ' means transposed. The logit of class
-    c for a record x is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and Friedman
-    2009, eq. 4.12). S_c is a regularised covariance (eq. 4.13; Friedman 1989), the sum of three matrices: ``own_share``
-    times the covariance of class c, 1 - ``own_share`` times the pooled covariance, and the identity matrix times
-    ``ridge`` times the mean variance. Sums are float64. Raises UserError if the matrices are too large for a model.
+    mu_c and S_c are the mean and the covariance of class c, p_c is its share of all records, and ' means transposed.
+    The logit of class c for a record x is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie,
+    Tibshirani and Friedman 2009, eq. 4.12). S_c is a regularised covariance (eq. 4.13; Friedman 1989), the sum of three
+    matrices: ``own_share`` times the covariance of class c, 1 - ``own_share`` times the pooled covariance, and the
+    identity matrix times ``ridge`` times the mean variance. Sums are float64. Raises UserError if the matrices are too
+    large for a model.
     """
     size = inputs[:1].numel()
     if num_classes * size**2 > _MOST_NUMBERS:

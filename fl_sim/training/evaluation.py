@@ -63,14 +63,14 @@ class Scores:
 
     @property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (right predictions, all predictions): two numbers for each record, both of shape (n,)."""
+        """Return the numbers of correct predictions and of all predictions of each record, both of shape (n,)."""
         if self.right is not None and self.counts is not None:
             return self.right, self.counts
         return (self.labels == self.predicted).astype(np.int64), np.ones(len(self.labels), dtype=np.int64)
 
     @property
     def perplexity(self) -> float | None:
-        """Return the exponential of the loss; None for a model that predicts classes."""
+        """Return the perplexity, the exponential of the loss; None for a model that predicts one class per record."""
         return None if self.counts is None else math.exp(min(self.loss, _LARGEST))
 
 
@@ -86,8 +86,8 @@ def evaluate(
     """Return the scores of a model with weights ``params`` on inputs (n, *input shape) with labels (n,).
 
     ``scale``: the constants that normalise inputs of bytes. ``workers``: the number of threads that share the batches;
-    the scores do not depend on this number. Products are always computed in float32, even if training uses a lower
-    precision on a GPU.
+    the scores do not depend on this number. Matrix products are always computed in float32, even if training uses a
+    lower precision on a GPU.
     """
     network, source = ready(model, params), Source(inputs, labels, scale)
     if isinstance(network, OwnLoss):
@@ -115,7 +115,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # PyTorch's number of threads is set for each thread separately
+            torch.set_num_threads(threads)  # each Python thread has its own setting of PyTorch's number of threads
         with torch.inference_mode():
             logits = logits_of(batch)
             loss = functional.cross_entropy(logits, targets, reduction="sum").double()

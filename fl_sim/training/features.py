@@ -90,7 +90,7 @@ def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tupl
 
 
 def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the features of each class, computed with weights ``params``: (classes, d), on the CPU.
+    """Return the feature sum of each class, (classes, d), on the CPU. Features are computed with weights ``params``.
 
     ``inputs``: (n, *input shape), normalised; ``labels``: (n,). n may be 0. The function leaves ``model`` in evaluation
     mode.
@@ -106,18 +106,18 @@ def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels:
 
 
 def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the sums of (n, d) features over the records of each class, shape (classes, d)."""
+    """Return for each class the sum of ``features`` (n, d) over its records, shape (classes, d)."""
     of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
-    # On a GPU, a matrix product always adds in the same order, unlike index_add.
+    # A matrix product, because it always adds in the same order on a GPU. index_add does not.
     return of_class.T.to(features.dtype) @ features
 
 
 def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
-    The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode.
-    Only methods that train the head separately need this number. Raises UserError if that is impossible: if the head
-    has other inputs than the features (n, d), or no trainable parameters.
+    The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode. Only
+    methods that train the head separately need this number. Raises UserError if that is impossible: if the head has
+    other inputs than the features (n, d), or no trainable parameters.
     """
     model.eval()
     head = head_of(model)

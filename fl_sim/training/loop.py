@@ -109,7 +109,7 @@ def train(
         records = moved(inputs.index_select(0, batch), moves, augment, black)
         loss_of = partial(objective.loss, records, labels.index_select(0, batch), objective.partner(generator))
         for norm in norms:
-            # A batch of one record has no variance. In this case BatchNorm uses its running statistics.
+            # BatchNorm uses running statistics for a batch of one record, which has no variance.
             norm.train(len(batch) > 1)
         loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))
         descent.step(trained, gradients)
@@ -149,7 +149,7 @@ class Descent:
 
     @classmethod
     def of(cls, weights: Params, task: LocalTask, plan: LocalPlan, device: torch.device) -> Self:
-        """Return the state before the first step of the training of ``weights`` on ``device``."""
+        """Return the optimizer state before the first step of training ``weights`` on ``device``."""
         adaptive = weights.items() if task.settings.optimizer != "sgd" else ()
         return cls(
             task.settings,
@@ -276,7 +276,7 @@ class Objective:
 def batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (record indices, random shifts of the images) for each local step. The shifts are image augmentation.
+    """Yield (record indices, random shifts and mirroring of the images) for each local step.
 
     All random numbers of an epoch are drawn at the beginning of the epoch.
     """

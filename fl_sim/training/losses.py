@@ -1,7 +1,7 @@
-"""The parts of the training loss of a batch, for the training of one client and for stacked training.
+"""The terms of the training loss, for the training of one client and for stacked training.
 
 Stacked training trains many clients in one computation. It pads smaller batches with records of weight 0, which add
-nothing to the loss. No part of the loss computes an infinite number or NaN from these padding records.
+nothing to the loss. No term becomes infinite or NaN because of these padding records.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,10 +68,9 @@ def mixed_losses(
 ) -> torch.Tensor:
     """Return the FedMix loss (``linearise`` True) or the NaiveMix loss of each record, (n,) (Yoon et al. 2021).
 
-    ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of
-    the paper, the share of the averaged record. ``slope``: the function that computes input gradients.
-    ``smoothing``: the label smoothing, for the records' own labels and for the class proportions; see
-    ``cross_entropies``.
+    ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of the
+    paper, the share of the averaged record. ``slope``: the function that computes input gradients. ``smoothing``: the
+    label smoothing, for the records' own labels and for the class proportions; see ``cross_entropies``.
     """
     mean_input, mean_label = partner
     if not linearise:
@@ -139,7 +138,7 @@ def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
 
 
 def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
-    """Return ``loss``, a tensor of shape (), plus the values of all ``terms`` for ``batch``.
+    """Return ``loss``, a tensor of shape (), plus all loss ``terms``, evaluated on ``batch``.
 
     ``data``: the tensors of each term, on the device. Raises UserError if a term returns anything other than a tensor
     with one number per record, or with one number for the batch.

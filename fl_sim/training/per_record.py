@@ -218,8 +218,8 @@ def _factors(
 
     ``squares``: the squared gradient norms of each group, (b,). ``shares``: the clipping norm of each group, divided by
     ``limit``. Without ``stability``, a factor is min(1, clipping norm / norm). With ``stability``, it is clipping norm
-    / (norm + ``stability``), as ``Clipping`` describes. If any part of a record's gradient is not finite, all
-    factors of the record are 0.
+    / (norm + ``stability``), as ``Clipping`` describes. If any part of a record's gradient is not finite, all factors
+    of the record are 0.
     """
     norms = [square.sqrt() for square in squares]
     is_finite = torch.stack(norms).isfinite().all(dim=0)

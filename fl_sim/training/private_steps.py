@@ -66,8 +66,8 @@ class StepPlan:
     """The constants of a client's private steps. They depend on the client's public number of records only.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
-    number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a
-    clipped gradient. ``divisor``: the noisy sum of gradients is divided by this number.
+    number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a clipped
+    gradient. ``divisor``: the noisy sum of gradients is divided by this number.
     """
 
     rate: float
@@ -79,7 +79,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, layout: Layout) -> Self:
-        """Return the constants for ``count`` records. Raises UserError if the noise is too coarse for the model.
+        """Return the constants for ``count`` records. Raises UserError if the noise's rounding is too coarse.
 
         ``layout``: the names and shapes of the trained parameters.
         """
@@ -136,8 +136,8 @@ def train_privately(
 
     ``model``: provides the architecture; its weights are overwritten. ``inputs``: (n, *input shape), normalised.
     ``labels``: (n,). The number of steps is ``task.settings.num_steps(n)``. A batch without records still takes a noisy
-    step. Raises UserError for a field of plan or settings that private steps do not support, and for noise that is too
-    coarse for the model.
+    step. Raises UserError for a field of plan or settings that private steps do not support, and if the rounding of the
+    noise is too coarse for the model.
     """
     private, settings, count = plan.private, task.settings, len(labels)
     assert private is not None

@@ -58,7 +58,7 @@ class Source:
     scale: Scale | None = None
 
     def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs``, (..., *input shape), as normalised float32. They are records of this source."""
+        """Return inputs of this source, (..., *input shape), as normalised float32."""
         return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
 
     def __len__(self) -> int:

@@ -155,8 +155,7 @@ class StackedTrainer:
     (no batch statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by
     default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph. The graph is captured after
     ``plain_steps`` steps of plain PyTorch with the same records, ``Kind`` and number of clients. ``capture``: the
-    function that captures a graph.
-    Several threads must not use one trainer at the same time.
+    function that captures a graph. Several threads must not use one trainer at the same time.
     """
 
     def __init__(
@@ -325,7 +324,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
 
 
 def _rows(stacked: Params, count: int) -> list[Params]:
-    """Return one dictionary of tensors for each of the first ``count`` clients, copied to the CPU in one transfer."""
+    """Copy the tensors of the first ``count`` clients to the CPU in one transfer, and return them per client."""
     if not stacked:
         return [{}] * count
     layout = layout_of({name: value[0] for name, value in stacked.items()})

@@ -77,7 +77,7 @@ class LocalJob:
         return self.task.settings.num_steps(len(self.records))
 
     def in_phase(self, number: int) -> Self:
-        """Return the job for phase ``number`` of the plan, counted from 0.
+        """Return the job for phase ``number`` of the plan. Phases are counted from 0.
 
         In a phase, some of the parameters are trained for some epochs. If the plan has no phases, return this job
         unchanged.
@@ -359,7 +359,7 @@ class Trainer:
             return None
         if asked & {"contrast", "pull", "class_features"} and not self._head_is_last:
             return None
-        if (mix := plan.mix) is not None:  # FedMix's loss needs second derivatives
+        if (mix := plan.mix) is not None:  # FedMix's loss needs second derivatives: only piecewise linear models
             is_known = _is_plain(mix.inputs) and _is_plain(mix.labels) and not asked & TERMS
             return stack if is_known and (not mix.linearise or stack.is_piecewise_linear) else None
         for _, values, dtype, _ in tensors_of(plan, stack):
@@ -419,7 +419,7 @@ class Completion:
         )
 
     def _with(self, params: Params) -> Params:
-        if id(params) not in self._shared:  # the cache keeps ``params`` alive, so that no other object gets the same id
+        if id(params) not in self._shared:  # the cache also holds ``params``: no other object can get the same id
             self._shared[id(params)] = (params, {**self.frozen, **params})
         return self._shared[id(params)][1]
 

@@ -1,7 +1,7 @@
 """Compressors with error feedback: top-k, rand-k, SignSGD, PowerSGD.
 
-Error feedback adds the compression error e to the next round's update D (Seide et al. 2014): e <- e + D; send C(e);
-e <- e - C(e). So the sum of all sent updates and the last error equals the sum of all updates, except for rounding.
+Error feedback adds the compression error e to the next round's update D (Seide et al. 2014): e <- e + D; send C(e); e
+<- e - C(e). So the sum of all sent updates plus the last error equals the sum of all updates, up to rounding.
 
 * Top-k sends the largest numbers of an update (Aji and Heafield 2017, algorithm 1; Stich et al. 2018, algorithm 1, with
   a proof of convergence).
@@ -12,9 +12,10 @@ e <- e - C(e). So the sum of all sent updates and the last error equals the sum 
   D. Here each tensor has its own scale: the scales of a model's layers differ by orders of magnitude, so one common
   scale would be wrong for tensors with small numbers.
 * PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
-  P = M Q; orthonormalise P; Q = M' P; send P and Q. The server computes P Q'. The next round's iteration starts from Q.
-  In the paper the workers sum their P before the orthonormalisation, and then sum their Q, so that all workers make the
-  same step. Here each client has its own P and Q, and the server computes this client's update from them.
+  P = M Q; orthonormalise P; Q = M' P; send P and Q. The server computes P Q'. The power iteration of the next round
+  starts from Q. In the paper the workers sum their P before the orthonormalisation, and then sum their Q, so that all
+  workers make the same step. Here each client has its own P and Q, and the server computes this client's update from
+  them.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class SignSGD(ErrorFeedback):
 
 
 class PowerSGD(Settings):
-    """Sends two narrow matrices P and Q with ``rank`` columns in place of each weight matrix, as P Q' is close to it.
+    """Sends two narrow matrices P and Q with ``rank`` columns for each weight matrix, and P Q' approximates it.
 
     ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
     channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.
@@ -260,7 +261,8 @@ def _corrected_by(held: Payloads, update: FlatParams) -> FlatParams:
 def _count_of(share: float, d: int) -> int:
     """Return ``share`` times ``d``, rounded up: at least 1.
 
-    The share is read as a decimal number. In binary, 0.07 times 100 is a little more than 7 and would be rounded to 8.
+    The product uses the exact decimal value of ``share``. As floats, 0.07 times 100 is a little more than 7, and would
+    be rounded up to 8.
     """
     return math.ceil(Fraction(str(share)) * d)
 

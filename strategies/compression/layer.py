@@ -67,9 +67,9 @@ class ClientCompression(ClientLayer):
     packing: Packing
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without compression's tensors in the client state.
+        """Return the task without the tensors of compression in its client state.
 
-        The algorithm does not use these tensors.
+        The algorithm does not need these tensors.
         """
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
@@ -132,7 +132,7 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return the client state ``state`` with compression's tensors ``held`` added.
+    """Return the client state ``state`` with ``held`` added, the tensors of compression.
 
     ``held``: {payload name: tensors}.
     """
@@ -140,7 +140,7 @@ def with_held(state: Payloads, held: Held) -> Payloads:
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return compression's tensors in the client state ``state``: {payload name: tensors}."""
+    """Return the tensors of compression in the client state ``state``, as {payload name: tensors}."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):

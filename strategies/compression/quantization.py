@@ -1,9 +1,9 @@
 """QSGD quantization, and the packing of whole numbers into bytes with as few bits as possible.
 
-QSGD rounds numbers randomly to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j)
-||v|| xi_j, where xi_j is one of the two multiples of 1/s around |v_j| / ||v||, the upper one with the probability that
-makes E[xi_j] = |v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d) / s) ||v||^2. As in
-section 4 of the paper, v is a bucket of neighbouring numbers of the update, not the whole update.
+QSGD rounds numbers randomly to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j) ||v||
+xi_j. Here xi_j is one of the two multiples of 1/s around |v_j| / ||v||. Their probabilities are such that E[xi_j] =
+|v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d) / s) ||v||^2. As in section 4 of the
+paper, v is a bucket of neighbouring numbers of the update, not the whole update.
 
 Every list of numbers has exactly one packed form, in which unused bits are 0. All other bytes are refused.
 """
@@ -101,7 +101,7 @@ def pack(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int64]:
-    """Return the ``count`` numbers in bytes from ``pack``. Raises Malformed if an unused bit after them is not 0."""
+    """Return the ``count`` numbers that ``pack`` packed. Raises Malformed if an unused bit at the end is not 0."""
     each = np.unpackbits(packed)
     if each[count * bits :].any():
         raise Malformed("sent packed numbers whose unused bits are not 0")
@@ -143,7 +143,7 @@ def pack_digits(digits: NDArray[np.int64], base: int) -> NDArray[np.uint8]:
 
 
 def unpack_digits(packed: NDArray[np.uint8], count: int, base: int) -> NDArray[np.int64]:
-    """Return the ``count`` digits in bytes from ``pack_digits``. Raises Malformed for all other bytes."""
+    """Return the ``count`` digits that ``pack_digits`` packed. Raises Malformed for invalid bytes."""
     words, digits = packed.view("<u8").astype(np.uint64), np.zeros((digits_in_word(base), len(packed) // 8), np.int64)
     for row in digits:
         words, left = np.divmod(words, np.uint64(base))
