@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.types import Params
 from strategies.ensemble import SeesModels
 
@@ -43,8 +43,13 @@ class Fens(SeesModels):
     combiner_batch: int = Field(128, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if clients hold out no records, or if the server does not see the model of each client."""
+        """Raise ValueError for hostile clients, without held-out records, or if the server sees no single models."""
         super().check(experiment)
+        if experiment.attack.clients:
+            raise ValueError(
+                f"algorithm fens cannot run with attack {kind_of(experiment.attack)}: hostile clients would send an "
+                "honest combiner, which no attack here changes; leave attack out, or take algorithm feddf or dense"
+            )
         if not isinstance(experiment.evaluate.validation, float) or not experiment.evaluate.validation:
             raise ValueError(
                 "algorithm fens trains its combiner on records that clients hold out of training, and "

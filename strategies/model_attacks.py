@@ -122,8 +122,11 @@ class _Searched(Forging):
         super().check(experiment)
 
     @abstractmethod
-    def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return the forged update for ``strength``, (d,). ``honest``: the honest updates, float64 (n, d)."""
+    def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the start and the direction of the forged updates: start + strength * direction, both (d,).
+
+        ``honest``: the honest updates, float64 (n, d). ``mean``: their mean, (d,).
+        """
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
         """Return the most harmful update for each hostile client. If no client is honest, return ``hostile``."""
@@ -131,13 +134,15 @@ class _Searched(Forging):
             return hostile
         assert seen.aggregated is not None
         honest, aggregated = as_rows(seen.honest).double(), seen.aggregated
+        mean = honest.mean(dim=0)
+        start, direction = self.line(honest, mean)
 
         def tried(strength: float) -> list[Reply]:
-            sent = self.sent(honest, strength).float()
+            sent = (start + strength * direction).float()
             return [with_row(reply, sent) for reply in hostile]
 
         def harm(strength: float) -> float:
-            return float((aggregated(tried(strength)).double() - honest.mean(dim=0)).norm())
+            return float((aggregated(tried(strength)).double() - mean).norm())
 
         return tried(strongest(harm, self.evaluations))
 
@@ -170,9 +175,9 @@ class OptimalALittleIsEnough(_Searched):
     kind: Literal["opt-alie"] = "opt-alie"
     title: ClassVar[str] = "Opt-ALIE"
 
-    def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return mean - ``strength`` * (standard deviation) of the honest updates, for each coordinate."""
-        return honest.mean(dim=0) - strength * honest.std(dim=0, correction=0)
+    def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean, and minus the deviation of every coordinate."""
+        return mean, -honest.std(dim=0, correction=0)
 
 
 class OptimalInnerProductManipulation(_Searched):
@@ -184,9 +189,10 @@ class OptimalInnerProductManipulation(_Searched):
     kind: Literal["opt-ipm"] = "opt-ipm"
     title: ClassVar[str] = "Opt-IPM"
 
-    def sent(self, honest: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return -``strength`` times the mean of the honest updates."""
-        return honest.mean(dim=0) * -strength
+    def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 0, and minus the mean."""
+        del honest
+        return torch.zeros_like(mean), -mean
 
 
 class FangTrim(Knowing):

@@ -201,8 +201,8 @@ class Found(OptimalInnerProductManipulation):
     kind: str = "found"  # type: ignore[assignment]
 
     def forged(self, hostile: Any, seen: Seen) -> Any:
-        sent = self.sent(as_rows(seen.honest).double(), 10.0).float()
-        return [with_row(reply, sent) for reply in hostile]
+        sent = -10.0 * as_rows(seen.honest).double().mean(dim=0)
+        return [with_row(reply, sent.float()) for reply in hostile]
 
 
 def test_a_search_leaves_the_memory_of_the_aggregator_alone(tmp_path: Any) -> None:
