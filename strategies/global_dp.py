@@ -78,7 +78,7 @@ class Amplifying(Protocol):
     """A sampler, such as Poisson, with a known effect on the privacy cost of a round (amplification by sampling)."""
 
     def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
-        """Return the privacy event of a round: mechanism ``event`` on a cohort that this sampler draws."""
+        """Return ``event``, a round's privacy event, amplified by the sampling of the cohort."""
         ...
 
 

@@ -28,7 +28,7 @@ TELL_LOSS: Final = "tell-loss"
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts by ``Feedback``. Divides updates by the clients' sampling probabilities, if the sampler has them.
+    """Samples cohorts by ``Feedback`` about clients, and divides updates by sampling probabilities, if there are any.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update.
     """

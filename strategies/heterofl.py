@@ -121,7 +121,7 @@ class HeteroFL(Averaging):
         return float(task.broadcast[WIDTH]["rate"]) if WIDTH in task.broadcast else 1.0
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
-        """Return ``model`` with the shapes of ``params``, for clients of width ``size``."""
+        """Return a copy of ``model`` with the smaller shapes of ``params``, for clients of width ``size``."""
         from fl_sim.narrow_models import narrowed  # noqa: PLC0415 (as above)
 
         return narrowed(model, params, 1 / size if self.scaler else 1.0)

@@ -21,7 +21,7 @@ _GRID: Final = tuple(step / 10 for step in range(11))
 
 
 class KNNPer(Averaging):
-    """FedAvg trains the model; a client predicts by ``weight`` p_kNN + (1 - ``weight``) p, with the model's softmax p.
+    """FedAvg trains the model; a client predicts by ``weight`` p_kNN + (1 - ``weight``) p; p is the model's softmax.
 
     Let N be the ``neighbours`` training records that are nearest to an input. p_kNN(class c) is the sum of
     exp(-distance / ``scale``) over the records of class c in N, divided by the same sum over all records in N.
@@ -73,7 +73,7 @@ class KNNPer(Averaging):
             found = parts(inputs)
             weight = max(
                 _GRID, key=lambda one: int((_mixed(*found, one).argmax(1) == known).sum())
-            )  # of equally good weights, the smallest
+            )  # the smallest of equally good weights
         return lambda inputs: _mixed(*parts(inputs), weight).log()
 
     def _of_neighbours(

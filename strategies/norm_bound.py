@@ -1,4 +1,4 @@
-"""The mean of updates with a bounded norm (Sun et al. 2019, section 4: norm thresholding)."""
+"""The mean of updates that are scaled down to a bounded norm (Sun et al. 2019, section 4: norm thresholding)."""
 
 from __future__ import annotations
 

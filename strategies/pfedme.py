@@ -1,4 +1,4 @@
-"""pFedMe: clients' own models solve a problem with a Moreau envelope (T Dinh et al. 2020, algorithm 1)."""
+"""pFedMe: own models minimise a Moreau envelope: loss plus distance to a model w (T Dinh et al. 2020, algorithm 1)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class PrivateRounds(Layer):
     ``clipping_norm``: the clipping norm of the next round; adaptive clipping changes it from round to round.
     ``beforehand``: the mechanisms of the noisy sums that are published before the first round. Each sum is over a
     sampled cohort, as in a round. ``failed``: {client: reason} of the clients that failed since the last valid update.
-    PRIVATE.
+    It is PRIVATE, and must not be published.
     """
 
     aggregator: GlobalDP

@@ -34,7 +34,7 @@ class GlobalRounds:
     start: Releasing | None = None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the privacy event of mechanism ``event`` on a sampled cohort (amplification by sampling)."""
+        """Return ``event``, a round's privacy event, amplified by the sampling of the cohort."""
         return self.sampler.amplify(event, self.population or 0)
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:

@@ -116,7 +116,7 @@ class FixedSize(Settings):
         return np.flatnonzero(drawn <= np.sort(drawn)[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the privacy event of mechanism ``event`` on a sampled cohort. Adjacency: replace one client."""
+        """Return ``event``, a round's privacy event, amplified by sampling. Adjacency: replace one client."""
         from fl_sim.privacy.events import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
 
         return amplify_fixed_size(event, self.cohort_size, num_clients)
@@ -153,7 +153,7 @@ class Poisson(Settings):
         return np.flatnonzero(takes_part(coins(num_clients), self.sampling_rate))
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the privacy event of mechanism ``event`` on a sampled cohort. Adjacency: add or remove one client."""
+        """Return ``event``, a round's privacy event, amplified by sampling. Adjacency: add or remove one client."""
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
@@ -203,7 +203,7 @@ class Cyclic(Settings):
         return group if self.sampling_rate == 1 else group[takes_part(coins(len(group)), self.sampling_rate)]
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the privacy event of mechanism ``event`` in one round of a client's group.
+        """Return ``event``, the privacy event of one round of a client's group, amplified by sampling in the group.
 
         Adjacency: add or remove one client.
         """

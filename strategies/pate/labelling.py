@@ -51,7 +51,7 @@ class VotingMechanism(Protocol):
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return the privacy events of a query: (test, answer), or (None, answer) for a mechanism without a test."""
+        """Return two privacy events of a query: of its test, None for a mechanism without a test, and of its answer."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
@@ -82,7 +82,7 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, privacy event of a query): two Laplace mechanisms, as one vote changes two counts by 1."""
+        """Return (None, event): no test, and two Laplace mechanisms for the answer, as two counts change by 1."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -106,7 +106,7 @@ class GNMax(_AnswersEveryQuery):
         return GNMaxCost(self.sigma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, privacy event of a query): a Gaussian mechanism of sensitivity sqrt(2)."""
+        """Return (None, event): no test, and a Gaussian mechanism of sensitivity sqrt(2) for the answer."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
@@ -163,7 +163,7 @@ class NoNoise(_AnswersEveryQuery):
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event of a label without noise).
+        """Return (None, event): no test, and an answer without noise.
 
         After a charge of this event the ledger guarantees no epsilon.
         """

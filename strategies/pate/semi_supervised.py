@@ -6,11 +6,12 @@ at one step early in training, labels with which the network disagrees are left 
 memorised the labels disagrees with wrong labels.) Second, confident pseudo-labels from neighbours replace the network's
 own.
 
-``FeatureMatchingGan``, PATE-G: the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
+``FeatureMatchingGan`` (PATE-G) trains the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
 sections 3.1 and 5). A classifier's L logits also give the probability that a record is real: D(x) = Z / (Z + 1), where
-Z is the sum of the exponentials of the logits; this is an extra class "fake" whose logit is 0. The generator matches
-the mean of the classifier's features on real records. Without the data-dependent initialisation (Salimans and Kingma
-2016, section 3) the noise between the layers would be larger than the signal.
+Z is the sum of the exponentials of the logits. This is the same as an extra class "fake" with logit 0. The generator is
+trained until the classifier's mean features on generated records match those on real records. Without the
+data-dependent initialisation (Salimans and Kingma 2016, section 3) the noise between the layers would be larger than
+the signal.
 
 Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
 label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles the
