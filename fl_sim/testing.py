@@ -71,11 +71,11 @@ def check(algorithm: Algorithm) -> None:
 
     1. The algorithm does not change when it is written to JSON and read back. 2. Every client, even without records,
     sends tensors of the same names and shapes, with finite numbers. 3. A client without records has weight 0 in the
-    mean. 4. The server state keeps its names and shapes. 5. The compiled C++ trainer, PyTorch and stacks of clients
-    train equal models, except for float32 rounding. 6. A run that is interrupted and resumed ends in the same bits. 7.
-    Under Global DP no client changes the mean by more than the clipping norm allows. An algorithm that Global DP
-    refuses also keeps this law. 8. The algorithm does not write to its inputs: the server state, the client states and
-    the pool.
+    mean. 4. The server state keeps its names and shapes. 5. The compiled C++ trainer, PyTorch, and PyTorch on stacked
+    clients train equal models, except for float32 rounding. 6. A run that is interrupted and resumed ends in the same
+    bits. 7. Under Global DP no client changes the mean by more than the clipping norm allows. An algorithm that Global
+    DP refuses also keeps this law. 8. The algorithm does not write to its inputs: the server state, the client states
+    and the pool of records that clients share.
     """
     laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
     for law in laws:

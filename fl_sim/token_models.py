@@ -92,8 +92,7 @@ class Transformer(nn.Module):
     def _states(self, tokens: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         """Return the states after the last layer, (batch, length, width).
 
-        ``sees``: the attention mask, (..., length, length). Entry (i, j) is True if position i may attend to position
-        j.
+        ``sees``: the attention mask, (..., length, length). Entry (i, j) is True if position i may use position j.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states: torch.Tensor = self.embedding(tokens) + self.positions(places)

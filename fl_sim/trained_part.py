@@ -86,7 +86,7 @@ def whole(model: nn.Module, params: Params) -> Params:
 
 
 def as_made(model: nn.Module) -> nn.Module:
-    """Remove all adapters from ``model``, in place, and return ``model``. Its outputs do not change."""
+    """Merge all adapters into the weights of ``model``, in place, and return ``model``. Its outputs do not change."""
     return without_adapters(model)
 
 

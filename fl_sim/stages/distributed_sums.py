@@ -54,7 +54,7 @@ class DistributedSumsBill(Stage):
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return {privacy event: number of rounds}, without the past rounds in which clients dropped out."""
+        """Return the planned {privacy event: number of rounds}, without past rounds in which clients dropped out."""
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
             return Counter({full: charges})

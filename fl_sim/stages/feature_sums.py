@@ -186,7 +186,7 @@ def payments_of(sums: FeatureSums) -> "Iterator[Payment]":
 def statement(
     sums: FeatureSums, covers: str, limits: str, identity: str, together: "JointCost | None"
 ) -> dict[str, object]:
-    """Return the privacy statement for ``result.json``: a client's noisy sums cost this epsilon for each record.
+    """Return the privacy statement about a client's noisy sums, for ``result.json``. It is about single records.
 
     ``covers``: a text about the outputs that the cost covers. ``limits``: a text about the outputs that it does not
     cover. ``identity``: a name that is different for each run, so that the privacy costs of several runs are added up.

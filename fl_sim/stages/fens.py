@@ -45,7 +45,7 @@ def settings_of(job: Job) -> Fens:
 class Combine:
     """The client task that trains the combiner on the client's held-out records.
 
-    The first message contains the models. The client stores their logits in its own folder until the last round.
+    The first message contains the models. The client stores the models' logits in its own folder until training ends.
     """
 
     job: Job
@@ -97,7 +97,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return {COMBINE: Combine(self.job)}
 
     def after(self, run: Run) -> None:
-        """Train the combiner, save it with the models, and test the models with this combiner.
+        """Train the combiner, save it with the models, and test the combination of all models.
 
         Raises RunError if no client has held-out records, or if a resumed run has lost the models.
         """

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
 
 MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
-"""Names of the client tasks: during the rounds, and after the last round with further training."""
+"""Names of two client tasks: for measurements during the rounds, and after the last round (with more training)."""
 
 _BEST: Final = tuple(
     f"{OWN}_{name}" for name in ("accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "worst_tenth")
 )
-"""Measures of which the result also contains the value in the best round, such as ``best_own_accuracy``."""
+"""Measures for which the result also contains the value of the best round, such as ``best_own_accuracy``."""
 
 
 class OwnModels(Stage):

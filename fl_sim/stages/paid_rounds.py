@@ -57,7 +57,7 @@ class PaidRoundsBill(Stage):
     """The stage at the server, without client requests: it only states the privacy cost of the rounds."""
 
     released: ClassVar[str]
-    """What a round releases: a word in the names of the ledger's charges (``Releases.what``)."""
+    """The kind of output that a round releases, as a part of the names of the ledger's charges (``Releases.what``)."""
     covers: ClassVar[str]
     does_not_cover: ClassVar[str]
 

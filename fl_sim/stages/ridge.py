@@ -1,4 +1,4 @@
-"""The computation of a model's head (last layer) in closed form: as a start for any method, or alone as AFL.
+"""The computation of a model's head (last layer) in closed form: as a start for any method, or as the method AFL.
 
 Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
 are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.

@@ -1,4 +1,4 @@
-"""The stage of aggregators such as FLTrust, whose server also trains: it reads the server's records, and trains."""
+"""The stage of aggregators such as FLTrust, for which the server also trains a model, on its own records."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -79,8 +79,8 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
 
     All clients of a run have states of the same names, shapes and type. The file has two slots for each client: for the
     newest state and for the state before it. So a round can be repeated: it reads the same older state and writes the
-    same numbers, even if a process died while it wrote. Several processes may save at once, each
-    for its own clients. Raises RunError, with the cure, if the file cannot be written.
+    same numbers, even if a process died while it wrote. Several processes may save at once, each for its own clients.
+    Raises RunError, with the cure, if the file cannot be written.
     """
     if not state:
         return

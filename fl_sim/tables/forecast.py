@@ -28,7 +28,7 @@ _SEEDS: Final = {"seed", "partition_seed", "model_seed", "sampling_seed"}
 _NOT_OF_A_MESSAGE: Final = {"partition", *_SEEDS}
 
 START_SECONDS = 4.0
-"""Assumed seconds in which a new process loads Python, torch and the data, before it trains."""
+"""Assumed time, in seconds, in which a new process loads Python, torch and the data before training."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Forecast:
 
     ``rounds``: planned number of rounds. ``done``: number of finished rounds. ``estimate``: estimated time and bytes of
     the whole run. ``has_pool``: True if the run's synthetic records already exist, or if an earlier run of the table
-    makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about
-    the privacy of the run.
+    makes them. ``paid``: planned privacy cost; None if it was not computed. ``notes``: sentences about the privacy of
+    the run.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The layout of a table's heat maps: it determines the heat map and the field of every row of the table."""
+"""The layout of a table's heat maps. It assigns a field of a heat map to each row of the table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

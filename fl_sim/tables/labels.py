@@ -47,7 +47,7 @@ _LOCAL = tuple(
 _IN_SETTINGS = {
     "clients", "rounds", "model", "features", "normalise", *_LOCAL, *(f"local.{name}" for name in _RARE),
 }  # fmt: skip
-"""The settings that a line of the caption states. The name of this line is "Settings"."""
+"""The settings that the caption's line "Settings" states."""
 
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
@@ -176,8 +176,8 @@ def caption(
     ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the most frequent class in its test
     records}. ``has_bound``: True if the table has the row Centralized. ``places``: lists with one name per experiment,
     such as row labels or column names. If a setting has several values, the caption gives the most frequent one, and
-    lists the experiments with other values. Their names come from the first list in which every name stands for one
-    value. ``settings``: {row label: settings that no other line of the caption states}.
+    lists the experiments with other values. They are named by the first of these lists in which equal names always mean
+    equal values. ``settings``: {row label: settings that no other line of the caption states}.
     """
     show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())

@@ -244,7 +244,7 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        # centralized training does not use this seed setting; None marks this
+        # None if centralized training does not use this seed setting
         seed = getattr(one.experiment, over)
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
@@ -323,7 +323,7 @@ def is_bound(point: Point) -> bool:
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of ``point``; in the row Centralized, those of centralized training replace others."""
+    """Return the settings of the run at ``point``; for the row Centralized, those of centralized training."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 

@@ -424,8 +424,8 @@ def _entry_of(
 def _best(search: Search, tried: Iterable[TrialResult], step: int) -> list[Trial]:
     """Return the trials that continue on the rung (stage) with index ``step`` (from 0), the best trial first.
 
-    After the last rung, only the best trial of the search is returned. ``tried``: the results of the search
-    so far. Raises RunError if all trials of the previous rung diverged.
+    After the last rung, only the best trial of the search is returned. ``tried``: the results of the search so far.
+    Raises RunError if all trials of the previous rung diverged.
     """
     before = [one for one in tried if one.rung == step]
     left = ranked(before)

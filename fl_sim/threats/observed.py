@@ -1,4 +1,4 @@
-"""What an attacker observes of one client: gradients of local steps, and the update of a round.
+"""The observations of an attacker on one client: gradients of local steps, and the update of a round.
 
 The client's own code computes these observations for a finished run. The algorithm defines the local training, and the
 layers change and protect it, as in the run. There is one difference: the noise comes from a seed, and no privacy

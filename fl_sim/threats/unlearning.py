@@ -185,7 +185,7 @@ def further_in(out: Path) -> dict[str, Any]:
 
 
 def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:
-    """Write rounds 1 to ``last_round`` of a run into the directory ``out``, with the stored states of these rounds.
+    """Copy rounds 1 to ``last_round`` of a run, and their stored states, into the directory ``out``.
 
     They become rounds of ``experiment``. Measures that depend on the records of all clients are left out, because they
     could reveal something about the forgotten records.

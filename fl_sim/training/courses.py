@@ -26,7 +26,7 @@ Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
 """A generator that yields jobs, receives one result per job, and finally returns the result of the whole training."""
 
 _ANY_MOMENTUM = 0.5
-"""The momentum of a ``gradient_job``. If it is not 0, the momentum buffer after one step is the gradient."""
+"""The momentum of a ``gradient_job``. With any value but 0, the momentum buffer after one step is the gradient."""
 
 
 @runtime_checkable
