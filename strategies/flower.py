@@ -270,8 +270,8 @@ class FederatedStrategy(Strategy):
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients hold records.
 
-        ``answers``: the updates of a round. Their clients are added to the clients with records, if they trained on a
-        record.
+        ``answers``: the updates of a round. A client that trained on a record counts from then on as a client with
+        records.
         """
         if self.holders is None:
             return None

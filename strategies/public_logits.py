@@ -52,7 +52,7 @@ class PublicLogits(OwnPart):
             )
         if not is_none(experiment.devices):
             raise UserError(
-                f"{what} cannot run with devices={kind_of(experiment.devices)}: the virtual clock has no time for the "
+                f"{what} cannot run with devices={kind_of(experiment.devices)}: the virtual clock does not count the "
                 "logits that all clients send before a round; leave devices out"
             )
         if experiment.algorithm.proxy == experiment.data:

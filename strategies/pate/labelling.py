@@ -51,7 +51,7 @@ class VotingMechanism(Protocol):
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return two privacy events of a query: of its test, None for a mechanism without a test, and of its answer."""
+        """Return the privacy events of a query: the event of its test (None without a test) and that of its answer."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
