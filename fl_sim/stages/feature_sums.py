@@ -75,7 +75,7 @@ class Summarise:
     job: Job
     sums: FeatureSums
     setting: str
-    reads_records: ClassVar[bool] = False  # ``run`` itself checks the policy, only for exact sums
+    reads_records: ClassVar[bool] = False  # ``run`` checks the policy instead, and only for exact sums
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
@@ -144,7 +144,7 @@ class Summarise:
 
         job, policy = self.job, client.policy
         name = release_name(job.experiment, self.sums, client.number, self._model(client))
-        # Private files of a client with a policy go to its own folder, not to a folder that the server names.
+        # A client with a policy writes private files to its own folder, not to a folder that the server names.
         place = (policy.home if policy else client.folder("moments")) / f"moments-{name}"
         return MomentsRelease(
             name, place, ledger_path(job, client.number), policy, job.experiment.seed, self.sums.released,
@@ -186,7 +186,7 @@ def payments_of(sums: FeatureSums) -> "Iterator[Payment]":
 def statement(
     sums: FeatureSums, covers: str, limits: str, identity: str, together: "JointCost | None"
 ) -> dict[str, object]:
-    """Return the privacy statement about a client's noisy sums, for ``result.json``. It is about single records.
+    """Return the privacy statement about a client's noisy sums, for ``result.json``. The privacy unit is a record.
 
     ``covers``: a text about the outputs that the cost covers. ``limits``: a text about the outputs that it does not
     cover. ``identity``: a name that is different for each run, so that the privacy costs of several runs are added up.

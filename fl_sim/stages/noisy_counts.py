@@ -70,7 +70,7 @@ class NoisyCounts:
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:
-        """Yield the planned privacy cost of all counts together, for each test record."""
+        """Yield the planned privacy cost of all counts together. The privacy unit is a test record."""
         yield payment_of(self._terms, {self.event: self.times}, "", is_simulated=self._is_seeded)
 
     def statement(self, run: str, done: int) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Statistics over clients, such as the mean accuracy of the clients' own models.
 
-They are computed from the counts of records and of correct predictions in the clients' answers. ``OwnMeasures`` stores
-the answers of all clients after one round. A client tests up to four models; their names in ``clients.evaluate`` are
-received, own, trained and fine_tuned.
+They are computed from the counts of records and predictions in the clients' answers. ``OwnMeasures`` stores the answers
+of all clients after one round. A client tests up to four models; their names in ``clients.evaluate`` are received, own,
+trained and fine_tuned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -162,7 +162,7 @@ class OwnMeasures:
         return ClassCounts(*self._counts(model, TESTED)[chosen].sum(axis=0))
 
     def _counts(self, model: str, what: str) -> NDArray[np.int64]:
-        """Return the counts of all clients, (clients, 3, classes); 0 for a client without records."""
+        """Return the rows of ``ClassCounts`` for all clients, (clients, 3, classes); 0 for a client without records."""
         named = [one.counts.get(f"{model}/{what}") for one in self.answers]
         num_classes = next((one.shape[1] for one in named if one is not None), 1)
         blank = np.zeros((ROWS, num_classes), dtype=np.int64)

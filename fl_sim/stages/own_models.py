@@ -1,7 +1,8 @@
 """The stage that measures each client's models, such as a personal model, on the client's own test records.
 
 The module ``clients.evaluate`` contains the client's code. The module ``fl_sim.experiment.own_tests`` chooses the test
-records. The server receives only two counts for each class: of test records, and of correct predictions.
+records. The server receives no records, but only counts for each class (test records, predictions, correct predictions)
+and the user's own metrics.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

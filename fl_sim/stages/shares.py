@@ -98,7 +98,7 @@ class Shares(Stage):
         """Return a forecast of the bytes that the server exchanges with all clients.
 
         The forecast assumes that every client has the mean number of records. The size of a summary of so many records
-        is found with public test records.
+        is measured on public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

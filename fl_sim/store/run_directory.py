@@ -316,8 +316,8 @@ _PROGRESS = TypeAdapter(Progress)
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Write a server state and the progress to a file atomically; return the SHA-256 of the file's content."""
-    # safetensors sorts tensors by name. Numbers before the names keep the order of this code. The rounding and the
-    # privacy noise depend on this order.
+    # safetensors sorts tensors by name, but rounding and privacy noise depend on the order of tensors. So the names
+    # begin with numbers, which keep the order.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     later = ("versions", "counts_holders", "layers")  # fields that files of older versions do not have
     unused = {name for name in later if not getattr(progress, name)}

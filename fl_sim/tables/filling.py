@@ -373,7 +373,7 @@ def _reached(result: Mapping[str, Any]) -> str:
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
     chosen_on = result.get("best_chosen_on", "test")
-    if chosen_on == "last":  # in this case, only the last round was tested
+    if chosen_on == "last":  # "last": only the last round was tested
         return f"{100 * last:.1f} %"
     records = "the test set" if chosen_on == "test" else "validation"
     return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"

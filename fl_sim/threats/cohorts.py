@@ -10,7 +10,7 @@ from strategies.samplers import AnySampler
 
 
 def cohorts_known(job: Job) -> bool:
-    """Return True if the seed alone determines the cohorts of a run of ``job``, not clients' answers or times."""
+    """Return True if the cohorts of a run of ``job`` depend only on its seed, not on clients' answers or times."""
     experiment = job.experiment
     drawn = isinstance(experiment.sampler, AnySampler) and not experiment.is_timed and experiment.is_synchronous
     kinds = layer_kinds(experiment)

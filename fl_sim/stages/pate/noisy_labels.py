@@ -5,9 +5,9 @@ settings that determine the votes. Votes are PRIVATE, because they depend on the
 may read the files (mode 0600).
 
 Each set of noisy labels has a folder in the folder of the votes. It contains these files: ``labels.json``, the labels
-and the receipt of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until the
-labels are stored; ``published.json``, the published data-dependent privacy cost, if any; ``cost-key``, the key of the
-noise on this cost. ``cost-key`` is never removed, so that the published number is the same each time.
+and a receipt (digest) of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until
+the labels are stored; ``published.json``, the published data-dependent privacy cost, if any; ``cost-key``, the key of
+the noise on this cost. ``cost-key`` is never removed, so that the published number is the same each time.
 """
 
 import hashlib

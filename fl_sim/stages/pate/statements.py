@@ -84,7 +84,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
-    """Return the adjacency for which one record changes only one teacher, and a text about the public facts."""
+    """Return the adjacency for which one record changes only one teacher, and a text about facts treated as public."""
     if isinstance(partition, OverSplit):  # a record's transform depends only on the index of its teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
