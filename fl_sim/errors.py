@@ -1,6 +1,6 @@
 """Error classes, and functions that make texts safe for terminals and spreadsheets.
 
-This module imports no slow module.
+Every command imports this module, so it imports only modules that load fast.
 """
 
 import math
@@ -26,8 +26,8 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A failed run: the message names client and round. The command line exits with 1.
 
-    ``private``: error messages of clients. These messages may contain a client's records, so no file that others may
-    read gets such a message.
+    ``private``: error messages of clients. They may contain a client's records, so they are never written to a file
+    that other people may read.
     """
 
     def __init__(self, message: str, *, private: str = "") -> None:
@@ -40,7 +40,7 @@ class Diverged(RunError):  # noqa: N818 (named after the event)
 
 
 class Malformed(ValueError):  # noqa: N818 (named after the reply)
-    """A client's reply that the server cannot use, or no reply. The message states the reason and the cure.
+    """A client sent no reply, or a reply that the server cannot use. The message states the reason and the cure.
 
     ``said``: the error message of a client that failed; it may quote the client's records.
     """
@@ -90,7 +90,7 @@ def as_cell(text: str) -> str:
 
 
 def _middle_cut(message: str) -> str:
-    """Return ``message``. If a word or the whole text is too long, its middle is cut out."""
+    """Return ``message``. If a word or the whole message is too long, its middle is replaced by "..."."""
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

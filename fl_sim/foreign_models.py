@@ -29,12 +29,12 @@ SOURCES: Final = "fl_sim.model"
 class ModelSource(Protocol):
     """A source of architectures by name, such as torchvision for ``torchvision:resnet18``.
 
-    An entry point in the group ``SOURCES`` (a constant of this module) defines the name of the source. The class has
-    one argument, the name of an architecture.
+    An entry point in the group ``SOURCES`` (a constant of this module) defines the name of the source. The class is
+    called with one argument, the name of an architecture, such as "resnet18".
     """
 
     def build(self, input_shape: Shape, num_classes: int, vocabulary: int) -> nn.Module:
-        """Return the model with random weights. Raises UserError for an unknown name, and for records of a wrong kind.
+        """Return the model with random weights. Raises UserError for an unknown name and for unsupported records.
 
         ``vocabulary``: the number of different tokens in records of tokens, padding included; 0 for other records.
         """
@@ -55,9 +55,9 @@ class ModelSource(Protocol):
         ...
 
     def note(self, input_shape: Shape, vocabulary: int) -> str:
-        """Return a warning for the user about this model with such records; empty if there is none.
+        """Return a warning for the user about this model with records of ``input_shape``; empty if there is none.
 
-        ``vocabulary``: the number of different tokens, as for the method ``build``.
+        ``vocabulary``: the number of different tokens in the records, as for the method ``build``.
         """
         ...
 
@@ -76,9 +76,9 @@ def source_of(name: str) -> ModelSource | None:
 
 
 def take_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> None:
-    """Add a hook that converts records of tokens to ids and a mask, if ``forward`` has the input ``input_ids``.
+    """Add a hook that converts records of tokens to ids and an attention mask, if the model takes ``input_ids``.
 
-    ``path``: the model's name for messages. ``length``: the number of tokens of a record. ``vocabulary``: the number of
+    ``path``: the model's name in messages. ``length``: the number of tokens of a record. ``vocabulary``: the number of
     different tokens, padding included. Raises UserError as ``check_tokens`` does.
     """
     parameters = inspect.signature(model.forward).parameters
@@ -91,8 +91,8 @@ def take_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> No
 def take_logits(path: str, model: nn.Module, output: Any, num_classes: int) -> Any:
     """Return the logits in ``output``, and change the model so that it returns only the logits.
 
-    ``path``: the model's name for messages. ``output``: the output of the model for two records. Raises UserError, with
-    the names of all tensors in ``output``, if it is unclear which tensor has the logits.
+    ``path``: the model's name in messages. ``output``: the output of the model for two records. Raises UserError if
+    none or several of the tensors in ``output`` may be the logits; the message names all tensors.
     """
     parts = _parts(output)
     if not parts:
@@ -104,7 +104,7 @@ def take_logits(path: str, model: nn.Module, output: Any, num_classes: int) -> A
         raise UserError(
             f"model {path!r} returns {type(output).__name__} for a batch ({shortened(said)}), and "
             f"{'several of them' if fits else 'none of them'} can be the logits of shape (2, {num_classes}): return "
-            "only logits, or name them logits"
+            "only the logits, or give them the name 'logits'"
         )
     hook = _Logits(chosen)
     model.register_forward_hook(hook)
@@ -121,8 +121,8 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
     count = vocabulary - (0 if _padding(model) == 0 else 1)
     if isinstance(known, int) and count > known:
         raise UserError(
-            f"model {path!r} has {known:,} tokens, and the data have {count:,}: the tokenizer does not fit; take the "
-            "model's own by data.tokenizer=PATH"
+            f"model {path!r} has a vocabulary of {known:,} tokens, and the data have {count:,}: the tokenizer does not "
+            "fit; take the model's own tokenizer by data.tokenizer=PATH"
         )
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -136,12 +136,11 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
 
 @dataclass(frozen=True)
 class _Ids:
-    """A hook that converts records of tokens to ids and a mask. The mask is 1 for tokens and 0 for padding.
+    """A hook that converts records of tokens to ids and an attention mask: 1 for tokens, 0 for padding.
 
-    If ``has_mask`` is True, padding after the longest record of the batch is removed.
-
-    ``padding``: the id of padding in the model; None if the model has no such id. In records, padding is 0. If 0 is not
-    the id of padding in the model, the model's id i is the token i + 1 in records (fl_sim.data.tokens).
+    ``padding``: the model's id for padding; None if it has none. Records use 0 for padding. If the model uses 0, too,
+    ids and tokens are equal. Otherwise token i + 1 of a record becomes id i (fl_sim.data.tokens). ``has_mask``: True if
+    the model takes a mask. The hook then also removes the padding that follows the longest record of the batch.
     """
 
     padding: int | None
@@ -149,7 +148,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # calls with named inputs come from the model's own code, and stay unchanged
+        if not given:  # a call with keyword arguments only comes from the model's own code, and stays unchanged
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
@@ -172,7 +171,7 @@ class _Logits:
 
 
 def _parts(output: Any) -> dict[str | int, Any]:
-    """Return {name or index: part} of a mapping, a list or a tuple; empty for any other value."""
+    """Return the values in a mapping, a list or a tuple as {name or index: value}; empty for any other output."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, tuple) and hasattr(output, "_asdict"):
@@ -189,6 +188,6 @@ def _shape(value: Any) -> str:
 
 
 def _padding(model: nn.Module) -> int | None:
-    """Return the id of padding in the vocabulary of ``model``; 0 for a model without a configuration."""
+    """Return the token id that ``model`` uses for padding; 0 for a model without a configuration."""
     config = getattr(model, "config", None)
     return 0 if config is None else getattr(config, "pad_token_id", None)

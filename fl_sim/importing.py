@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-# the function leave_out sets this value; the function gc.get_freeze_count would be slow, because it counts all objects
+# set by the function leave_out; gc.get_freeze_count would give the same answer slowly, because it counts all objects
 _EXCLUDED: Final = Event()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection in this ``with`` block. Later garbage collections leave out the imported objects.
+    """Disable garbage collection for imports in this ``with`` block, and exclude the imported objects from it later.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
     objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).
@@ -59,8 +59,8 @@ def leave_out() -> None:
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection in this ``with`` block.
 
-    If ``leave_out`` was called before, the objects stay excluded after the block. This saves a garbage collection,
-    which takes most of a second.
+    If ``leave_out`` was called before, nothing changes: its objects stay excluded after the block, too. To include them
+    again would cost a garbage collection of almost a second.
     """
     if _EXCLUDED.is_set():
         yield

@@ -89,7 +89,7 @@ class TableResult:
     _repr_markdown_ = to_markdown  # Jupyter calls the method of this name
 
     def to_pandas(self) -> Any:
-        """Return ``table.csv`` as a pandas DataFrame with one row per run; shares are in percent.
+        """Return ``table.csv`` as a pandas DataFrame with one row per run; accuracies and other shares are in percent.
 
         Each column is a setting or a measure. Raises UserError if pandas is not installed.
         """
@@ -177,8 +177,7 @@ def load_model(directory: str | Path, *, data_root: str | Path | None = None) ->
     if wrong := [name for name in {**wanted, **found} if name not in counted and found.get(name) != wanted.get(name)]:
         raise UserError(
             f"{path} does not fit model {experiment.model}: tensor {wrong[0]} is {found.get(wrong[0], 'missing')} "
-            f"in the file and {wanted.get(wrong[0], 'unknown')} in the model: restore the code with which the run was "
-            "made"
+            f"in the file and {wanted.get(wrong[0], 'unknown')} in the model: restore the code that the run used"
         )
     model.load_state_dict(tensors, strict=False)
     return model.eval()
@@ -211,9 +210,8 @@ def table(
     ``results/table-DIGEST``. ``jobs``: the number of parallel runs (default: one per core). ``budget``: the time limit
     in hours. After this time the table is returned with the cells finished so far; the same call later continues the
     table. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: True
-    repeats the runs that were made with other records or other code, and moves their old files to other folders. Raises
-    UserError for a plan that cannot be run. If ``again`` is False, a finished run with other records or other code also
-    raises UserError.
+    repeats each finished run whose records or code have changed since, and moves its old files to another folder. If
+    ``again`` is False, such a run raises UserError. A plan that cannot be run raises UserError, too.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 
@@ -261,7 +259,7 @@ class _ProgressObserver(Silent):
         self._progress.preparing(what)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Show the run's warnings that were not shown at its start. ``fl_sim.run`` returns the result."""
+        """Show the warnings of the run that were not shown at its start, but not its result."""
         for warning in facts["warnings"]:
             if warning not in self._shown:
                 self._progress.say(warning)
@@ -277,7 +275,7 @@ def _data_root(given: str | Path | None) -> Path | None:
 
 
 def _without_objects(value: Any) -> Any:
-    """Return ``value``, a part of a table's plan, with dicts in place of settings objects, as in a TOML file."""
+    """Return ``value``, a part of a table's plan, with each settings object converted to a dict, as in a TOML file."""
     if isinstance(value, Mapping):
         return {key: _without_objects(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):

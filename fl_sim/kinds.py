@@ -1,4 +1,4 @@
-"""Kinds, the variants of a setting, such as the algorithm ``fedprox``. Each kind is a settings class.
+"""Kinds, the variants of a setting, such as ``fedprox`` for the setting ``algorithm``. Each kind is a settings class.
 
 This module has protocols for the optional members of settings classes. It also has functions for the names, fields and
 short forms of settings.
@@ -14,11 +14,11 @@ from fl_sim.own_code import PACKAGES
 
 
 class LocalChoices(Protocol):
-    """The settings of local training that the ``check`` of another setting may read."""
+    """The settings of local training that other settings may read in their method ``check``."""
 
     @property
     def label_smoothing(self) -> float:
-        """The share of a label that label smoothing distributes over all classes."""
+        """The share of each label that label smoothing spreads evenly over all classes."""
 
     @property
     def batch_norm(self) -> str:
@@ -26,7 +26,7 @@ class LocalChoices(Protocol):
 
     @property
     def augment(self) -> str:
-        """The random change of images in training, "none" for no change."""
+        """The augmentation, a random change of images in training; "none" for no change."""
 
     @property
     def optimizer(self) -> str:
@@ -46,27 +46,27 @@ class LocalChoices(Protocol):
 
     @property
     def privacy(self) -> object:
-        """The protection by each client itself."""
+        """The privacy mechanism that each client applies itself, such as DP-SGD."""
 
     @property
     def personal(self) -> str:
-        """The parameters that stay with each client: "none", "head", "body" or names."""
+        """The parameters that clients do not send: "none", "head", "body", or names of parameters."""
 
 
 class ModelChoices(Protocol):
-    """The settings of the model that the ``check`` of another setting may read."""
+    """The settings of the model that other settings may read in their method ``check``."""
 
     @property
     def trainable(self) -> str:
-        """The parameters that are trained: words such as "head", and names, with commas between."""
+        """The trained parameters: words such as "head" or names of parameters, separated by commas."""
 
 
 class EvaluateChoices(Protocol):
-    """The settings of evaluation that the ``check`` of another setting may read."""
+    """The settings of evaluation that other settings may read in their method ``check``."""
 
     @property
     def fine_tune_epochs(self) -> int:
-        """The number of epochs for which clients train their own model after the last round."""
+        """The number of epochs for which each client fine-tunes its own model after the last round."""
 
     @property
     def measures_clients(self) -> bool:
@@ -74,11 +74,11 @@ class EvaluateChoices(Protocol):
 
     @property
     def validation(self) -> object:
-        """The share of each client's records that is held out for validation, or "given"."""
+        """The share of each client's records that is held out for validation; "given": the data set's own records."""
 
 
 class Harm(Protocol):
-    """The settings of an attack that the ``check`` of another setting may read."""
+    """The settings of an attack that other settings may read in their method ``check``."""
 
     @property
     def clients(self) -> int:
@@ -86,15 +86,15 @@ class Harm(Protocol):
 
 
 class Compressing(Protocol):
-    """The settings of compression that the ``check`` of another setting may read."""
+    """The settings of compression that other settings may read in their method ``check``."""
 
     @property
     def keeps_error(self) -> bool:
-        """True for error feedback: a later round sends the part of an update that compression left out."""
+        """True for error feedback: the compression error of a round is added to the client's next update."""
 
 
 class Choices(Protocol):
-    """The parts of an experiment that the ``check`` of a setting may read."""
+    """The parts of an experiment that a settings class may read in its method ``check``."""
 
     @property
     def clients(self) -> int:
@@ -154,11 +154,11 @@ class Choices(Protocol):
 
     @property
     def devices(self) -> object:
-        """The devices of the virtual clock."""
+        """The speeds of the clients' devices, for the virtual clock."""
 
     @property
     def server(self) -> object:
-        """The kind of server: "synchronous" waits for all clients of a round."""
+        """The server, such as "synchronous", which waits for all clients of a round."""
 
     @property
     def engine(self) -> object:
@@ -170,7 +170,7 @@ class Choices(Protocol):
 
     @property
     def hides_time(self) -> bool:
-        """True if the run hides how long each client takes, because a duration would reveal private facts."""
+        """True if the run hides each client's computing time, because this time would reveal private facts."""
 
 
 class Staged(Protocol):
@@ -181,7 +181,7 @@ class Staged(Protocol):
 
 
 class Proceeding(Protocol):
-    """The settings class of a server that runs another procedure in place of the usual rounds, such as FedBuff's."""
+    """The settings class of a server that replaces the usual rounds by another procedure, such as FedBuff."""
 
     procedure: ClassVar[str]
     """Import path of the procedure (fl_sim.simulation.stage.Procedure), as "module:Class"."""
@@ -192,7 +192,7 @@ class Checking(Protocol):
     """A settings class that is incompatible with some values of other settings."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError, in one line with the cure, if ``experiment`` is incompatible with these settings."""
+        """Raise ValueError, with the cure in one line, if ``experiment`` is incompatible with these settings."""
 
 
 @runtime_checkable
@@ -203,8 +203,8 @@ class Completing(Protocol):
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
         """Return ``given``, the user's values for the fields of this class, with the missing values computed.
 
-        ``made``: a function. It takes values for the fields of this class, and returns the whole experiment with these
-        values. Raises UserError if no value is possible.
+        ``made``: a function that takes values for the fields of this class, and returns the whole experiment with them.
+        Raises UserError if no value is possible.
         """
 
 
@@ -221,10 +221,13 @@ class Sealing(Protocol):
 
 @runtime_checkable
 class ReadingFurther(Protocol):
-    """A settings class whose code reads a further data set, such as public records for the server."""
+    """A settings class whose code reads a second data set, such as public records for the server."""
 
     def further_data(self) -> str:
-        """Return the name of the data set; "" for none. A run does not resume if the user's own records change."""
+        """Return the name of the second data set; "" for none.
+
+        A run does not resume if this data set is the user's own and its records have changed.
+        """
         ...
 
 
@@ -233,9 +236,10 @@ class Budgeted(Protocol):
     """A settings class with a privacy budget."""
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
-        """Raise UserError if the privacy budget is too small for the first private output. Called before any training.
+        """Raise UserError if the privacy budget is too small for the first private output.
 
-        ``records``: the number of records of each client. The check takes a few seconds at most.
+        The run calls this method before any training. It takes a few seconds at most. ``records``: the number of
+        records of each client.
         """
 
 
@@ -249,9 +253,9 @@ class Remarking(Protocol):
 
 @runtime_checkable
 class Promising(Protocol):
-    """A settings class that may protect clients. If ``is_private``, a run shows no facts about a single client.
+    """A settings class that may promise privacy. If ``is_private`` is True, a run shows no facts about a single client.
 
-    Even the durations of single clients are then hidden.
+    Even the training time of a single client is then hidden.
     """
 
     is_private: ClassVar[bool]
@@ -268,7 +272,7 @@ class Withstanding(Protocol):
         """
 
     def despite_hostile(self) -> str:
-        """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
+        """Return the reason why the guarantee holds despite hostile clients, as a clause that begins with "because"."""
 
 
 @runtime_checkable
@@ -281,7 +285,7 @@ class Supplying(Protocol):
 
     @property
     def supplies_rounds(self) -> bool:
-        """True if clients train on the supplied records in the rounds; False if only the server trains on them."""
+        """True if clients train on the supplied records in rounds; False if only the server trains on these records."""
 
 
 @runtime_checkable
@@ -290,16 +294,16 @@ class UsingPool(Protocol):
 
     @property
     def uses_pool(self) -> bool:
-        """True if the server learns from these records."""
+        """True if the server learns from the supplied synthetic records."""
 
 
 @runtime_checkable
 class SettingAside(Protocol):
-    """A settings class that gives training records to the server. No client then holds these records."""
+    """A settings class that moves some training records from the clients to the server."""
 
     @property
     def num_set_aside(self) -> int:
-        """The number of records, at least 0."""
+        """The number of training records that the server gets, at least 0."""
 
 
 def replaces_records(kind: object) -> bool:
@@ -313,15 +317,15 @@ class Captioned(Protocol):
 
     @classmethod
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return captions for the table, one sentence each. ``chosen``: all settings of this class in the table's runs.
+        """Return captions for the table, one sentence each. ``chosen``: the objects of this class in the table's runs.
 
-        ``values``: a function that takes the values of one field, and returns them as text, each different value once.
+        ``values``: a function that lists the different values of one field in a text.
         """
 
 
 @runtime_checkable
 class Choosing(Protocol):
-    """The marker of a settings field that accepts further settings classes, in addition to those in its annotation."""
+    """The marker of a settings field whose value is an object of one of several settings classes (``OneOf``)."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
         """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``."""
@@ -332,25 +336,25 @@ class Choosing(Protocol):
 
 @runtime_checkable
 class Computing(Protocol):
-    """A settings class whose code may do arithmetic with the numbers in records, such as averages.
+    """A settings class whose code may compute with the numbers in records, such as averages of records.
 
-    If ``computes_with_records`` is True, the class is refused for text: an average of tokens has no meaning.
+    If ``computes_with_records`` is True, the class is refused for text, because an average of token ids has no meaning.
     """
 
     computes_with_records: ClassVar[bool]
 
 
 def hides_clients(aggregator: object) -> bool:
-    """Return True if ``aggregator`` hides which clients take part. The set of clients with records is then secret, too.
+    """Return True if ``aggregator`` promises privacy, and so hides which clients take part and which have records.
 
-    In this case a client without records sends zeros, even if there is a pool of synthetic records. The mean counts
-    such a client as any other client.
+    A client without records then sends zeros, even if it could train on synthetic records. The mean includes these
+    zeros.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 
 
 def is_none(kind: object) -> bool:
-    """Return True if a setting has the value "none": no compression, no attack, no virtual clock, or no stage."""
+    """Return True if a setting has the kind "none", such as no compression, no attack or no stage."""
     return kind_of(kind) == "none"
 
 
@@ -374,13 +378,13 @@ def off(setting: str, instead: str) -> str:
 
 
 def kinds(union: Any) -> dict[str, type]:
-    """Return {name: class} of the settings classes in a union type, or of one class."""
+    """Return the settings classes in a union type, or a single class, as {name: class}."""
     members = get_args(union) if get_origin(union) is not None else (union,)
     return {field_defaults(member)["kind"]: member for member in members}
 
 
 def field_defaults(settings: type) -> dict[str, Any]:
-    """Return {field: default} of a settings class, in order; works for pydantic models and dataclasses."""
+    """Return {field: default} of a settings class, a pydantic model or a dataclass, in the order of the fields."""
     if issubclass(settings, BaseModel):
         return {name: field.default for name, field in settings.model_fields.items()}
     assert is_dataclass(settings)
@@ -395,9 +399,9 @@ def is_settings(settings: type) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of the class of a settings object: fl-sim's short name, or the import path of a user's own class.
+    """Return the name of a settings object's class: fl-sim's short name, or the import path of a user's own class.
 
-    A user's class that inherits from a class of fl-sim is also named by its import path.
+    A user's class has its import path as its name, even if it inherits from a class of fl-sim.
     """
     settings = type(value)
     return f"{settings.__module__}:{settings.__qualname__}" if is_own_kind(value) else str(value.kind)
@@ -414,7 +418,7 @@ def is_own(kind: type) -> bool:
 
 
 def title_of(value: Any) -> str:
-    """Return the title of a settings object for people: the class attribute ``title``, or the name of the class."""
+    """Return the readable title of a settings object: the class attribute ``title``, or the name of the class."""
     return str(value.title) if "title" in vars(type(value)) else type(value).__name__
 
 
@@ -430,7 +434,7 @@ def short_form(value: Any) -> str:
 
 
 def inner_split(value: Any) -> Any:
-    """Return the inner partition, which is in the field ``over`` of a partition.
+    """Return the inner partition of a partition such as ``rotate:4 label-1``: the value of its field ``over``.
 
     Return None if the partition has no such field, or if the field has its default.
     """

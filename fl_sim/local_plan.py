@@ -19,7 +19,7 @@ from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 @dataclass(frozen=True)
 class Mix:
-    """The loss of FedMix and NaiveMix: each batch is mixed with one averaged record that clients shared.
+    """The loss of FedMix and NaiveMix: each batch is mixed with one averaged record from a pool shared by all clients.
 
     ``inputs``: (pool size, *input shape), normalised. ``labels``: (pool size, classes), the class proportions of each
     averaged record. ``linearise``: True selects FedMix's first-order expansion, False NaiveMix's plain interpolation.
@@ -170,12 +170,12 @@ class Phase:
     epochs: float
 
     def settings(self, local: LocalSettings) -> LocalSettings:
-        """Return the settings of this phase. ``local``: the settings of the round."""
+        """Return the settings of local training in this phase. ``local``: the settings of the round."""
         return replace(local, epochs=self.epochs, steps=0)
 
 
 class NoiseSource(Protocol):
-    """The secret random numbers of one client in one round (``fl_sim.privacy.mechanisms.Noise``)."""
+    """The interface of a client's secret random numbers in one round (``fl_sim.privacy.mechanisms.Noise``)."""
 
     @property
     def key(self) -> bytes:
@@ -183,7 +183,7 @@ class NoiseSource(Protocol):
 
     @property
     def simulation_only(self) -> bool:
-        """True if the key comes from a seed."""
+        """True if the key is derived from a seed. Anybody who knows the seed can then subtract the noise."""
 
     def taking_part(
         self, count: int, sampling_rate: float, *, purpose: str, server_round: int
@@ -200,9 +200,9 @@ class PrivateSteps:
 
     ``clipping_norm``: the largest L2 norm of a record's gradient, over all trained parameters together.
     ``noise_multiplier``: the standard deviation of the noise on the sum of the clipped gradients, divided by
-    ``clipping_norm``. ``noise``: the client's source of batches and noise; its cost is in the client's privacy ledger.
-    ``stream``: a name for the random numbers of this training; two trainings with one ``noise`` have different names.
-    ``clipping``: the rule that bounds the norm.
+    ``clipping_norm``. ``noise``: the source of the client's random batches and noise. The cost of the steps is already
+    charged to the client's privacy ledger. ``stream``: a name of this training. Two trainings that use the same source
+    must have different names, so that they get different random numbers. ``clipping``: the rule that bounds the norm.
     """
 
     clipping_norm: float
@@ -214,30 +214,28 @@ class PrivateSteps:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """The local plan: an algorithm's additions to local SGD, as data. It serves one client or a stack of clients.
+    """The local plan: an algorithm's additions to local SGD, as data, for one client or a stack of clients.
 
     The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift``, or the loss of ``mix``.
     ``logit_scale`` and ``logit_shift`` have one number for each class; a shift of -inf removes its class from the
     softmax. The terms ``distillation``, ``suppression``, ``contrast``, ``pull`` and ``loss_term`` are added to the
-    loss. With ``ascent``, the gradient of the loss is the gradient of sharpness-aware minimisation. Then the gradient
-    is changed as follows (w: the parameters):
+    loss. With ``ascent``, the gradient of the loss is the gradient of sharpness-aware minimisation. Before clipping
+    (``LocalSettings.clip_norm``), weight decay and momentum, the gradient is changed as follows (w: the parameters):
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
-    before clipping (``LocalSettings.clip_norm``), weight decay and momentum. The anchor is the model that the client
-    received. ``step_offset`` is added to the momentum buffer in each step: w <- w - learning rate * (buffer +
-    step_offset). ``step_mask``: {name: bool tensor}; a step changes no number whose mask is False, and the norm of a
-    gradient leaves these numbers out. ``momentum_buffers``: the initial momentum buffers. ``class_features``: True asks
-    for ``Trained.feature_sums``. ``trained``: the names of the parameters that local steps change, None for all. Other
-    parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in
-    place of the setting ``local.epochs``. The anchor of a phase is the model at its beginning. ``private``: makes the
-    steps private for each record; all other fields then act on the noisy gradient. A term of strength 0 (``weight``,
-    ``radius``, ``share``) is left out. A trainer that does not support a field in use passes the client to another
-    trainer.
+    The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step:
+    w <- w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a step
+    changes no parameter, and the norm of a gradient leaves these numbers out. ``momentum_buffers``: the initial
+    momentum buffers. ``class_features``: True requests ``Trained.feature_sums``. ``trained``: the names of the
+    parameters that local steps change, None for all. All other parameters are frozen and left out of norms.
+    ``phases``: parts of the training, one after another, in place of the setting ``local.epochs``. The anchor of a
+    phase is the model at the beginning of the phase. ``private``: makes the steps private for each record; all other
+    fields then act on the noisy gradient. A term of strength 0 (``weight``, ``radius``, ``share``) is left out. A
+    trainer that does not support a field in use passes the client to another trainer.
 
-    Raises UserError for a shift or a scale together with ``mix``: the averaged record with which a batch is mixed may
-    come from another client, with classes that this client does not hold. So a correction of logits by the client's own
-    label counts has no meaning for such a record.
+    Raises UserError for a shift or a scale together with ``mix``. They would correct logits by the client's own label
+    counts. The averaged record with which a batch is mixed may come from another client and have other classes.
     """
 
     gradient_offset: Params | None = None
@@ -273,9 +271,9 @@ class LocalPlan:
         """Return the names of the fields that differ from their defaults (``fields_in_use``)."""
         kind: Any = type(self)
         used, held = [], vars(self)
-        # most values are the default object itself, so the fast comparison by ``is`` comes first
+        # most values are the default object itself, so ``is``, which is fast, is tried before ``==``
         for name, default in _defaults(kind):
-            # a comparison by ``==`` may return a tensor, which has no single truth value
+            # for a tensor, ``==`` returns a tensor and not a bool, so its result is compared with True
             if held[name] is not default and (held[name] == default) is not True:
                 used.append(name)
         return frozenset(used)
@@ -306,7 +304,7 @@ class FurtherModel:
 
 @runtime_checkable
 class FurtherModels(Protocol):
-    """An algorithm whose clients train further models in a round, such as personal models, on the same batches."""
+    """An algorithm whose clients also train further models in a round, such as personal models, on the same batches."""
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
         """Return the further models of a client by name; ``finish`` receives their results as ``Trained.further``."""
@@ -319,7 +317,7 @@ class Sharing(Protocol):
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Return the shared tensors of one client by name; the server concatenates all clients' tensors per name."""
+        """Return the tensors by name that one client shares; the server concatenates the tensors of all clients."""
 
 
 @runtime_checkable
@@ -335,7 +333,7 @@ class Sending(Protocol):
 
 
 def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
-    """Return the parameters of ``params`` that clients send: by default all, possibly none.
+    """Return the parameters in ``params`` that clients send: all by default, none for some algorithms.
 
     ``params``: a model's trained parameters. ``personal``: the setting ``local.personal``. Raises UserError for unknown
     names, and for an algorithm that sends no parameters without declaring it.
@@ -412,5 +410,5 @@ def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
     if settings.momentum or plan.momentum_buffers:
         raise UserError(
             f"momentum={settings.momentum:g} or momentum_buffers cannot be used with optimizer={settings.optimizer}, "
-            "whose running means start anew in every round: leave them out"
+            "which uses neither: leave them out"
         )

@@ -28,8 +28,8 @@ def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
 def explain(error: ValidationError, settings: type, what: str) -> str:
     """Return the message for the user about a validation error: the first mistakes, and the number of further mistakes.
 
-    ``settings``: the settings class that was validated. ``what``: the place of its settings in the experiment, such as
-    "local"; empty for the experiment itself.
+    ``settings``: the settings class that was validated. ``what``: the name of this group of settings in the experiment,
+    such as "local"; empty for the experiment itself.
     """
     details = error.errors()
     told = [_middle_cut(_explain_one(detail, settings, what), MOST_OF_A_MISTAKE) for detail in details[:MOST_MISTAKES]]
@@ -74,10 +74,10 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
-    """Return (the keys that the user wrote, the settings class that contains the last key).
+    """Return the path of keys to a mistake, as the user wrote them, and the settings class with the last key.
 
-    ``location``: the location of a mistake, as pydantic returns it. For a field with several classes, the location also
-    contains the name of the chosen class. The user did not write this name, so it is removed.
+    ``location``: the location of the mistake, as pydantic returns it. For a field with several classes, pydantic's
+    location also contains the name of the chosen class, which the user did not write as a key. So it is removed.
     """
     path: list[str] = []
     parts = iter(location)

@@ -1,4 +1,4 @@
-"""Functions that build fl-sim's models from (input shape, number of classes), and that check models of the user."""
+"""Functions that build fl-sim's models for an input shape and a number of classes, and that check the user's models."""
 
 import inspect
 import math
@@ -77,9 +77,9 @@ def logistic(input_shape: Shape, num_classes: int) -> nn.Module:
 class RandomFeatures(nn.Module):
     """Logistic regression on the input and on 2,000 random features: ReLU of frozen random projections of the input.
 
-    The input of the model, d numbers, is scaled to the L2 norm sqrt(d). The head is the last layer of the model. The
-    vector of the head's m inputs is scaled to the L2 norm sqrt(m). So this norm is public, and the head's inputs for a
-    record depend on no other record. The projections are drawn from the seed of the model.
+    The input of the model, d numbers, is scaled to the L2 norm sqrt(d). The m inputs of the head (the last layer) are
+    scaled to the L2 norm sqrt(m). So the norm of the head's inputs is public, and these inputs depend on no other
+    record. The projections are drawn from the seed of the model.
     """
 
     WIDTH: Final = 2000
@@ -93,8 +93,8 @@ class RandomFeatures(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, *input_shape) to (batch, classes)."""
         unit = _to_root(inputs.flatten(1))
-        # The product is computed in float64, because its rounding may depend on the batch size. Rounding it to float32
-        # removes this effect.
+        # The rounding of a product may depend on the batch size. So the product is computed in float64. Its rounding to
+        # float32 hides these differences.
         random = torch.relu(unit.double() @ self.directions.double()).to(unit.dtype)
         logits: torch.Tensor = self.head(_to_root(torch.cat([unit, random], dim=1)))
         return logits
@@ -164,12 +164,11 @@ def build(
 ) -> nn.Module:
     """Return the model called ``name``: a model of fl-sim, of a library (fl_sim.foreign_models), or of the user.
 
-    Initial weights depend only on ``seed``. ``vocabulary``: if above 0, records are sequences of tokens below this
-    number, for a model of tokens or a user's own model. ``trial``: two records; a user's own model is tested on them.
-    ``prepare``: a function that changes the new model in place. Two functions that are equal must make the same change;
-    a model of a library is tested only once for equal functions. Raises UserError for an unknown name, and for a user's
-    own model that cannot be trained here. If ``batch_norm`` is set, raises UserError for a model without BatchNorm
-    layers.
+    Initial weights depend only on ``seed``. ``vocabulary``: if above 0, records are sequences of token ids below this
+    number. ``trial``: two records, on which a model of the user or of a library is tested. ``prepare``: a function that
+    changes the new model in place. A model of a library is tested only once for all functions that compare equal, so
+    equal functions must make the same change. Raises UserError for an unknown name, and for a model that fails the
+    test. If ``batch_norm`` is set, raises UserError for a model without BatchNorm layers.
     """
     own = None
     if ":" in name:
@@ -199,7 +198,7 @@ def build(
 def is_tried(
     name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm, vocabulary: int, prepare: Prepare
 ) -> bool:
-    """Return True if ``build`` has tested a library's model with these arguments and any seed in this process."""
+    """Return True if ``build`` has already tested this model of a library in this process, with any seed."""
     source = source_of(name)
     return source is not None and (source, input_shape, num_classes, batch_norm, vocabulary, prepare) in _TRIED
 
@@ -288,7 +287,7 @@ def _build_own(
                 _check_drawn(path, before, other)
             if vocabulary:
                 _check_vocabulary(path, model, trial, vocabulary)
-            # this check comes last, because the error messages of the checks of buffers are clearer
+            # this check comes last, because the checks of buffers have clearer error messages
             _check_again(path, model, trial, logits)
             _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():
@@ -346,7 +345,7 @@ def _check_parameters(path: str, model: nn.Module) -> None:
     named = dict(model.named_parameters())
     if not any(weight.requires_grad for weight in named.values()):
         has = "only frozen parameters (requires_grad=False)" if named else "no parameters"
-        raise UserError(f"model {path!r} has {has}: there is nothing to train")
+        raise UserError(f"model {path!r} has {has}: there is nothing to train; give it parameters that are trained")
     if lazy := [name for name, value in (*named.items(), *model.named_buffers()) if is_lazy(value)]:
         raise UserError(
             f"model {path!r} has parameters without a size before the first batch ({lazy[0]}): compute the sizes from "
@@ -369,9 +368,9 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of the two records ``trial`` in training mode. All generators get the same seed in each call.
+    """Return the logits of the two records ``trial`` in training mode. If the model computes its loss, return losses.
 
-    If the model computes its loss itself, return the losses of the two records.
+    Every call gives all random generators the same seed.
     """
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
@@ -387,21 +386,21 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
 
 
 def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabulary: int) -> None:
-    """Raise UserError if the model fails for the highest token of the data.
+    """Raise UserError if the model fails for the highest token id of the data, ``vocabulary`` - 1.
 
-    The test on two records may not contain this token.
+    The two records of the trial may not contain this token.
     """
     try:
         _logits(path, model, torch.full_like(trial, vocabulary - 1))
     except UserError as error:
         raise UserError(
-            f"model {path!r} cannot take the token {vocabulary - 1:,}, and the tokenizer of these records has "
-            f"{vocabulary:,} tokens: take the model's own tokenizer by data.tokenizer=PATH, or a larger model ({error})"
+            f"model {path!r} fails for token id {vocabulary - 1:,}, the highest of the {vocabulary:,} ids of these "
+            f"records: take the model's own tokenizer by data.tokenizer=PATH, or a larger model ({error})"
         ) from error
 
 
 def _check_logits(path: str, logits: Any, shape: tuple[int, ...]) -> None:
-    """Raise UserError unless ``logits`` has float32 numbers with a gradient, of shape (2, *shape)."""
+    """Raise UserError unless ``logits`` is a float32 tensor of shape (2, *shape) that has a gradient."""
     if not isinstance(logits, torch.Tensor):
         raise UserError(
             f"model {path!r} returns {type(logits).__name__} for a batch, not a tensor of logits: return only logits"

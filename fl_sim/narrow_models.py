@@ -65,20 +65,20 @@ def check_narrowable(model: nn.Module) -> None:
             )
     params = dict(model.named_parameters())
     if frozen := [name for name, value in params.items() if not value.requires_grad]:
-        raise UserError(f"a narrow model has no frozen parameters, and {frozen[0]} is frozen: train all of them")
+        raise UserError(f"a narrow model has no frozen parameters, and {frozen[0]} is frozen: train all parameters")
     if sum(value.ndim > 1 for value in params.values()) < 2:
         raise UserError(
-            "a model of one layer has no channels between layers that a narrow model could leave out: take a model of "
-            "several layers"
+            "a model of one layer has no channels between layers, so no narrow model can be made from it: take a model "
+            "of several layers"
         )
 
 
 def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
     """Return a copy of ``model`` whose parameters have the shapes of ``params``, with undefined values.
 
-    ``factor``: in training mode, the outputs of all layers except the last are multiplied by ``factor``. The number of
-    channels in a group of nn.GroupNorm becomes the greatest common divisor of the old number and the layer's new number
-    of channels.
+    ``factor``: in training mode, the outputs of all linear and convolution layers except the last are multiplied by
+    ``factor``. In nn.GroupNorm, the number of channels per group becomes the greatest common divisor of the old number
+    and the layer's new number of channels.
     """
     small, head = copy.deepcopy(model), head_weight(params)
     for name, module in [*small.named_modules()]:
@@ -102,19 +102,19 @@ def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
 
 
 def cut(params: Params, places: Places) -> Params:
-    """Return copies of the narrow model's parameters. ``params``: the parameters of the whole model."""
+    """Return the parameters of a narrow model, copied from the whole model's parameters ``params``."""
     return {name: value[places[name]] for name, value in params.items()}
 
 
 @lru_cache(maxsize=64)
 def places_of(layout: Layout, width: float, first: int = 0) -> Places:
-    """Return {name: indices} of the parameters of a narrow model in the whole model.
+    """Return {name: indices}: the places of a narrow model's parameters in the whole model's parameters.
 
     ``layout``: names and shapes of the whole model's parameters. ``width``: the share of channels that the narrow model
     has, in (0, 1]. Let K be the number of a layer's channels, numbered from 0. The narrow model has ceil(``width`` * K)
     of these channels: channel ``first`` and the channels after it. After channel K - 1 comes channel 0. Indices are
-    ascending. Layers with the same K keep the same channels, because a shortcut connection adds such layers channel by
-    channel. The narrow model has all inputs of the first layer, and all outputs of the last layer.
+    ascending. Two layers with the same K keep the same channels, because a shortcut connection may add their outputs.
+    The narrow model has all inputs of the first layer, and all outputs of the last layer.
     """
     head = head_weight({name: torch.empty(shape, device="meta") for name, shape in layout})
     places, last = dict[str, tuple[torch.Tensor, ...]](), 0
@@ -126,7 +126,7 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
             continue
         inputs = torch.arange(shape[1])
         if last:  # the first layer keeps all its inputs
-            # the number of inputs of a linear layer for each channel of the layer before it
+            # each: how many inputs of this layer come from one channel of the layer before it
             each = 1 if len(shape) > 2 else shape[1] // last
             inputs = (_channels(shape[1] // each, width, first)[:, None] * each + torch.arange(each)).flatten()
         places[name] = (outputs[:, None], inputs[None, :])

@@ -49,10 +49,10 @@ _REINSTALL: Final = "run 'pip install' again in the folder of fl-sim's code, for
 class OneOf:
     """The marker of a settings field that accepts several settings classes (kinds), such as all algorithms.
 
-    ``what``: the field's name in messages. ``wants``: a Protocol; a user's own class is accepted if it has the
+    ``what``: the field's name in messages. ``wants``: a Protocol. A user's own class is accepted if it has the
     Protocol's members. ``group``: the entry-point group with the names of fl-sim's classes and of other packages'
-    classes; the Protocol is then the entry point called ``what`` in the group PROTOCOLS. Without ``group``, fl-sim's
-    classes are the union in the field's annotation, and a user's own class is refused if ``wants`` is None.
+    classes. The entry point ``what`` in the group PROTOCOLS then gives the Protocol. Without ``group``, the annotation
+    of the field is a union of fl-sim's classes, and a user's own class is refused if ``wants`` is None.
     """
 
     what: str
@@ -82,16 +82,16 @@ class OneOf:
     def known(self, annotation: Any) -> Mapping[str, type]:
         """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``.
 
-        If the field has an entry-point group, a class is imported at its first access.
+        If the field has an entry-point group, a class is imported only when it is looked up.
         """
         return OurKinds(self.group) if self.group else kinds(annotation)
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose: fl-sim's names and, for a field with a group, those of packages."""
+        """Return the names that a user may choose: those of fl-sim and, if there is a ``group``, of other packages."""
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
-        """Convert a setting from a text to a table: ``dirichlet:0.05`` becomes kind "dirichlet" and alpha "0.05".
+        """Convert a setting in short form to a table: "dirichlet:0.05" becomes kind "dirichlet" and alpha "0.05".
 
         ``union``: the field's annotation. Raises UserError for an unknown name; the message lists the valid names and
         suggests a similar one.
@@ -263,13 +263,13 @@ class OurKinds(Mapping[str, type]):
 
 @cache
 def _plain(settings: type, kind: str) -> Any:
-    """Return the settings object of a kind with default values. Each call returns the same frozen object."""
+    """Return the settings object of a kind with default values. The object is frozen, so all calls share it."""
     return _tagged(settings, kind).validate_python({"kind": kind})
 
 
 @cache
 def _tagged(settings: Any, kind: str) -> TypeAdapter[Any]:
-    """Return the pydantic adapter for tables of one kind. Its errors have the kind in the location of each mistake."""
+    """Return the pydantic adapter that validates a table of one kind. Its errors name the kind in their location."""
     tagged: Any = Annotated[settings, _Tagged(kind)]
     return TypeAdapter(tagged)
 
@@ -321,7 +321,7 @@ def names_in(group: str) -> list[str]:
 
 @cache
 def entry_points_of_ours(group: str) -> Mapping[str, EntryPoint]:
-    """Return {name: entry point} of fl-sim's own names in ``group``, in alphabetical order.
+    """Return fl-sim's own entry points in ``group``, {name: entry point}, in alphabetical order.
 
     Raises UserError if fl-sim's installed metadata is older than its code.
     """
@@ -382,8 +382,8 @@ def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 def _in_checkout() -> list[EntryPoint]:
     """Return fl-sim's entry points from the pyproject.toml next to the code; empty if there is no such file.
 
-    A checkout has such a pyproject.toml, and so has Flower's copy of the code for its processes. Such code may run
-    without an installation of fl-sim, or in addition to an installation of another version.
+    A git checkout has such a file, and so has the copy of the code that Flower makes for its processes. There, fl-sim
+    may not be installed, or another version may be installed.
     """
     if not _PYPROJECT.exists():
         return []
@@ -393,9 +393,9 @@ def _in_checkout() -> list[EntryPoint]:
 
 
 def _in_metadata(seen: set[str]) -> Iterator[EntryPoint]:
-    """Yield the entry points of all installed packages that are not in the set ``seen``.
+    """Yield the entry points of all installed packages, except the packages in ``seen``.
 
-    If a package is installed twice, the first installation counts.
+    If a package is installed twice, only the first installation is used.
     """
     for distribution in importlib.metadata.distributions():
         if f"[{_PREFIX}" not in (text := distribution.read_text("entry_points.txt") or ""):

@@ -1,6 +1,6 @@
 """Names of settings in other frameworks, and the equal settings of fl-sim, for messages about unknown names.
 
-This module imports no slow module, so that the message for a typing error comes at once.
+This module imports only modules that load fast, so that the message for a typing error appears at once.
 """
 
 from typing import Final

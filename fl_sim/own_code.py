@@ -1,4 +1,4 @@
-"""The user's own code: imports by path, digests that detect changes of its source, and places of errors in it."""
+"""The user's own code: import by path, detection of changes by digests, and file and line of errors in this code."""
 
 import ast
 import hashlib
@@ -77,7 +77,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def package_folders(name: str) -> list[Path]:
-    """Return the folders of the installed package ``name``, without an import of the package; empty for none."""
+    """Return the folders of the package ``name`` without importing it; empty if it is not installed."""
     if not name.isidentifier():
         return []
     found = importlib.util.find_spec(name)
@@ -85,7 +85,7 @@ def package_folders(name: str) -> list[Path]:
 
 
 def in_one_line(said: BaseException | str) -> str:
-    """Return the type and text of an error, or a text, in one line of at most about 300 characters."""
+    """Return an error (type and message) or a text in one line of at most about 300 characters."""
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
     line = " ".join(text.split()).removesuffix(":")
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
@@ -98,7 +98,7 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the innermost user code in the traceback of ``error``, or an empty text."""
+    """Return the last line of the user's code in the traceback of ``error``: file, line and function; "" for none."""
     for frame in reversed(extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES
@@ -108,7 +108,7 @@ def place_of(error: BaseException) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """Return the type and text of ``error``, and the file and line of the user's code that raised it, in one line."""
+    """Return in one line the type and message of ``error``, and the file and line of the user's code that raised it."""
     place = place_of(error)
     return in_one_line(error) + (f" ({place})" if place else "")
 
@@ -152,7 +152,7 @@ def error_context(what: str) -> Iterator[None]:
 def digests(modules: Iterable[str]) -> dict[str, str]:
     """Return {module: SHA-256 of its file} for the user's own ``modules`` and for the user's modules that they import.
 
-    If the process has imported a module, the digest is the digest at the time of the import.
+    If the process has imported a module, its digest is that of the file at the time of the import.
     """
     return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
 
@@ -173,7 +173,7 @@ def remember(module: str) -> None:
 
 
 def _with_imports(modules: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
-    """Yield (name, file) of the user's own modules among ``modules``, and of the user's modules that they import."""
+    """Yield (name, file) of each module of the user in ``modules``, and of each module of the user that they import."""
     waiting, seen = sorted(set(modules)), set[str]()
     while waiting:
         name = waiting.pop(0)
@@ -213,7 +213,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
-    """Return the names of all modules that ``source`` may import. Some names may denote functions or classes.
+    """Return the names of all modules that ``source`` may import. Some of the names may be functions or classes.
 
     ``package``: the package of the source's module, for relative imports.
     """
@@ -239,7 +239,7 @@ def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the file of a module of the user's own; None for installed or built-in modules and for unknown names."""
+    """Return the file of the module ``name`` if it is the user's own; None for installed, built-in or unknown ones."""
     top = name.partition(".")[0]
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None

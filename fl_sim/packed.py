@@ -56,7 +56,7 @@ class Compressor(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """The compression of updates in one run. ``seed``: the seed of the random numbers that client and server share.
+    """The compression of all updates of a run. ``seed``: the seed of the random numbers that client and server share.
 
     An update consists of named groups of tensors. A group is compressed if its tensors have the names and shapes of the
     model's parameters. Examples are the change of the model, and SCAFFOLD's change of a control variate. Each such
@@ -85,7 +85,7 @@ class Packing:
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
-            # after divergence, all numbers become NaN, so that the server detects the divergence
+            # if one number of an update is not finite, all become NaN, so that the server detects the divergence
             if not is_finite({name: update}):
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
             on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)

@@ -85,7 +85,7 @@ def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
 
 
 def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
-    """Return the payloads, in float32, whose numbers are in ``vector``. This is the inverse of ``payload_vector``."""
+    """Return the float32 payloads with the numbers in ``vector``: the inverse of ``payload_vector``."""
     layouts = {group: layout_of(params) for group, params in template.items()}
     parts = vector.float().split_with_sizes([num_in(layout) for layout in layouts.values()])
     return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
@@ -138,7 +138,7 @@ def scale(params: Params, factor: float) -> Params:
 
 
 def mixture(left: Params, right: Params, share: float) -> Params:
-    """Return share * left + (1 - share) * right; exactly ``left`` or ``right`` if the share is 1 or 0."""
+    """Return share * left + (1 - share) * right. A share of 1 gives exactly ``left``, a share of 0 ``right``."""
     if (pair := _vectors(right, left)) is not None:
         return FlatParams(torch.lerp(*pair, share), layout_of(right))
     return {name: torch.lerp(value, left[name], share) for name, value in right.items()}
@@ -198,13 +198,13 @@ def body_names(params: Params) -> frozenset[str]:
     if body := frozenset(params) - head_names(params):
         return body
     raise UserError(
-        "the method gives clients a head or a body of their own, and all trained parameters of this model "
+        "the method separates the model's head from its body, and all trained parameters of this model "
         f"({', '.join(params)}) are its head: take a model of several layers, such as mlp"
     )
 
 
 def head_weight(params: Params) -> str:
-    """Return the name of the weights of the last linear layer. Raises UserError if the model has no linear layer."""
+    """Return the name of the weight matrix of the last linear layer. Raises UserError if there is no linear layer."""
     matrices = [name for name, value in params.items() if value.ndim == 2]
     if not matrices:
         raise UserError(
@@ -242,14 +242,15 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
     made = copy.deepcopy(model, shared)
     for part in made.modules():
         if isinstance(part, torch.nn.RNNBase):
-            part.flatten_parameters()  # else cuDNN would join the copied weights again in every step
+            part.flatten_parameters()  # otherwise cuDNN would copy the weights into one block in every step
     return made
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return the pair (parameters, running statistics of BatchNorm layers) of a model, from ``params`` and ``layers``.
+    """Return the pair (parameters, running statistics of BatchNorm layers) of a model.
 
-    ``layers``: the running statistics of the BatchNorm layers, and parameters that replace those of ``params``.
+    ``params``: the parameters. ``layers``: tensors of BatchNorm layers. A tensor with a name in ``params`` replaces
+    this parameter. All others are running statistics.
     """
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
@@ -257,12 +258,12 @@ def placed(params: Params, layers: Params) -> tuple[Params, Params]:
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return tensors of a trained model's BatchNorm layers: all running statistics and the parameters in ``names``."""
+    """Return the running statistics of a trained model, and its parameters with the given ``names``."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that are trained or named in ``params`` (no copies)."""
+    """Return the trained parameters of ``model``, and the frozen ones with names in ``params`` (no copies)."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
@@ -305,8 +306,8 @@ def all_norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
 def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
     """Return by name the BatchNorm layers of ``model`` whose running statistics are updated in training.
 
-    A model's own ``train`` method may leave a layer in evaluation mode. The statistics of such a layer are never
-    updated: they are part of the architecture, as other buffers are.
+    A model's own ``train`` method may leave a layer in evaluation mode. The running statistics of such a layer are
+    never updated, so they count as constants of the architecture, like other buffers.
     """
     if not (norms := all_norms_in(model)):
         return norms
@@ -374,8 +375,8 @@ class WriteGuard:
     The clients of a process may share these tensors: a write by one client would change the global model for all
     clients. ``writes``: PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over
     the bits of each tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums
-    take a hundredth of the time of the shortest round; if ``sums`` is empty, bits are not compared. ``found``: the
-    messages of all detected writes. Errors show the first message, which names the code that made the first write.
+    take about 1 % of the shortest round's time. If ``sums`` is empty, bits are not compared. ``found``: the messages of
+    all detected writes. An error shows the first of these messages, which names the code that made the first write.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
@@ -385,9 +386,9 @@ class WriteGuard:
 
     @classmethod
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
-        """Return a guard of the tensors in ``groups``, by name of the group.
+        """Return a guard of all tensors in ``groups``, {name for messages: tensors}.
 
-        ``by_bits``: False omits the sums of bits.
+        ``by_bits``: False omits the sums over the bits.
         """
         tensors: list[tuple[str, torch.Tensor]] = []
         writes, sums = [], []

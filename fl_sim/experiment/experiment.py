@@ -80,7 +80,7 @@ class Experiment(Settings):
     all random numbers of a run are derived, except secret noise.
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device``: "auto" takes a GPU if the
-    worker process finds one. A Ray actor finds the share of a GPU that its settings request. Sums on a GPU are rounded
+    worker process finds one. A Ray actor finds the GPUs that ``engine.gpus`` requests. Sums on a GPU are rounded
     differently than on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published mean and
     standard deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change feature
     vectors. "unit" puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform
@@ -136,7 +136,8 @@ class Experiment(Settings):
     def _fill_in_kinds(cls, table: Any) -> Any:
         """Fill in the defaults that the chosen algorithm and aggregator define for other settings.
 
-        Example: aggregator global-dp chooses the Poisson sampler, so ``sampler.sampling_rate=0.2`` needs no kind.
+        Example: with aggregator global-dp, the default sampler is Poisson sampling. So ``sampler.sampling_rate=0.2`` is
+        enough to set the rate, and the name of the sampler may be left out.
         """
         if not isinstance(table, dict):
             return table
@@ -187,7 +188,7 @@ class Experiment(Settings):
             )
 
     def _check_own_server(self) -> None:
-        """Raise ValueError if the user's own server class defines no procedure, or if the run promises privacy."""
+        """Raise ValueError if the user's own server class has no ``procedure``, or if the run promises privacy."""
         if self.is_synchronous:
             raise ValueError(
                 f"server {kind_of(self.server)} has no procedure, the class that runs its rounds: set procedure = "
@@ -202,7 +203,7 @@ class Experiment(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let the chosen kinds, such as the aggregator, compute missing settings, such as a noise multiplier."""
+        """Let chosen settings classes compute missing values, such as the noise multiplier of an aggregator."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):
@@ -220,12 +221,12 @@ class Experiment(Settings):
 
     @property
     def is_timed(self) -> bool:
-        """True if a virtual clock simulates the clients' time."""
+        """True if a virtual clock simulates the time that clients need for computing and sending."""
         return not is_none(self.devices)
 
     @property
     def is_synchronous(self) -> bool:
-        """True if the server waits in every round for its cohort."""
+        """True if the server waits in every round until all clients of the cohort have answered."""
         return not path_in(type(self.server), "procedure")
 
     @property
@@ -250,7 +251,7 @@ class Experiment(Settings):
 
     @property
     def seed_of_sampling(self) -> int:
-        """The seed of the sampling of cohorts."""
+        """The seed from which the cohorts are sampled."""
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def chosen(self, *names: str) -> dict[str, Any]:
@@ -310,7 +311,7 @@ class Experiment(Settings):
 
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default settings ``value`` of a kind. The user's settings ``given`` replace defaults of the same name.
+    """Return the default settings ``value``, with the user's settings ``given`` in place of defaults of the same name.
 
     The default of ``epochs`` is left out if the user sets ``steps``.
     """
@@ -350,7 +351,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def experiment_from(table: Mapping[str, Any]) -> Experiment:
-    """Return the experiment of a table of settings.
+    """Return the experiment with the settings in ``table``, such as the content of a TOML file.
 
     Raises UserError for an invalid setting; the message gives the valid names and the most similar one.
     """
@@ -381,8 +382,8 @@ def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return a copy of ``table`` with the settings ``overrides``, each of the form ``key=value``.
 
-    Dots separate groups: ``local.epochs=5``. If a group is set in short form (``algorithm=fedprox``), and a key inside
-    the group is set as well, in any order, the group becomes a table.
+    Dots separate a group from its keys: ``local.epochs=5``. A group may be set by its short form and by a key, in any
+    order: ``algorithm=fedprox`` and ``algorithm.mu=0.1``. The result then holds both in one table.
     """
     pairs = []
     for override in overrides:
@@ -398,7 +399,7 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 def with_values(table: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return a copy of ``table`` with changed settings.
 
-    ``pairs``: pairs (name with dots, value); values have any type.
+    ``pairs``: (name, value) for each changed setting. Names contain dots, such as "local.epochs".
     """
     merged = copy.deepcopy(dict(table))
     for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):

@@ -2,8 +2,8 @@
 
 The body is all layers of a model before its head, the last layer. The features of a record are the inputs of the head,
 and depend only on this record. So the features are stored, and a round trains the head on the stored features. Features
-are computed in batches of a constant size. In these batches, no record changes the bits of another record's features.
-Therefore all processes compute the same features.
+are computed in batches of a constant size, chosen so that the bits of a record's features do not depend on the other
+records in its batch. So all processes compute the same features.
 """
 
 import copy
@@ -67,7 +67,7 @@ class FrozenBody:
         place, identity = self.place(dataset)
 
         def fits(found: Arrays) -> bool:
-            # some features are computed again, to detect that the code of the model has changed
+            # some stored features are recomputed and compared, to detect a change of the model's code
             start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))
             return all(found[name].shape == (len(part), self.size) for name, part in parts.items()) and np.array_equal(
                 found["test"][: len(start)], self.features_of(start, dataset)
@@ -109,7 +109,10 @@ class FrozenBody:
         return found
 
     def place(self, dataset: Dataset) -> tuple[Path, str]:
-        """Return the cache file, and a digest of all data that the features depend on, but not of the body's code."""
+        """Return the path of the cache file, and a digest of the body's tensors and the inputs of the features.
+
+        The digest does not contain the body's code.
+        """
         device = next(self.model.parameters()).device.type
         facts = [_VERSION, torch.__version__, device, self.batch, dataset.mean, dataset.std, dataset.vocabulary]
         digest, own = hashlib.sha256(repr(facts).encode()), self.head.state_dict().keys()
@@ -140,8 +143,8 @@ class _Entered(Exception):  # noqa: N818 (it is no error)
 def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not: str) -> FrozenBody | str:
     """Return the frozen body of ``model``, or the reason why its features cannot be stored.
 
-    The result is "" if the model has no frozen body. ``trial``: two normalised records. ``why_not``: the reason if a
-    setting forbids stored features, else empty.
+    The result is "" if the model has no frozen body. ``trial``: two normalised records, on which the model is tested.
+    ``why_not``: the reason if a setting forbids stored features, else "".
     """
     try:
         head = head_of(model)
@@ -186,8 +189,8 @@ def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return the pair (features of two records, reason).
 
-    The reason states why features cannot be stored; "" if they can. All later forward passes of ``model`` end before
-    its head.
+    The reason states why features cannot be stored; it is "" if they can. After this call, every forward pass of
+    ``model`` stops before its head (``_Entered``).
     """
     calls: list[tuple[Any, Any]] = []
     head = head_of(model)
@@ -210,10 +213,10 @@ def _stop(head: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> NoR
 
 
 def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> tuple[int, str]:
-    """Return the pair (batch size, reason). In a batch of this size, no record changes the bits of another's features.
+    """Return (batch size, reason): a size at which a record's features do not depend on its batch, bit for bit.
 
-    The size is ``BATCH`` if possible. Otherwise it is 1, for example for layers with three outputs. The reason is empty
-    if the features of a record depend only on this record. Otherwise the reason states what else they depend on.
+    The size is ``BATCH`` if a test finds no dependence at this size, else 1. The reason is "" if the features of a
+    record depend only on this record. Otherwise the reason states what else they depend on, and no features are stored.
     ``features``: the features of ``trial``, two records. ``model`` is in evaluation mode afterwards.
     """
     with process_alone():

@@ -42,11 +42,11 @@ class Model(Settings):
     initial weights of the model, or the directory of a run whose last model has the weights. Left out: for hf:FOLDER
     the weights in this folder, and for all other models random weights. "none": random weights. The file is a
     safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A head (last layer) for another
-    number of classes is replaced by a new head. ``others``: the names of further architectures. With k names in
-    ``name`` and ``others`` together, client i has the architecture number i mod k. ``model=mlp,2nn`` sets both.
-    Clients must then send no parameters, as with algorithm local-only. The evaluated model has the first architecture.
-    ``digest``: the SHA-256 of this file. A run stores the digest at its
-    start, to detect a later change of the file.
+    number of classes is replaced by a new head. ``digest``: the SHA-256 of the file with the initial weights. A run
+    stores the digest at its start, to detect a later change of the file. ``others``: the names of further
+    architectures. ``model=mlp,2nn`` sets two architectures. With k architectures, client i has the architecture number
+    i mod k, counted from 0. Clients must then send no parameters, as with algorithm local-only. The evaluated model has
+    the first architecture.
 
     ``trainable``: the parameters that are trained and sent; all other parameters keep their initial values. "head" is
     the last linear layer. "last:2" is the last two layers with parameters. "bias" is all biases, and "norm" is all
@@ -83,23 +83,25 @@ class Model(Settings):
         if not isinstance(names, list | tuple) or (len(names) < 2 and names is not table) or not names:
             return table
         if isinstance(table, dict) and table.get("others"):
-            raise ValueError(f"model.name={','.join(map(str, names))} beside model.others: give all names in one place")
+            raise ValueError(
+                f"model.name={','.join(map(str, names))} and model.others are both set: give all names in one place"
+            )
         rest = {"others": names[1:]} if len(names) > 1 else {}
         return {**(table if isinstance(table, dict) else {}), "name": names[0], **rest}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all architectures: client i has the architecture number i mod k of k names."""
+        """The names of all k architectures. Client i has the architecture number i mod k, counted from 0."""
         return (self.name, *self.others)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that need models of one architecture, if there are several."""
+        """Raise ValueError if clients have different architectures, and a setting needs one common architecture."""
         if not self.others:
             return
         what = f"model={','.join(self.names)} gives clients different architectures"
         if not getattr(experiment.algorithm, "sends_nothing", False):
             raise ValueError(
-                f"{what}, and algorithm {kind_of(experiment.algorithm)} averages parameters of one: give one model, or "
+                f"{what}, and algorithm {kind_of(experiment.algorithm)} averages their parameters: give one model, or "
                 "take an algorithm whose clients send no parameters, such as local-only"
             )
         refused = {
@@ -111,10 +113,10 @@ class Model(Settings):
         }
         for name, (value, is_refused) in refused.items():
             if is_refused:
-                raise ValueError(f"{what}, and {name}={value} is for one: leave {name} out, or give one model")
+                raise ValueError(f"{what}, and {name}={value} needs a common one: leave {name} out, or give one model")
 
     def sealed(self, name: str = "") -> Self:
-        """Return a copy with the digest of the file of weights. Raises UserError if the file cannot be read.
+        """Return a copy with the digest of the weights file. Raises UserError if the file cannot be read.
 
         ``name``: the name of the model, used if the setting ``name`` is empty.
         """
@@ -136,12 +138,14 @@ class Model(Settings):
     @model_validator(mode="after")
     def _has_a_file(self) -> Self:
         if self.digest and (self.weights == "none" or (not self.weights and ":" not in self.name)):
-            raise ValueError("model.digest is the digest of a file of weights: set model.weights, or leave it out")
+            raise ValueError(
+                "model.digest is the digest of a file of weights: set model.weights, or leave model.digest out"
+            )
         return self
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> Any:
-        """Write only the name of the model if all other settings have their defaults, so that old files stay valid."""
+        """Write only the model's name if all other settings have their defaults, as older versions of fl-sim did."""
         written: dict[str, Any] = write(self)
         return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
 
@@ -242,12 +246,12 @@ Schedule: TypeAlias = Constant | Exponential | Step | Cosine
 
 
 def _whole_as_int(value: float) -> float:
-    """Return a whole number as int, so that files contain 10 and not 10.0."""
+    """Return the number as int if it is whole, so that files contain 10 and not 10.0."""
     return int(value) if value == int(value) else value
 
 
 def goes_by_steps(local: Mapping[str, Any]) -> bool:
-    """Return True if the table ``local`` sets a number of steps, which replaces epochs."""
+    """Return True if the settings ``local`` count the training in steps instead of epochs."""
     return str(local.get("steps", 0)) != "0"
 
 
@@ -315,19 +319,23 @@ class Local(Settings):
         return {key: value for key, value in written.items() if key not in unused}
 
     def rate_in(self, server_round: int, rounds: int) -> float:
-        """Return the learning rate of round ``server_round`` of ``rounds``, after the schedule."""
+        """Return the learning rate of round ``server_round`` of ``rounds``, as the schedule defines it."""
         with error_context(f"factor of {type(self.schedule).__name__}"):
             factor = self.schedule.factor(server_round, rounds)
             if not 0 <= factor < math.inf:
-                raise ValueError(f"{factor!r} in round {server_round}, not a finite number of at least 0")
+                raise ValueError(f"returned {factor!r} in round {server_round}, not a finite number of at least 0")
             return self.learning_rate * factor
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if a setting would treat the running statistics of BatchNorm as a client's update."""
+        """Raise ValueError if ``privacy`` is the user's own class, or if another setting rules out BatchNorm layers.
+
+        The aggregator and the attack can rule out BatchNorm: they do not support running statistics.
+        """
         if is_own_kind(self.privacy):
             raise ValueError(
-                f"local.privacy {kind_of(self.privacy)} is your own code, and no epsilon would cover it: take dp-sgd, "
-                "local-dp, or an algorithm with trainers of its own (examples/private_steps.py), which promises nothing"
+                f"local.privacy {kind_of(self.privacy)} is your own code, and no epsilon would cover it: take dp-sgd "
+                "or local-dp, or write an algorithm with a trainer of its own and no epsilon "
+                "(examples/private_steps.py)"
             )
         aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
         if self.batch_norm == "none":
@@ -351,7 +359,7 @@ class Local(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, table: Any) -> Any:
-        """Set the default of ``epochs`` to 0 if steps are set; set the default of ``momentum`` to 0 for Adam(W)."""
+        """Set the default of ``epochs`` to 0 if ``steps`` is set, and the default of ``momentum`` to 0 for Adam(W)."""
         if not isinstance(table, dict):
             return table
         filled = {"epochs": 0, **table} if goes_by_steps(table) else table
@@ -380,7 +388,7 @@ def _share_or_given(value: Any) -> float | Literal["given"]:
     except (TypeError, ValueError, OverflowError):
         share = math.nan
     if not 0 <= share < 1:
-        raise ValueError("it must be a share of every client's records, at least 0 and below 1, or the word given")
+        raise ValueError("it must be a share of every client's records, at least 0 and below 1, or the word 'given'")
     return share
 
 
@@ -403,7 +411,9 @@ def _known_own_tests(value: str) -> str:
 
 def _callable_at(path: str) -> str:
     if path != "none" and not callable(found := load_object(path, "evaluate.metrics")):
-        raise ValueError(f"it must name a function (round, model, test records), not a {type(found).__name__}")
+        raise ValueError(
+            f"it must name a function of (round, model, test records), not an object of type {type(found).__name__}"
+        )
     return path
 
 
@@ -439,11 +449,10 @@ class Evaluate(Settings):
     with ``local.privacy=dp-sgd``. In such a run, each evaluation of a client's own model is a release, and its cost is
     first written into the client's privacy ledger. The privacy unit is one test record, which changes the number of
     right answers by at most 1. The number of a client's test records is public. Without ``count_noise``, the run
-    computes the smallest noise for which the total cost of all evaluations is at most ``local.privacy.epsilon``. Of
-    each client's models, only its own model is measured, and all measures are computed from the noisy numbers. Noise is
-    left out in one case: ``clients`` is "own", and the test records are public (a public data set, or
-    ``test_is_public``). "class-shares" is refused in such a run, because it chooses test records by the labels of
-    training records.
+    computes the smallest noise for which the total cost of all evaluations is at most ``local.privacy.epsilon``. Each
+    client measures only its own model, and all measures are computed from the noisy numbers. Noise is left out in one
+    case: ``clients`` is "own", and the test records are public (a public data set, or ``test_is_public``).
+    "class-shares" is refused in such a run, because it chooses test records by the labels of training records.
 
     ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
     function receives (round, model, test records) and returns {name: number}. It is called with the server's model
@@ -512,7 +521,7 @@ class Evaluate(Settings):
 
     @property
     def measures_nothing(self) -> bool:
-        """True if models are measured on no records at all."""
+        """True if the server's model is never measured: neither on test records nor on validation records."""
         return self.test == "never" and not self.validation
 
     def tests(self, *, is_last: bool) -> bool:
@@ -526,7 +535,7 @@ class Evaluate(Settings):
 def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
     """Split each client's records, and return (training records, held-out records) of all clients.
 
-    Both keep the order of the records in the client's shard.
+    In both results, a client's records keep their order.
 
     ``share``: the share of each client's records that is held out. Raises UserError if a client would have no training
     records left, or if no client holds out any record.
@@ -550,7 +559,7 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
 
 
 class Auto(Settings):
-    """The faster engine for the run, chosen by timing a training step. The run prints the chosen engine and the reason.
+    """Choose the faster engine, in-process or Ray, by timing a training step. The run prints the choice and the reason.
 
     ``threads``: torch threads of each worker.
     """

@@ -22,9 +22,9 @@ class Identity:
 
     ``records``: the digest of the user's own records, empty for public data sets. ``code``: {module: digest} of the
     user's own modules; an unknown digest is empty. ``is_private``: True if the digest of the records is stored only as
-    a hash with a secret key. With a plain digest, a person who knows all records except one could find this record by
-    trying all its possible values. ``data``: the name of the data set. ``root``: the folder in which the data set is
-    searched first.
+    a hash with a secret key. A plain digest would be unsafe: a person who knows all records except one could find the
+    missing record by trying all possible values. ``data``: the name of the data set. ``root``: the first folder in
+    which the data set is searched.
     """
 
     records: str
@@ -41,10 +41,10 @@ class Identity:
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
 
     def has_other_records(self, sealed: str) -> bool:
-        """Return True if a finished result was computed from other records than the present records.
+        """Return True if the records have changed since a finished result was computed.
 
-        ``sealed``: the keyed digest of the records that the result contains. Returns False if a comparison is
-        impossible, for a result of an older version or of another machine.
+        ``sealed``: the keyed digest of the records, as the result stores it. Returns False if the digests cannot be
+        compared because the result is from an older version or another machine.
         """
         if not sealed or not self.data:
             return False
@@ -52,7 +52,10 @@ class Identity:
         return now.partition(":")[0] == sealed.partition(":")[0] and now != sealed
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
-        """Return a phrase with the known differences from the stored identity ``recorded``; empty if there are none."""
+        """Return a phrase that names what has changed since the identity ``recorded`` was stored: records or code.
+
+        The phrase is empty if no change is known.
+        """
         changes = []
         if self._same_records(recorded) is False:
             changes.append("other records (the data have changed since)")
@@ -70,7 +73,7 @@ class Identity:
         return bool(self._same_records(recorded))
 
     def unverified(self, recorded: Mapping[str, Any]) -> str:
-        """Return the parts that cannot be compared with the stored identity ``recorded``.
+        """Return the inputs of the run that cannot be compared with the stored identity ``recorded``.
 
         The result is "records", "code", "records and code", or "".
         """
@@ -101,10 +104,10 @@ def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
 
 
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the digests of the user's own modules that ``settings`` name, for the key of a cached result.
+    """Return the digests of the user's own modules whose import paths are in ``settings``, for a cache key.
 
-    ``settings``: JSON values. The list is empty if ``settings`` name no module, so that the cache keys of older
-    versions stay valid.
+    ``settings``: JSON values. Without such a module the result is empty, so that the cache keys of older versions stay
+    valid.
     """
     code = digests(path.partition(":")[0] for path in paths_in(settings))
     return [code] if code else []

@@ -56,14 +56,14 @@ class Heading(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """An experiment with its data set, shards and device. ``run`` makes one job, and every worker makes its own.
+    """An experiment with its data set, shards and device. The run and every worker process create their own job.
 
     ``experiment``: the experiment. Defaults that depend on the data are filled in. ``shards``: for each client, the
     indices of its training records in ``dataset.train``. ``device``: the device of this process. ``root``: the folder
     in which data sets are searched first. ``validation``: for each client, the indices of its held-out records in
     ``dataset.train``; empty if no records are held out. ``own_tests``: for each client, the indices of its own test
     records in ``dataset.test``; empty if clients need no test records. ``read``: a function that takes the path of a
-    file and returns the tensors in it. The names of such files contain the digest of the content. ``weights``: the
+    file and returns the tensors in it. The name of such a file contains a digest of its tensors. ``weights``: the
     tensors from which the model starts; empty if all its weights are random. ``set_aside``: the server's own records,
     which no client holds; None if the server has none.
     """
@@ -88,9 +88,9 @@ class Job:
 
     @cached_property
     def by_architecture(self) -> tuple["Job", ...]:
-        """A job for each architecture of the clients' models. Client i has the architecture number i mod their number.
+        """One job for each of the k architectures of the clients' models. Client i has the architecture i mod k.
 
-        If all clients have the same architecture, the only job is this one.
+        If all clients have the same architecture, the result is this job.
         """
         chosen = self.experiment.model
         alone = [chosen.model_copy(update={"name": name, "others": ()}) for name in chosen.names]
@@ -100,17 +100,16 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records: those of the data set, else those that clients hold out."""
-        # all validation records of the data set are used: the function job_of refuses data sets with unused validation
-        # records
+        """The number of validation records: from the data set if it has any, else held out by the clients."""
+        # if the data set has validation records, all are used: job_of raises an error for unused ones
         given = self.dataset.validation
         return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
-        """Return the model that is trained, with its initial weights, on the CPU. Its inputs are ``records``.
+        """Return a model for training, with the initial weights, on the CPU. Its inputs are in ``self.records``.
 
-        The model is the experiment's model, or only its head if features are stored. On the CPU, all of these models
-        share their frozen parameters, so no code may change these parameters.
+        The model is the experiment's model, or only its head if features are stored. If the device is the CPU, all
+        returned models share the tensors of their frozen parameters. So no code may change frozen parameters.
         """
         if isinstance(self.body, FrozenBody):
             return copy.deepcopy(self.body.head)
@@ -129,7 +128,7 @@ class Job:
 
     @cached_property
     def body(self) -> FrozenBody | str:
-        """The frozen body of the model, or the reason in words why its features cannot be stored.
+        """The frozen body of the model, or a text with the reason why its features cannot be stored.
 
         The value is "" if the model has no frozen body.
         """
@@ -146,7 +145,7 @@ class Job:
         return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
 
     def source(self, examples: Examples) -> Source:
-        """Return ``examples``, records of the job's data set, as inputs of the model ``model`` on the job's device."""
+        """Return ``examples``, records of the job's data set, as inputs for ``self.model()`` on the job's device."""
         if not isinstance(self.body, FrozenBody):
             return resident(examples, self.dataset, self.device)
         features = torch.from_numpy(self.body.features_of(examples, self.dataset))
@@ -154,7 +153,7 @@ class Job:
 
     @property
     def fixed(self) -> Params:
-        """The tensors of the whole model that training never changes. They are not copied."""
+        """The tensors of the whole model that training never changes. The tensors are no copies."""
         return fixed_in(self._first[0])
 
     @cached_property
@@ -275,7 +274,7 @@ class _Preparation:
     def __call__(self, model: nn.Module) -> None:
         """Change ``model`` in place.
 
-        Raises UserError if the weights, the names or the trained part do not fit the model.
+        Raises UserError if the weights or the names of trained parameters do not fit the model.
         """
         if self.weights:
             self.placed.append(place(model, self.weights, self.origin))
@@ -353,7 +352,7 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
 
 
 def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Return each client's record indices into the training set. Raises UserError for an impossible partition."""
+    """Return the indices of each client's training records. Raises UserError for an impossible partition."""
     return _split(dataset, np.arange(len(dataset.train)), scheme, num_clients, seed)
 
 
@@ -361,8 +360,8 @@ def device_of(experiment: Experiment) -> torch.device:
     """Return the device of this process. Raises UserError if the settings require a GPU and none is visible."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "device=cuda, but this process sees no CUDA device: take device=cpu, or let a cluster's workers use theirs "
-            "by engine=ray engine.gpus=1"
+            "device=cuda, but this process sees no CUDA device: take device=cpu, or use the GPUs of a Ray cluster by "
+            "engine=ray engine.gpus=1"
         )
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -493,19 +492,19 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
 def _check_sequences(experiment: Experiment) -> None:
     """Raise UserError if a setting, such as a feature skew, computes with the numbers in records.
 
-    This function is called for records that are texts. Their numbers stand for words or letters (tokens).
+    This function is called for records that are texts. The numbers in such a record are token ids.
     """
     for what in ("algorithm", "preprocess", "partition"):
         part = getattr(experiment, what)
         if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):
             raise UserError(
                 f"{what} {kind_of(part)} computes with the numbers in records, and the records of {experiment.data} "
-                f"contain tokens, whose numbers are only names: take another {what}"
+                f"contain token ids, which have no numerical meaning: take another {what}"
             )
 
 
 def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
-    """Return the shards of an experiment, from its partition or from its algorithm's own rule."""
+    """Return the shards of all clients, by the experiment's partition or by its algorithm's own rule."""
     algorithm, seed = experiment.algorithm, experiment.seed_of_partition
     if experiment.is_central:
         return Parts.of([np.arange(len(dataset.train))])
@@ -549,9 +548,9 @@ def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
 def _without_some(experiment: Experiment, shards: Parts) -> Parts:
     """Return ``shards`` without the records that the setting ``left_out`` leaves out.
 
-    Each record has a random number of its own, which depends neither on the partition nor on other records. Raises
-    UserError if no record is left, and if a run that promises privacy for the user's own records would publish these
-    random numbers.
+    A random number decides for each record. It depends on the seed and the record's index, not on the partition. Raises
+    UserError if no record is left. Also raises UserError if a run promises privacy for the user's own records, because
+    its published seed would reveal which records were left out.
     """
     if not experiment.left_out:
         return shards
@@ -662,11 +661,11 @@ def public_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any]) -> Job:
-    """Return the job of a node that has its own data set ``name``: ``client`` holds all its training records.
+    """Return the job of a client that runs on a node with its own data set ``name``.
 
-    ``facts``: the public facts of the server's data set, by the function ``public_facts``. The node's records are
-    normalised by the constants in ``facts``. Raises UserError for records of another shape or with other classes, and
-    for validation records.
+    The client with the ID ``client`` holds all training records of this data set. ``facts``: the result of
+    ``public_facts`` for the server's data set. The node's records are normalised by the constants in ``facts``. Raises
+    UserError for records of another shape or with other classes, and for validation records.
     """
     if experiment.evaluate.measures_clients:
         raise UserError(

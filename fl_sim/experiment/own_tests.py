@@ -1,4 +1,4 @@
-"""Chooses each client's test records: from its source, with its class distribution, or from its own shard."""
+"""Chooses each client's test records: by source (such as a hospital), by class distribution, or from its shard."""
 
 from dataclasses import replace
 from typing import Final
@@ -35,8 +35,8 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     found = OwnTests.of(shards, dataset.train.groups, dataset.test.groups, dataset.test.labels)
     if found is None:
         raise UserError(
-            "evaluate.clients=own gives a test record to the client with the training records of the same source, and "
-            "here several clients share a source and have other sources, too: take partition=natural or domain, or "
+            "evaluate.clients=own needs clients with one source each, or sources with one client each, and here "
+            "several clients share a source and have other sources, too: take partition=natural or domain, or "
             "evaluate.clients=class-shares"
         )
     if not found.counts.any():
@@ -51,12 +51,11 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
     """Return each client's test records: records of the test set with the class distribution of its training records.
 
     The result has indices into ``dataset.test``. A client with n training records gets about s * n test records, and at
-    least ``FEWEST``. The factor s is computed for all clients: for each class, the number of all test records is
-    divided by the number of all training records, and s is the smallest of these ratios. The test records of a client
-    are all different. Two clients get the same test record only if a class has too few test records. ``keeps_sources``:
-    True if each client has training records of one source only, such as a domain. In this case, the rules above hold
-    within each source, and a client gets test records of this source only. Raises UserError if the sources of test
-    records are then unknown.
+    least ``FEWEST``. The factor s is the same for all clients: the smallest ratio, over all classes, of the number of
+    test records to the number of training records. The test records of a client are all different. Two clients get the
+    same test record only if a class has too few test records. ``keeps_sources``: True if each client has training
+    records of one source only, such as a domain. In this case, the rules above hold within each source, and a client
+    gets test records of its source only. Raises UserError if ``keeps_sources`` is True and the sources are unknown.
     """
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)
     everything = np.arange(len(dataset.test))
@@ -87,10 +86,10 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
 def _class_shares(
     held: NDArray[np.int64], records: NDArray[np.int64], tested: NDArray[np.int64], coins: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Return for each client a sorted selection of ``records`` that has the client's class distribution.
+    """Return for each client a selection of test records with the class distribution of its training records.
 
-    ``held``: the number of training records of each client and class. ``tested``: the label of each record in
-    ``records``.
+    ``held``: the number of training records of each client and class. ``records``: the indices of the available test
+    records. ``tested``: the labels of these records. Each selection is in ascending order.
     """
     there = np.bincount(tested, minlength=held.shape[1])
     usable = held * (there > 0)  # classes without test records are left out
@@ -113,12 +112,12 @@ def _class_shares(
 
 
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Round the rows of ``exact``, by cumulative sums, to whole numbers with the same sums.
+    """Round each client's number of test records per class to a whole number.
 
-    A row has the numbers of test records of one client, one number for each class. ``totals``: the number of test
-    records of each client that should not share test records; 0 for other clients. ``there``: the number of available
-    test records of each class. If the sum over these clients exceeds the available records of a class, the clients
-    whose numbers were rounded up most get one record less.
+    ``exact``: the numbers before rounding, (clients, classes). The cumulative sums of each row are rounded, so a
+    client's total stays the same. ``totals``: above 0 for the clients that should not share test records. ``there``:
+    the number of available test records of each class. If these clients would need more records of a class than there
+    are, the clients whose numbers were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
@@ -133,13 +132,13 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
     """Return the IDs of the clients that may take part in rounds, in ascending order.
 
-    ``held_out``: the number of clients that are drawn at random and left out.
+    ``held_out``: the number of randomly chosen clients that never take part.
     """
     return np.sort(rng(seed, "held-out clients").permutation(num_clients)[held_out:])
 
 
 def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
-    """Return the name of each client's source, such as a hospital. A table of results has a column for each source.
+    """Return the name of each client's source, such as a hospital, for the columns of a table of results.
 
     A client without records has the name "". The result is empty for unknown names, for clients with records of several
     sources, for a single source, and for more than ``MOST_NAMED`` sources.
@@ -154,7 +153,7 @@ def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
 
 
 def num_shared(tests: Parts) -> int:
-    """Return the number of test records that more than one client has."""
+    """Return the number of test records that belong to more than one client."""
     _, times = np.unique(tests.records, return_counts=True)
     return int((times > 1).sum())
 
@@ -172,9 +171,10 @@ def merged(dataset: Dataset) -> Dataset:
 
 
 def _only_sources(shards: Parts, groups: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return the source of each client's records, shape (clients,); -1 for a client without records.
+    """Return the number of each client's source, shape (clients,); -1 for a client without records.
 
-    ``groups``: the source of each training record. The result is None if a client has records of several sources.
+    ``groups``: the number of the source of each training record. The result is None if a client has records of several
+    sources.
     """
     source_of = np.full(len(shards), -1, dtype=np.int64)
     source_of[shards.owners] = groups[shards.records]

@@ -1,4 +1,4 @@
-"""Public records of another data set than that of the clients, for algorithms that distil on such records."""
+"""Public proxy records for knowledge distillation. They come from a second data set, which no client holds."""
 
 from fl_sim.data import load
 from fl_sim.errors import UserError
@@ -8,7 +8,7 @@ from fl_sim.training.records import Source
 
 
 def proxy_records(job: Job, name: str) -> Source:
-    """Return the training records of the public data set ``name``, prepared as the job's own records.
+    """Return the training records of the public data set ``name``, normalised by the constants of the job's data set.
 
     Raises UserError if the data set is missing, or if its records have another shape or type.
     """
@@ -22,6 +22,6 @@ def proxy_records(job: Job, name: str) -> Source:
     if found.train.inputs.dtype != dataset.train.inputs.dtype:
         raise UserError(
             f"algorithm.proxy={name} has {found.train.inputs.dtype} records, and {experiment.data} has "
-            f"{dataset.train.inputs.dtype}: take a proxy of the same kind"
+            f"{dataset.train.inputs.dtype}: take a proxy with records of the same type"
         )
     return resident(found.train, dataset, job.device)

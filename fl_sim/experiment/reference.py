@@ -23,7 +23,7 @@ _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
 _SYMBOL: Final = re.compile(r"[b-z]\b")
 """A formula's symbol, such as x, at the beginning of a text; it keeps its case."""
 _NAME: Final = re.compile(r"``(\w+)``")
-_LONG: Final = 1e15  # from here on, bounds have the form 1e+30
+_LONG: Final = 1e15  # bounds from this number on are written in scientific notation, such as 1e+30
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _WORDS: Final = {
     int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "nothing",
@@ -49,8 +49,8 @@ class Group:
     """The settings of one class: the experiment itself, a table in the experiment, or one kind of a setting.
 
     ``name``: the setting that holds this group, empty for the experiment. ``kind``: the kind, such as ``fedprox``,
-    empty for a table. ``within``: the choice under which ``name`` exists, such as ``algorithm=pate``, empty if it
-    always exists. ``about``: the first paragraph of the class's docstring.
+    empty for a table. ``within``: a group inside another kind exists only if the user chooses that kind, such as
+    ``algorithm=pate``; empty for all other groups. ``about``: the first paragraph of the class's docstring.
     """
 
     name: str
@@ -63,8 +63,7 @@ class Group:
 def groups() -> tuple[Group, ...]:
     """Return all groups: first the experiment's own settings, then the other groups in the order of the settings."""
     first, *others = _groups(Experiment, "", "", "", {})
-    # the options for reading a data set such as csv:PATH; in an experiment, the setting ``data`` has these options as
-    # one text
+    # the options of a data set such as csv:PATH; the setting ``data`` contains them in its one text
     own_data = []
     for kind, keys in OPTIONS.items():
         settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)
@@ -73,7 +72,7 @@ def groups() -> tuple[Group, ...]:
 
 
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the ``Group`` of the class ``settings``, then all nested groups.
+    """Yield the ``Group`` of a settings class, then all groups nested in it.
 
     ``defaults``: default values that replace the default values of the class.
     """
@@ -89,7 +88,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            # a kind may contain a setting with the same kinds; their groups are listed once
+            # a partition may contain an inner partition; the groups of the partitions are listed only once
             if settings not in choices.values():
                 inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [
@@ -128,7 +127,7 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
 
 def _documentation(settings: type) -> str:
-    """Return one text: the docstrings of a class, and of the base classes from which it inherits fields."""
+    """Return the docstrings of a class, and of the base classes from which it inherits fields, as one text."""
     own = [settings]
     for base in settings.__mro__[1:]:
         has_fields = is_dataclass(base) or (issubclass(base, BaseModel) and bool(base.model_fields))
@@ -139,9 +138,9 @@ def _documentation(settings: type) -> str:
 def meaning(documentation: str, field: str, known: set[str]) -> str:
     """Return the sentences of a docstring that explain ``field``; empty if there are none.
 
-    The explanation begins with the sentence that starts with the name of the field. It ends at the end of the
-    paragraph, or before a sentence that names another one of the fields ``known``. If no sentence begins with the name
-    of the field, all sentences that contain the name are returned.
+    The explanation begins with the sentence that starts with the field's name. It ends at the end of the paragraph, or
+    before the next sentence that names any field of the class (``known``). If no sentence starts with the field's name,
+    all sentences that contain the name are returned.
     """
     defining: list[str] = []
     naming: list[str] = []
@@ -156,7 +155,7 @@ def meaning(documentation: str, field: str, known: set[str]) -> str:
 
 
 def either(names: Sequence[Any]) -> str:
-    """Return the names as a list in words: "a, b or c"."""
+    """Return the names as an enumeration: "a, b or c"."""
     *first, last = map(str, names)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -174,7 +173,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
 
 
 def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return (type, metadata) of an annotation: the parts of ``Annotated[...]``. Other annotations have metadata ()."""
+    """Return the type and the metadata of ``Annotated[type, ...]``. For any other annotation, the metadata are ()."""
     if not hasattr(annotation, "__metadata__"):
         return annotation, ()
     extras = [inner for extra in annotation.__metadata__ for inner in getattr(extra, "metadata", [extra])]

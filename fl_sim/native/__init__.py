@@ -1,1 +1,1 @@
-"""The compiled trainer, called the kernel: its C++ sources, its compilation and installation, calls from Python."""
+"""The compiled trainer, called the kernel: its C++ sources, its compilation, and its calls from Python."""

@@ -55,16 +55,16 @@ options, this build is left out.
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
-    """Raised if the trainer cannot be compiled. The message gives the reason, such as a missing compiler."""
+    """The compiled trainer cannot be compiled. The message gives the reason, such as a missing compiler."""
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
-    """Compile the trainer's C++ code for all widths of an architecture, and write ``library`` in one atomic step.
+    """Compile the trainer's C++ code for all vector widths of an architecture, and write ``library`` atomically.
 
     The environment variable ``CXX`` names the compiler, with options if needed; the default is g++, c++ or clang++.
-    ``options``: more compiler options. ``architecture``: the compiler's target, a key of ``ARCHITECTURES``; None means
-    this machine's. The same compiler makes the same bytes from the same sources in any folder. Raises NoCompiler if the
-    compilation fails.
+    ``options``: more compiler options. ``architecture``: the target of the compilation, a key of ``ARCHITECTURES``;
+    None means this machine's architecture. The same sources and compiler give the same library, byte for byte, in every
+    folder. Raises NoCompiler if the compilation fails.
     """
     architecture = architecture or platform.machine()
     if architecture not in ARCHITECTURES:
@@ -88,7 +88,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
             exported = Path(folder) / "exported"
-            exported.write_text("{ global: fl_sim_*; local: *; };")  # the linker hides all other symbols
+            exported.write_text("{ global: fl_sim_*; local: *; };")  # the library exports only names with fl_sim_
             link = [f"-Wl,--version-script={exported}", "-shared", "-s", *(str(made) for *_, made in objects)]
             _call([*compiler, *link, "-o", str(partial)])
             partial.replace(library)
@@ -99,7 +99,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
 
 
 def compile_plain(source: Path, library: Path, lanes: int, options: Sequence[str] = ()) -> None:
-    """Compile one source file to ``library``, for vectors of ``lanes`` numbers. Raises NoCompiler if this fails."""
+    """Compile one source file to ``library``, with SIMD vectors of ``lanes`` numbers. Raises NoCompiler on failure."""
     flags = ["-O3", *_options(lanes), *options, "-std=c++17", "-fPIC", "-shared"]
     _call([*_compiler(), *flags, str(source), "-o", str(library)])
 
@@ -141,10 +141,10 @@ def _call(command: list[str]) -> None:
 def find_library() -> Path:
     """Return the path of the library with the compiled trainer.
 
-    The library is next to this file, or in another copy of fl-sim on the import path. The reason: Flower's engine
-    executes clients from a copy of fl-sim without the library and its C++ sources. Then the library of the installed
-    fl-sim is used, if it was compiled from the sources of this version. If no library exists, the function returns the
-    path next to this file.
+    The library is next to this file, or in another copy of fl-sim on the import path. The second case is for Flower's
+    engine: it executes clients from a copy of fl-sim that has no library. The library of the installed fl-sim is then
+    used, if it was compiled from the sources of this version. If no library exists, the result is the path next to this
+    file.
     """
     if LIBRARY.exists():
         return LIBRARY
@@ -174,14 +174,17 @@ def processor() -> frozenset[str]:
 
 
 def lanes_of(features: frozenset[str]) -> int:
-    """Return the largest width of ``WIDTHS`` whose features a processor has, in numbers per vector; 0 if none fits."""
+    """Return the largest vector width in ``WIDTHS`` that a processor with ``features`` supports; 0 if there is none.
+
+    The unit is float32 numbers per vector.
+    """
     return max((lanes for lanes, needed in WIDTHS.items() if features.issuperset(needed)), default=0)
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return, as text, the processor features that even the narrowest compiled code needs but ``features`` lacks.
+    """Return the processor features that the code with the narrowest vectors needs, but that ``features`` lacks.
 
-    The text is empty if none is missing. ``features``: the result of the function ``processor``.
+    The result is a text with commas, empty if no feature is missing. ``features``: the result of ``processor``.
     """
     narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
     return ", ".join(sorted(set(WIDTHS[narrowest]) - features))

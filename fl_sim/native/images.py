@@ -113,7 +113,7 @@ class ImageGenerator(_Images):
         self._check(rows, self.latent_dim)
 
     def arguments(self, discriminator: ImageDiscriminator) -> list[Any]:
-        """Return the networks as the first arguments of a C function."""
+        """Return C structures with both networks: the first arguments of the C functions."""
         start = discriminator.start()
         return [ctypes.byref(_Painters(start, self.start(), self.channels, self.num_classes, self.latent_dim))]
 

@@ -65,7 +65,7 @@ def trained_of(
 
 
 def _buffers_of(job: KernelJob, buffers: FlatParams) -> Mapping[str, torch.Tensor]:
-    """Return the momentum buffers after a client's training, for all its trained parameters.
+    """Return the momentum buffers of all trained parameters after a client's training.
 
     Buffers of frozen parameters are included only if the client started with momentum buffers.
     """
@@ -81,9 +81,8 @@ class Kernel:
     """The compiled trainer: a C++ library that is loaded into this process.
 
     ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
-    ``has_bfloat16``: True if the processor can compute products of bfloat16 numbers. ``has_amx``: True if the processor
-    also has AMX for such products, and the operating system and the library allow its use. AMX is the name of Intel's
-    matrix instructions.
+    ``has_bfloat16``: True if the processor can multiply bfloat16 numbers. ``has_amx``: True if the processor can also
+    multiply matrices of them by AMX, Intel's matrix instructions, and the operating system and the library allow it.
     """
 
     library: ctypes.CDLL
@@ -124,13 +123,13 @@ class Kernel:
 
         The results equal PyTorch's results up to rounding. ``params``: float32, one vector with the parameters in the
         order of ``stack.layout``. ``inputs``: float32, (n, *input shape). ``what``: "logits" or "features". Features
-        are the inputs of the last layer. The same records in the same order give the same bits. The last bits of a
-        record's logits depend on the other records in its batch. Other Python threads can run meanwhile. Raises
+        are the inputs of the last layer. The same records in the same order give the same bits. With other records in
+        its batch, a record's logits may differ in the last bits. Other Python threads can run meanwhile. Raises
         ValueError as ``train`` does.
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        weights, records = params.contiguous(), inputs.contiguous()  # the C++ code reads their memory: keep both
+        weights, records = params.contiguous(), inputs.contiguous()  # named, because the C++ code reads their memory
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows
@@ -147,7 +146,7 @@ class Kernel:
         return rows
 
     def weighted_sum(self, vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-        """Return the sum over i of factors_i * vectors_i, (n,), added in float64 as ``weighted_mean`` defines.
+        """Return the sum of factors_i * vectors_i over all i, (n,), added in float64 in the order of the vectors.
 
         ``vectors``: at least one vector, each float32 of shape (n,). Raises ValueError for other types or
         shapes.
@@ -207,7 +206,7 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
 
 @dataclass(frozen=True)
 class CompiledNormals:
-    """Compiled code (normals.h) for the normal random numbers of ``mechanisms.Normals``.
+    """A compiled ``mechanisms.Normals``: it computes normal random numbers by C++ code (normals.h).
 
     Other Python threads can run meanwhile.
     """

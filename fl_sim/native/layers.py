@@ -101,7 +101,7 @@ def rows_of(stack: Stack) -> list[dict[str, int]]:
 
 
 def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
-    """Return (channels, height, width) of the model's input and then of every layer's output."""
+    """Return (channels, height, width) of the model's input, followed by those of every layer's output."""
     shapes = [(int(stack.input_shape[0]), int(stack.input_shape[1]), int(stack.input_shape[2]))]
     for row in rows_of(stack):
         channels, height, width = shapes[row["source"]]
@@ -137,9 +137,9 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return, as text, a kind of convolution that PyTorch computes faster than the compiled trainer.
+    """Return a phrase about the convolutions that PyTorch computes faster than the compiled trainer.
 
-    The text is empty if less than half of the model's multiplications are in such convolutions.
+    The phrase is empty if such convolutions have less than half of the model's multiplications.
     """
     products, slow = products_of(stack), dict[int, dict[str, int]]()
     for index, row in enumerate(rows_of(stack)):
@@ -160,10 +160,10 @@ def slower_here(stack: Stack) -> str:
 class _Rows:
     """Collects the descriptions of a model's layers, one per row. Two layers may be fused to one row.
 
-    Nodes have numbers: 0 is the input, i + 1 the output of row i. The ``source`` of a row is the node that it reads.
-    ``node``: the node that the next layer reads. ``is_flat``: True if this node is a vector, without height and width.
-    ``is_fork``: True if other layers read this node, too; then no layer may be fused with the row that computes the
-    node. ``seen``: the ids of all modules so far.
+    A layer's input is a node: node 0 is the model's input, and node i + 1 is the output of row i. The ``source`` of a
+    row is its input. ``node``: the input of the next layer. ``is_flat``: True if this node is a vector, without height
+    and width. ``is_fork``: True if other layers have the same input. The next layer then cannot be fused with the row
+    that computes it. ``seen``: the ids of all modules so far.
     """
 
     is_flat: bool
@@ -173,7 +173,7 @@ class _Rows:
     is_fork: bool = True
 
     def append(self, row: dict[str, int]) -> None:
-        """Add a layer, or fuse it with the previous layer: a ReLU with most layers, 2 x 2 pooling with a convolution.
+        """Add a layer as a new row, or fuse it with the row before: a ReLU, or 2 x 2 pooling after a convolution.
 
         The order of ReLU and pooling may change, because the maximum of rectified numbers equals the rectified maximum.
         """
@@ -188,7 +188,7 @@ class _Rows:
             self.node, self.is_fork = len(self.rows), False
 
     def drop(self, probability: float) -> bool:
-        """Add dropout to the output of the previous layer; as a separate layer if other layers read this output, too.
+        """Add dropout to the row of the previous layer, or as a new row if other layers also read that row's output.
 
         Returns False for dropout that the compiled trainer does not support: a second dropout of the same output, or
         probability 1.
@@ -202,7 +202,7 @@ class _Rows:
         return bool(is_known)
 
     def fork(self, node: int) -> None:
-        """Make the next layer read ``node``. Another layer also reads this node."""
+        """Make ``node`` the input of the next layer. Another layer has the same input."""
         self.node, self.is_fork = node, True
 
 
@@ -282,7 +282,7 @@ def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
 
 def _plain_parameters(model: nn.Module) -> bool:
     parameters = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
-    # Shared parameters, or buffers.
+    # the compiled trainer supports neither shared parameters nor buffers
     if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""Compiled multilayer perceptrons: a generator, a discriminator with sums of clipped gradients, and Adam steps."""
+"""The compiled generator and discriminator, both multilayer perceptrons: clipped gradient sums and Adam steps."""
 
 import ctypes
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def is_perceptron(net: nn.Module) -> bool:
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False
-    for layer in layers[1::2]:  # slopes must be >= 0, because the backward pass reads an input's sign from the output
+    for layer in layers[1::2]:  # slopes are >= 0, so the backward pass can take the sign of an input from the output
         if not isinstance(layer, nn.ReLU) and not (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0):
             return False
     linear = layers[::2]
@@ -101,9 +101,9 @@ def is_perceptron(net: nn.Module) -> bool:
 class Perceptron:
     """A multilayer perceptron for the compiled code. Its weights must keep their memory addresses.
 
-    ``net``: a network for which ``is_perceptron`` is True. ``num_classes``: the number of blocks in the input of the
-    first layer, one block for each class; 0 for an input without blocks. In every row, the block of the row's class
-    contains the row's values and a one; all other blocks are zero.
+    ``net``: a network for which ``is_perceptron`` is True. ``num_classes``: with a number of classes above 0, the input
+    of the first layer has one block for each class. The block of a row's class contains the row's values and a 1; all
+    other blocks are zero. With 0, the input is the row itself.
     """
 
     def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
@@ -177,7 +177,7 @@ class TwoWays:
         self.curved.check(rows)
 
     def arguments(self, discriminator: Perceptron) -> list[Any]:
-        """Return the networks as the first arguments of a C function."""
+        """Return C structures with both networks: the first arguments of the C functions."""
         return [ctypes.byref(self.described()), ctypes.byref(discriminator.described())]
 
     def described(self) -> _Generator:
@@ -244,7 +244,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """The noise and the divisor that turn a sum of clipped gradients into a gradient.
+    """The noise and the divisor that turn a sum of clipped gradients into a private mean gradient.
 
     ``noise``: the noise of each coordinate in multiples of ``spacing``, the step of the rounding grid (see
     ``add_noise`` in fl_sim/privacy/mechanisms.py); None means no noise. The sum with noise is divided by ``divisor``.

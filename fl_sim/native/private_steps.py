@@ -38,7 +38,7 @@ class _PrivateSteps(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ClippingBounds:
-    """The bounds on the norm of a record's gradient, as ``Clipping`` describes them.
+    """The bounds on the norm of a record's gradient, for one of the clipping rules of the class ``Clipping``.
 
     ``limit``: the largest norm. ``stability``: the constant of automatic clipping (``Clipping``), 0 for other clipping
     rules. ``of_layers``: if each layer is clipped separately, the largest norm of each layer with parameters,
@@ -51,14 +51,14 @@ class ClippingBounds:
 
     @classmethod
     def of(cls, clipping: Clipping, limit: float, layout: Layout) -> Self:
-        """Return the bounds for the parameters of ``layout``. ``limit``: the largest norm."""
+        """Return the bounds of the rule ``clipping`` for a model with this ``layout``. ``limit``: the largest norm."""
         shares = clipping.shares([name for name, _ in layout])
         return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
 
     def described(self, stack: Stack) -> _Bounds:
-        """Return the C structure. The structure is valid as long as these bounds exist.
+        """Return the bounds as a C structure. The structure is valid while this object exists.
 
-        Raises ValueError if the model ``stack`` has another number of layers.
+        Raises ValueError if the number of bounds is not the number of layers in ``stack``.
         """
         layers = sum(KINDS[row["kind"]] in {"conv", "linear"} for row in rows_of(stack))
         if self.of_layers is not None and self.of_layers.shape != (layers,):
@@ -68,14 +68,14 @@ class ClippingBounds:
 
 @dataclass(frozen=True)
 class PrivateDraws:
-    """The random numbers of private steps, and the numbers that turn a sum of clipped gradients into a gradient.
+    """The random numbers, clipping bounds and scales of all private steps (DP-SGD) of one client.
 
     ``batch_keys``, ``noise_keys``: uint8, (steps, 32), the ChaCha20 keys of each step; ``noise_keys`` is None without
     noise. ``below``: a record joins a step if its random word of 64 bits is below this number, 0 to 2^64. ``bounds``:
     the bounds on a record's gradient. ``spacing``: the step of the rounding grid for the noise. ``ratio``: the noise's
     standard deviation in units of ``spacing``. ``divisor``: the divisor of the noisy sum. ``exactly(step, place)``: a
-    function that returns one number of the noise, in units of ``spacing``. The compiled code calls it for numbers whose
-    rounding it cannot decide in float64.
+    function that returns the noise of a step at the index ``place``, in units of ``spacing``. The compiled code calls
+    it for each number that it cannot round with certainty in float64.
     """
 
     batch_keys: NDArray[np.uint8]
@@ -98,7 +98,7 @@ def is_supported(stack: Stack) -> bool:
 
 
 def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> Trained:
-    """Train the client of ``job`` by private steps, and return the result, without a loss.
+    """Train the client of ``job`` by private steps. Return the result, in which no loss is reported.
 
     ``draws`` defines the private steps, so the field ``private`` in the plan of ``job`` must be None. Other Python
     threads can run meanwhile. Raises ValueError and IndexError as ``Kernel.train`` does, and the exceptions of
@@ -132,7 +132,7 @@ def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> 
 
 
 def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor) -> KernelJob:
-    """Return a job for private steps. The order of its records is not initialised, because batches are drawn later."""
+    """Return a job for private steps. They draw their batches themselves, so the order of the records is undefined."""
     order = np.empty((task.settings.num_passes(len(labels)), len(labels)), np.int64)
     return KernelJob(task, replace(plan, private=None), inputs, labels, Draws(order, np.empty(0, np.int64)))
 

@@ -59,8 +59,7 @@ class Draws:
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
         """Return the random choices for training with ``count`` records.
 
-        The choices are drawn from ``generator`` in the order of ``training.loop.train``. The key of the masks is drawn
-        last.
+        ``generator`` draws them in the same order as in ``training.loop.train``, and the key of the dropout masks last.
         """
         settings = task.settings
         passes, batches = settings.num_passes(count), settings.num_batches(count)
@@ -169,7 +168,7 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """Owns the memory that the compiled trainer reads during a call. Values that clients share are stored only once."""
+    """Owns the memory that the compiled trainer reads during a call. Tensors shared by clients are stored only once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -245,7 +244,7 @@ class RequestBuffers:
         return self._tensors[-1].data_ptr()
 
     def _mask(self, trained: frozenset[str] | None) -> int | None:
-        """Store a padded vector with 1 for trained numbers and 0 for frozen numbers; return its memory address."""
+        """Store a padded vector with 1 for trained and 0 for frozen parameters, and return its memory address."""
         if trained is None:
             return None
         if trained not in self._masks:
@@ -258,8 +257,8 @@ class RequestBuffers:
     def _vector(self, what: str, params: Params | None) -> int | None:
         """Store ``params`` as one padded vector in the order of the model's layout; return its memory address.
 
-        Raises ValueError if names, shapes, type or device differ from the model's. ``what``: the name of ``params`` in
-        the message.
+        Raises ValueError if names, shapes, type or device differ from those of the model's parameters. ``what``: the
+        name of ``params`` in the message.
         """
         if params is None:
             return None

@@ -5,9 +5,9 @@ distributions) is from the library dp_accounting (Doroshenko et al. 2022). ``fl_
 conventions of events. An epsilon of ``inf`` means that there is no guarantee. An epsilon is never NaN, and a failed
 computation never gives 0.
 
-The choice of a release may depend on the results of earlier releases. The best Renyi order at the end of such a
-sequence depends on the releases, so the epsilon at that order is no proof. A Renyi filter gives a proof (Feldman and
-Zrnic 2021): it adds up divergences at one order that was fixed before the first release (``fixed_order``,
+The choice of a release may depend on the results of earlier releases. The order that is best at the end then depends
+on these results, too, so the epsilon at this order is not proven. A Renyi filter gives a proof (Feldman and Zrnic
+2021): it adds up the Renyi divergences at one order, which is fixed before the first release (``fixed_order``,
 ``epsilon_at``).
 """
 
@@ -50,8 +50,8 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the joint epsilon at ``delta`` of several releases. ``counts``: {privacy event: number of its releases}.
 
-    With ``accountant`` "pld" the result is the smaller of the two accountants' epsilons. Where no PLD is computed, the
-    result is the RDP accountant's epsilon: see ``loss_distribution.reason_against``.
+    With ``accountant`` "pld" the result is the smaller of the PLD epsilon and the RDP epsilon. If no PLD is computed
+    (``loss_distribution.reason_against``), the result is the RDP epsilon.
     """
     by_rdp = _by_rdp(counts, delta)
     if accountant == "rdp" or math.isinf(by_rdp):
@@ -64,8 +64,8 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
     """Return a fast upper bound on the RDP epsilon at ``delta`` of ``steps`` releases of the event ``event``.
 
-    The search for a noise multiplier calls this function many times. The function ``epsilon`` is too slow for that. The
-    bound is seldom above the exact RDP epsilon.
+    The search for a noise multiplier calls this function many times; the function ``epsilon`` would be too slow. The
+    bound is usually equal to the exact RDP epsilon.
     """
     step, times = unrolled(event)
     if not isinstance(step, dp_event.PoissonSampledDpEvent):
@@ -76,7 +76,7 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 
 @dataclass(frozen=True)
 class Bounds:
-    """Epsilon of the same releases by both accountants. Both epsilons are upper bounds, so the smaller epsilon holds.
+    """The epsilons of some releases by the RDP and the PLD accountant. Both are upper bounds, so the smaller one holds.
 
     ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None where no PLD was
     computed. ``reason``: the reason why no PLD was computed.
@@ -97,7 +97,7 @@ class Bounds:
         return "rdp" if self.least == self.rdp else "pld"
 
     def in_words(self) -> str:
-        """Return a sentence that names the accountant of the smaller epsilon, for privacy statements."""
+        """Return a sentence, for privacy statements, about the two epsilons or the reason why no PLD was computed."""
         if self.pld is None:
             return f"This is the bound of the RDP accountant; {self.reason}"
         return (
@@ -107,7 +107,7 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the joint epsilon of several releases by the RDP and the PLD accountant. The PLD takes seconds."""
+    """Return the joint epsilon of several releases by both accountants. The PLD accountant takes seconds."""
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
         return Bounds(by_rdp, None, f"the PLD accountant does not support {unknown}")
@@ -140,9 +140,9 @@ def supports_pld(event: dp_event.DpEvent) -> bool:
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return a delta for each of ``epsilons``, so that ``events`` are jointly (epsilon, delta)-private, by PLD.
+    """Return the delta of all ``events`` together at each of ``epsilons``, by the PLD accountant.
 
-    An audit tests these pairs (epsilon, delta) as a mechanism's claim.
+    The events are jointly (epsilon, delta)-differentially private for each pair. An audit tests whether this is true.
     """
     steps, relation = tuple(single_steps(Counter(events)).items()), _RELATION[common_adjacency(events)]
     accountant, error = loss_distribution.composed(steps, relation, math.inf), loss_distribution.rounding_error(steps)
@@ -150,11 +150,11 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
 
 
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
-    """Return the Renyi order for a privacy filter: a budget for releases that are chosen one after another.
+    """Return the Renyi order of a privacy filter, which limits releases that are chosen one after another.
 
-    ``first``: the releases that were planned before any release was made. At the returned order, the budget ``epsilon``
-    at ``delta`` allows the largest number of repetitions of ``first``. So the order depends on no output. The order is
-    infinite if ``first`` fits into the budget only when pure epsilons (epsilons at delta 0) are added up.
+    ``first``: the releases that are planned before the first output. The order depends only on ``first`` and on the
+    budget, ``epsilon`` at ``delta``: it is the order at which the budget allows the most repetitions of ``first``. It
+    is infinite if ``first`` fits into the budget only by adding up pure epsilons (epsilons at delta 0).
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -164,9 +164,9 @@ def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: fl
 
 
 def epsilon_at(order: float, counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
-    """Return the epsilon at ``delta`` of a sequence of releases, computed at the one Renyi order ``order``.
+    """Return the epsilon at ``delta`` of a sequence of releases, computed at a single Renyi order.
 
-    ``order`` was fixed before the first release (``fixed_order``). So each release may depend on the earlier ones.
+    ``order`` was fixed before the first release (``fixed_order``). So each release may depend on earlier results.
     """
     common_adjacency(list(counts))
     if math.isinf(order):
@@ -206,10 +206,7 @@ def noise_multiplier(
 
 @lru_cache(maxsize=256)
 def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier for Poisson sampling (see ``noise_multiplier``).
-
-    The result is cached, so equal arguments give equal noise.
-    """
+    """Return the smallest noise multiplier for Poisson sampling (see ``noise_multiplier``). The result is cached."""
     amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
     return noise_multiplier(amplify, steps, target_epsilon, delta)
 
@@ -232,8 +229,8 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    Any set of unsampled Gaussian releases with a joint cost of at most ``target_epsilon`` costs less than this one
-    release. So the cost of this release is an upper bound on their joint cost.
+    This release is a worst case: any set of unsampled Gaussian releases that jointly cost at most ``target_epsilon``
+    costs less than this release.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -259,7 +256,7 @@ def most_that_fit(
     *,
     accountant: Accountant = "rdp",
 ) -> int:
-    """Return the largest n for which the releases ``charges(n)``, {event: number}, cost at most ``target_epsilon``.
+    """Return the largest n with which all releases in ``charges(n)``, {event: number}, cost at most ``target_epsilon``.
 
     ``charges(0)`` must cost at most ``target_epsilon``.
     """
@@ -310,7 +307,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    # ``high`` meets the target. Rounding may make exp(log(high)) slightly smaller, and then it misses the target.
+    # ``high`` meets the target, but exp(log(high)) may be slightly smaller by rounding and miss it
     if gap(math.log(high)) >= 0:
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)

@@ -56,14 +56,14 @@ class ProfileAudit:
 
     @property
     def refuted(self) -> bool:
-        """Return True if the claim is false, at the confidence of the audit."""
+        """Return True if the audit proves, at its confidence, that the claim is false."""
         return any(bound > claim for bound, claim in zip(self.lower_bounds, self.claimed, strict=True))
 
     @property
     def power(self) -> float:
         """Return the estimated delta(0) divided by the claimed delta(0).
 
-        The value is near 1 where the audit sees the whole privacy loss.
+        A value near 1 means that the audit detects the whole claimed privacy loss. A small value means a weak audit.
         """
         return self.estimates[0] / self.claimed[0]
 
@@ -86,7 +86,7 @@ def audit_profile(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Compare the outputs of a mechanism, without and with the audited unit, with a claim about the mechanism.
+    """Test a privacy claim about a mechanism by its outputs without and with the audited unit.
 
     ``without``, ``with_unit``: the outputs in world 0 and in world 1, shape (runs, coordinates). ``claimed``: the
     claimed delta for each of ``epsilons``.
@@ -98,8 +98,8 @@ def audit_profile(
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Bonferroni correction: every epsilon, and the bound on epsilon itself, has two directions with two probabilities
-    # each.
+    # Bonferroni correction over 4 probabilities, 2 for each direction (P1 above P0, P0 above P1), for every epsilon and
+    # for the lower bound on epsilon
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -122,15 +122,15 @@ def audit_ratios(
     delta: float = 1e-5,
     confidence: float = 0.95,
 ) -> ProfileAudit:
-    """Compare log likelihood ratios with a claim, as ``audit_profile`` compares outputs with a claim.
+    """Test a privacy claim about a mechanism by the log likelihood ratios of its outputs (see ``audit_profile``).
 
     ``without``, ``with_unit``: the ratios in world 0 and in world 1, shape (runs,).
 
-    The ratios follow from the mechanism's definition, without any run. So the sets of outputs are fixed before the
-    runs: for each epsilon, the ratios above epsilon, and the ratios below minus epsilon. Ratios of a different
-    mechanism give weaker bounds, but no false bounds.
+    A formula gives the ratio of an output, so no run is needed to choose the sets of outputs. For each epsilon they are
+    the ratios above epsilon, and the ratios below minus epsilon. A formula for a different mechanism would give weaker
+    bounds, but no false bounds.
     """
-    level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: two directions with two probabilities each
+    level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: 2 probabilities for each of 2 directions
     bounds, estimates, epsilon_bounds = [], [], [0.0]
     for epsilon in epsilons:
         found = []
@@ -146,12 +146,12 @@ def audit_ratios(
 
 
 def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]], noise_multiplier: float) -> float:
-    """Return the smallest noise multiplier whose claim the runs refute, within 1 %: the tightest bound of this audit.
+    """Return the smallest noise multiplier, within 1 %, that the audit proves to be too large for the mechanism.
 
-    ``claims`` maps a noise multiplier to the claims of the same mechanism with this noise, a delta for each of
-    ``audit.epsilons``. More noise means smaller claimed deltas. So the audited mechanism protects at most as well as
-    one with the returned noise multiplier. An accountant turns this noise multiplier into an epsilon. Nasr et al. 2023
-    fit the mechanism's trade-off curve in the same way.
+    ``claims`` maps a noise multiplier to the claims of the same mechanism with this noise: a delta for each of
+    ``audit.epsilons``. A noise multiplier is too large if the audit refutes its claims. So the audited mechanism
+    protects at most as well as one with the returned noise multiplier. An accountant turns this noise multiplier into a
+    lower bound on epsilon. Nasr et al. 2023 fit the mechanism's trade-off curve in the same way.
 
     The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity if the
     claim for 100 times this noise is not refuted, and a quarter of this noise if the claim for a quarter is refuted.
@@ -197,7 +197,7 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Guess:
-    """A number of guesses, the number of correct guesses, and the lower bound on epsilon that they prove."""
+    """The number of guesses, the number of correct ones, and the lower bound on epsilon that these numbers prove."""
 
     guesses: int
     correct: int
@@ -209,9 +209,9 @@ def guess(
 ) -> tuple[Guess, ...]:
     """Guess "in" for the canaries with the highest scores, and "out" for as many canaries with the lowest scores.
 
-    ``scores``, ``taking_part``: shape (canaries,). Canaries with equal scores are ranked in the order of the array
-    ``scores``. So the order of the array must not depend on ``taking_part``. Returns one ``Guess`` for each of
-    ``SHARES``; all their bounds hold jointly at ``confidence``.
+    ``scores``: (canaries,). ``taking_part``: (canaries,), True for canaries that took part in the run. Equal scores are
+    ranked by their index, so the order of the canaries must not depend on ``taking_part``. Returns one ``Guess`` for
+    each share of guessed canaries in ``SHARES``. The bounds of all of them hold jointly at ``confidence``.
     """
     order = np.argsort(scores, kind="stable")
     found = []
@@ -236,7 +236,7 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
     if gap(0.0) >= 0:
         return 0.0
-    # Slightly below the root, where the guesses certainly refute epsilon.
+    # the result is slightly below the root, so that the guesses certainly refute it
     return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4
 
 
@@ -291,7 +291,7 @@ def _likelihood_ratio(
     without: NDArray[np.float64], with_unit: NDArray[np.float64]
 ) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     means = without.mean(axis=0), with_unit.mean(axis=0)
-    # The floor keeps the likelihood ratio of a coordinate without noise finite; this coordinate then decides the score.
+    # the floor keeps the ratio finite for a coordinate without noise, which then decides the score
     floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
     variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
 
@@ -306,9 +306,9 @@ def _likelihood_ratio(
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
     """Return (lower bound on P1(E), upper bound on P0(E), estimated delta) for one set of outputs E.
 
-    E is the set of outputs whose score exceeds a threshold; the ``fit`` half of the runs chooses the threshold. P0
-    and P1 are the probabilities of E in world 0 and world 1, estimated from the ``judge`` half. ``level``: the
-    error probability of each bound.
+    E is the set of outputs whose score exceeds a threshold, which is chosen on the scores ``fit`` of one half of the
+    runs. P0 and P1 are the probabilities of E in world 0 and world 1. Their bounds come from the scores ``judge`` of
+    the other half. ``level``: the error probability of each bound.
     """
     threshold = _best_threshold(fit, lambda p1, p0: p1 - math.exp(epsilon) * p0)
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
@@ -318,8 +318,8 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # Even for a set that contains no output of a run, the upper bound on its probability is above 0. So the sets are
-    # ranked by the epsilon that they may prove.
+    # Even for a set without any output of world 0, the upper bound on P0 is above 0. So the sets are ranked by the
+    # epsilon that they could prove with such bounds.
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

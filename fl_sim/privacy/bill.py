@@ -2,8 +2,8 @@
 
 A bill contains releases that were made and releases that are planned.
 
-A reader of several runs about the same records sees the releases of all these runs. So the cost for one record is the
-joint cost of all releases, of all epsilons, seeds and runs. The largest single epsilon would be too small.
+An adversary may see all releases about the same records, from runs with any epsilon and seed. So the cost for a record
+is the joint cost of all these releases. The largest epsilon of a single run would be too small.
 
 A release that several runs use, such as a pool of synthetic records or the labels of PATE, counts once. A release that
 protects a client protects each record of this client. So the release counts in the bill of a record, too
@@ -41,10 +41,10 @@ class Payment:
 
     ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release. A payment with
     identity "" is the only payment for its release. ``epsilon``: None for no guarantee. ``adjacency``: the adjacency of
-    ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of releases}. There is one
-    mapping, or several where the cost differs between units, such as between the records of different clients. There is
-    none where the events are unknown, and none where ``epsilon`` is a privacy budget. ``plan``: the planned releases
-    within the budget, also where ``charged`` is empty because of a budget. ``simulation_only``: True where the noise
+    ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of releases}. There are
+    several mappings if the cost differs between units, such as between the records of different clients; otherwise one.
+    There is none if the events are unknown, or if ``epsilon`` is a privacy budget. ``plan``: the planned releases
+    within the budget, also if ``charged`` is empty because of a budget. ``simulation_only``: True if the noise
     comes from a published seed. ``on_records``: False for a release that read only synthetic records.
     """
 
@@ -63,11 +63,10 @@ class Payment:
 class RunPayments:
     """The payments for all releases of one run.
 
-    ``data``: the name of the data set, "" where it is unknown. ``clients``: the split of the records into clients.
-    ``payments``: None where the releases are unknown. ``bare``: True where the run published something about the
-    records without a guarantee. ``content``: an identity of the records that does not depend on the data set's name, ""
-    where it is unknown. ``by_name``: True where only the name ``data`` distinguishes these records from the records of
-    other runs.
+    ``data``: the name of the data set, "" if it is unknown. ``clients``: a name of the partition of the records.
+    ``payments``: None if the releases are unknown. ``bare``: True if the run published something about the records
+    without a guarantee. ``content``: a digest of the records, whatever the data set's name is; "" if it is unknown.
+    ``by_name``: True if these records can be compared with those of other runs only by the name ``data``.
     """
 
     data: str
@@ -96,7 +95,7 @@ class Total:
 class Bill:
     """The joint privacy cost of ``runs`` (a number of runs) about the records of ``data``, for one privacy ``unit``.
 
-    ``clients``: the split into clients, "" where the unit is not the client. ``totals``: the costs of the private
+    ``clients``: the partition of the records, "" if the unit is not the client. ``totals``: the costs of the private
     releases, one for each adjacency. ``bare``: the number of runs that published something without a guarantee.
     ``elsewhere``: the number of runs whose releases protect only other units. ``unknown``: the number of runs whose
     releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``: other names
@@ -128,10 +127,10 @@ class Bill:
 
     @property
     def _together(self) -> tuple[float, float]:
-        """Return (epsilon, delta) of all releases of the bill, as the sum of the costs under the two adjacencies.
+        """Return (epsilon, delta) of all releases of the bill. Costs under different adjacencies are added up.
 
-        This sum holds under replace-one. To replace one unit is to remove it and to add another one. So group privacy
-        for two units first converts the cost under add-or-remove-one to replace-one.
+        Such a sum holds under replace-one. To replace a unit is to remove it and to add another one. So a cost under
+        add-or-remove-one is first converted to replace-one, by group privacy for two units.
         """
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
@@ -201,9 +200,9 @@ class Bill:
 def bills(runs: Sequence[RunPayments]) -> list[Bill]:
     """Return one bill for each data set and each privacy unit that a payment names, in order of appearance.
 
-    Two runs are about the same records where their data have the same name or the same content. A different split of
-    the records into clients makes different clients, so each split has its own bill. A call takes seconds, because it
-    computes PLDs.
+    Two runs are about the same records if their data have the same name or the same content. Another partition makes
+    other clients, so for the unit client each partition has its own bill. A call takes seconds, because it computes
+    PLDs.
     """
     groups, found = _by_records(runs), list[Bill]()
     by_name = sum(run.by_name for run in runs) if len(groups) > 1 else 0
@@ -214,10 +213,10 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 
 
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return all payments of a run that count for one ``unit``; every printed cost of a run is computed from them.
+    """Return all payments of a run that count for one ``unit``. Every printed cost of a run is computed from them.
 
-    For a record the result includes the payments for the record's client: a changed record changes the data of its
-    client, and the client still takes part. ``clients``: the split into clients, where the unit is the client.
+    If the unit is a record, payments for clients count, too: a changed record changes the data of its client.
+    ``clients``: the partition of the records, if the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
     if unit != "record":
@@ -236,8 +235,8 @@ def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
     """Return the payment under ``terms`` for ``releases``, {event: number}, that are fixed before a run begins.
 
-    ``Payment.identity`` explains ``identity``. A forecast may have no time to compute a PLD. Then the epsilon is the
-    smaller one of two upper bounds: the budget, and the RDP accountant's epsilon of all planned releases.
+    ``identity``: see ``Payment``. A forecast may have no time to compute a PLD. Then the epsilon is the smaller one of
+    two upper bounds: the budget, and the RDP accountant's epsilon of all planned releases.
     """
     try:
         said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
@@ -246,7 +245,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # The planned releases, or fewer if the budget certainly allows fewer.
+        # all planned releases, or those that the budget allows if it certainly allows fewer
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget
@@ -255,7 +254,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Return the cost for one record, under the adjacency ``relation``, of a release that protects clients."""
+    """Convert the payment for a release that protects clients to the cost for one record, under ``relation``."""
     mine = replace(payment, unit="record", adjacency=relation)
     if payment.epsilon is None:
         return mine
@@ -285,7 +284,10 @@ def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
 
 
 def _by_records(runs: Sequence[RunPayments]) -> list[tuple[dict[str, None], list[RunPayments]]]:
-    """Return (names of the data, runs) for each set of records. A run whose records are unknown is in every set."""
+    """Group the runs by their records. Return (names of the data set, runs) for each group.
+
+    A run with unknown records is in every group.
+    """
     groups: list[tuple[dict[str, None], set[str]]] = []
     for run in runs:
         names, contents = {run.data: None} if run.data else {}, {run.content} - {""}
@@ -327,15 +329,15 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run made a release that protects other units only, and so is not in the bill of ``unit``."""
+    """Return True if a run made a release that protects only other units, so that it is not on the bill of ``unit``."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return one payment for each release: the largest one, if several runs paid for this release.
+    """Return one payment for each release: the largest one if several runs paid for it.
 
-    An interrupted run has paid for only a part of its release.
+    The payments may differ, because an interrupted run has paid for only a part of the release.
     """
     releases: list[Payment] = []
     known: dict[str, int] = {}
@@ -393,8 +395,8 @@ def _added(payments: Sequence[Payment]) -> tuple[float, float]:
 def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     """Return the joint epsilon at ``delta`` of several releases, by composing their events.
 
-    ``charged``: one tuple for each release. The tuple holds one mapping {event: number}, or several where the cost
-    differs between units. Of several mappings the largest Renyi divergence at each order is taken.
+    ``charged``: for each release, one mapping {event: number}, or several mappings if the cost differs between units.
+    With several, the largest Renyi divergence at each order is taken.
     """
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)

@@ -35,10 +35,10 @@ _PLACES: Final = 2**20  # sampling rates in ``under_replacement`` are multiples 
 class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
     """The event of an ``epsilon``-bounded-range mechanism, which is ``epsilon``-DP when one unit is added or removed.
 
-    The exponential mechanism is such a mechanism. It chooses a result of utility u with a probability in proportion to
-    exp(epsilon u / (2 sensitivity of u)). A privacy loss within a range of width epsilon costs at most epsilon^2 / 8 in
-    zCDP, zero-concentrated differential privacy (Cesar, Rogers 2021). This is a quarter of the bound for an arbitrary
-    mechanism with the same pure epsilon.
+    Its privacy loss lies in a range of width epsilon. So it costs at most epsilon^2 / 8 in zCDP, zero-concentrated
+    differential privacy (Cesar, Rogers 2021). This is a quarter of the bound for an arbitrary mechanism with the same
+    pure epsilon. An example is the exponential mechanism: it chooses a result of utility u with a probability in
+    proportion to exp(epsilon u / (2 sensitivity of u)).
     """
 
     epsilon: float
@@ -46,7 +46,7 @@ class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
 
 @dataclass(frozen=True)
 class IntegerNoiseDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
-    """The event of a sum of integer vectors plus integer noise: base class of the two kinds of integer noise.
+    """The event of a sum of integer vectors plus integer noise. The two distributions of the noise are its subclasses.
 
     ``variance``: the variance of the noise on each number of the sum. ``l1`` and ``l2``: the largest L1 norm and L2
     norm of the vector of one unit. ``vectors``: 1 if adjacency replaces the unit's data by nothing; 2 if it replaces
@@ -197,7 +197,7 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts``, {event: number of releases}, with every repeated event split into its single releases."""
+    """Return ``counts``, {event: number of releases}, with repeated events converted to counts of single releases."""
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)
@@ -220,9 +220,9 @@ def pure_epsilon(event: dp_event.DpEvent) -> float:
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
-    """Return the noise multiplier of a Gaussian event, which may be sampled or repeated; None for other events.
+    """Return the noise multiplier of a Gaussian or integer-noise event, also if it is repeated; None for other events.
 
-    For integer noise it is the standard deviation divided by the largest L2 norm of a rounded vector.
+    For integer noise, it is the standard deviation divided by the largest L2 norm of a rounded vector.
     """
     event, _ = unrolled(event)
     if isinstance(event, IntegerNoiseDpEvent):

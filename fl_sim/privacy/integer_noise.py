@@ -3,13 +3,13 @@
 * Skellam noise is the difference of two independent Poisson variables of the same mean. A sum of Skellam variables is
   Skellam again (Agarwal, Kairouz, Liu 2021, "The Skellam mechanism for differentially private federated learning").
 * A discrete Gaussian variable of parameter s^2 is k with a probability proportional to exp(-k^2 / (2 s^2)). See
-  Canonne, Kamath, Steinke 2020. A sum of such variables is only approximately so distributed. See Kairouz, Liu, Steinke
-  2021, "The distributed discrete Gaussian mechanism for federated learning with secure aggregation".
+  Canonne, Kamath, Steinke 2020. A sum of such variables is only approximately a discrete Gaussian. See Kairouz, Liu,
+  Steinke 2021, "The distributed discrete Gaussian mechanism for federated learning with secure aggregation".
 
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
-table has 127 digits and ends where the tail is below 2^-130. So the distribution of a number is within 2^-104 of the
-exact one, in total variation. For 2^22 numbers of 2^10 clients in 2^10 rounds the total distance is 2^-62.
-``LEAST_DELTA`` is far above this distance.
+entries of the table have 127 digits, and the table ends where the tail is below 2^-130. So the distribution of a drawn
+number is within a total variation distance of 2^-104 of the exact one. For 2^22 numbers of 2^10 clients in 2^10 rounds
+the sum of the distances is 2^-62. ``LEAST_DELTA`` is far above this sum.
 """
 
 import math
@@ -40,8 +40,8 @@ def drawn(
 ) -> NDArray[np.int64]:
     """Return ``count`` independent integers from the stream (purpose, round) of the source ``noise``.
 
-    ``variance``: a multiple of 1 / ``VARIANCE_STEPS``: the variance of a Skellam number, and the parameter s^2 of a
-    discrete Gaussian number. A variance of 0 gives zeros.
+    ``variance``: the variance of a Skellam number, or the parameter s^2 of a discrete Gaussian number. It must be a
+    multiple of 1 / ``VARIANCE_STEPS``. A variance of 0 gives zeros.
     """
     if variance == 0:
         return np.zeros(count, np.int64)
@@ -50,8 +50,7 @@ def drawn(
     digits = words >> np.uint64(1)
     found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
-        # The first 63 digits of this number equal the first 63 digits of a threshold. So the following 64 digits
-        # decide.
+        # the first 63 digits equal those of a threshold, so the next 64 digits decide whether the number is below it
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
         first = int(np.searchsorted(table.high, digits[place], side="left"))
         found[place] = first + int(np.searchsorted(table.low[first : found[place]], second, side="right"))
@@ -61,7 +60,7 @@ def drawn(
 
 @dataclass(frozen=True)
 class NoiseTable:
-    """The distribution function of the absolute value |N| of a noise number.
+    """A table of the distribution function of |N|, the absolute value of a noise number N.
 
     Entry k is P(|N| <= k) times 2^127, rounded down: ``high`` holds its first 63 binary digits, ``low`` its last 64.
     """
@@ -70,10 +69,9 @@ class NoiseTable:
     low: NDArray[np.uint64]
 
     def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return, for each number in ``digits`` (63 bits), how many entries of ``high`` are at most as large.
+        """Return, for each number in ``digits`` (63 bits), how many entries of ``high`` do not exceed it.
 
-        For most numbers the first 16 bits suffice: an array with 2^16 entries holds the results for all values of these
-        16 bits.
+        For most numbers the first 16 bits suffice: an array holds the results for all 2^16 values of these bits.
         """
         found: NDArray[np.int64] = self._by_first_bits[digits >> np.uint64(47)]
         rest = np.flatnonzero(self.high[found] <= digits)
@@ -87,11 +85,11 @@ class NoiseTable:
 
 @lru_cache(maxsize=4)
 def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
-    """Return the table of a noise distribution, in about a second for a standard deviation of 40,000 grid steps."""
+    """Return the table of a noise distribution. This takes a second for a standard deviation of 40,000 grid steps."""
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
     assert numerator == variance * VARIANCE_STEPS
-    # The last entry of the table, by Bernstein's inequality.
+    # the index of the last entry; by Bernstein's inequality, the tail beyond it is below 2 exp(-_TAIL)
     last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1
     weights = (_skellam_weights if mechanism == "skellam" else _gaussian_weights)(numerator, last)
     total, cumulative = weights[0] + 2 * sum(weights[1:]), -weights[0]

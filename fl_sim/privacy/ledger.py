@@ -63,9 +63,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that the charge log ``ledger`` held certain charges (entries).
-
-    A receipt is stored with the results that the charges paid for.
+    """Proof that a charge log held certain charges (entries). A receipt is stored with the results that they paid for.
 
     ``ledger``: the random id of the charge log. ``charges``: the number of charges, counted from the first one.
     ``digest``: the chain digest after the last of these charges.
@@ -257,7 +255,7 @@ class ChargeLog:
         self._terms = dict(terms)
         self._digests: list[str] = []  # the digest of the header, then the chain digest after each charge
         self._last = b""  # the last line that was read
-        self._end = 0  # the offset of the byte after this line
+        self._end = 0  # the offset, in bytes, of the end of this last line
         self._unseen: list[Charge] = []
         if receipt is not None and not path.exists():
             raise RunError(f"{path} is missing, but {holder} was paid for with its {receipt.charges} charges: {_CURE}")
@@ -299,7 +297,9 @@ class ChargeLog:
         try:
             descriptor = os.open(self._path, flags, 0o644)
         except FileNotFoundError as error:
-            raise RunError(f"{self._path} is gone, with {len(self._digests) - 1} charges: {_CURE}") from error
+            raise RunError(
+                f"{self._path}, which had {len(self._digests) - 1} charges, no longer exists: {_CURE}"
+            ) from error
         except OSError as error:
             raise RunError(
                 f"{self._path} cannot be opened for charging ({error.strerror}), so nothing may be released: "
@@ -406,7 +406,7 @@ class ChargeLog:
         ) from cause
 
     def _write(self, file: BinaryIO, line: bytes) -> None:
-        """Append ``line`` and wait until it is on the disk. Where writing fails, remove the line and raise RunError."""
+        """Append ``line`` and wait until it is on the disk. If writing fails, remove the line and raise RunError."""
         try:
             written = 0
             while written < len(line):
@@ -445,6 +445,6 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _digest(before: list[str], value: Mapping[str, Any]) -> str:
-    """Return the chain digest of the line ``value`` after the digests ``before``; the first line starts the chain."""
+    """Return the chain digest of the line ``value``, from the line and the last of the earlier digests ``before``."""
     unchained = {key: part for key, part in value.items() if key != "chain"}
     return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()

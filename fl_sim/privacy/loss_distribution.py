@@ -1,9 +1,9 @@
 """Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, computed by dp_accounting).
 
-dp_accounting represents the privacy loss on a grid. Its estimates are upper bounds for every grid spacing. The spacing
-is chosen so large that a computation takes only seconds. The Fourier transforms that compose distributions have
-rounding errors in both directions. At small delta these errors are most of the result. So epsilon is computed at delta
-minus a bound on the errors. No PLD is computed where the bound is more than half of delta.
+dp_accounting rounds the privacy loss to a grid. Its epsilon is an upper bound for every grid spacing. The spacing is
+chosen so large that a computation takes only seconds. The Fourier transforms that compose distributions have rounding
+errors in both directions. For a small delta these errors would dominate the result. So epsilon is computed at delta
+minus a bound on the errors. No PLD is computed if this bound is more than half of delta.
 """
 
 import math
@@ -24,10 +24,10 @@ Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
 
 _INTERVAL: Final = 1e-4  # the default grid spacing of dp_accounting
 _INTERVALS_PER_EPSILON: Final = 200_000
-_MOST_INTERVALS: Final = 300_000  # maximum number of grid intervals across the privacy loss of one release
+_MOST_INTERVALS: Final = 300_000  # maximum number of grid intervals in the range of one release's privacy loss
 _MOST_STEPS: Final = 10**6
-_MOST_NOISE: Final = 1e50  # the square of this noise multiplier does not overflow
-_LEAST_RATE: Final = 1e-15  # the inverse of this sampling rate does not overflow
+_MOST_NOISE: Final = 1e50  # maximum noise multiplier; the square of a larger one may overflow
+_LEAST_RATE: Final = 1e-15  # minimum sampling rate; the inverse of a smaller one may overflow
 _MOST_EPSILON: Final = 200.0
 # Rounding errors of delta, for each kind of event and for each release: at least 20 times the largest errors that were
 # measured in 1,568 compositions.
@@ -37,15 +37,15 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """Raised instead of computing a PLD, if a forecast has no time left for PLDs."""
+    """A forecast has no time left to compute a PLD."""
 
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
     """Limit the time spent on PLDs inside a ``with`` block: ``may_begin`` is called before each PLD that is not cached.
 
-    Where ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit. So no entry of a
-    privacy ledger and no privacy statement depends on the time.
+    If ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit. So the entries of
+    privacy ledgers and the privacy statements never depend on the computing time.
     """
     token = _may_begin.set(may_begin)
     try:
@@ -60,7 +60,7 @@ def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
 
 
 def rounding_error(steps: Steps) -> float:
-    """Return an upper bound on the rounding error that makes a computed delta of the releases ``steps`` too small.
+    """Return an upper bound on the rounding error by which the computed delta of the releases ``steps`` is too small.
 
     The numbers of a Fourier transform have errors of about 2^-53. The transform of n releases of one event is the n-th
     power of such numbers, so the errors are n times as large. ``benchmarks/accounting_reference.py --sweep`` compares
@@ -177,7 +177,7 @@ def _noise(event: dp_event.DpEvent) -> float:
 
 
 def _widest_loss(event: dp_event.DpEvent) -> float:
-    """Return the approximate width of the range of one release's privacy loss, without tails of probability 2^-60."""
+    """Return the approximate width of one release's privacy loss distribution, without tails of probability 2^-60."""
     if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
         return 0.0
     shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)
@@ -185,7 +185,7 @@ def _widest_loss(event: dp_event.DpEvent) -> float:
 
 
 def _without_amplification(steps: Steps) -> Steps | None:
-    """Return the fixed-size steps with full participation; None where their epsilon cannot be smaller.
+    """Return ``steps`` with each fixed-size cohort replaced by the whole population; None if this cannot lower epsilon.
 
     For a cohort of a fixed size, two bounds hold: with and without amplification by sampling. With much noise the means
     of the two distributions differ by 4 q S with amplification (q: the sampling rate, S: the clipping norm), and by 2 S

@@ -59,22 +59,22 @@ U is above ``DECIDED``, so the digits after its 63rd digit change it by a relati
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with the digits of U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
-_LEAST_NOISE: Final = 1e-6  # least standard deviation, in clipping norms; epsilon is above 10^11 for it
+_LEAST_NOISE: Final = 1e-6  # smallest standard deviation, in clipping norms; its epsilon is already above 10^11
 _ZEROS: Final = memoryview(bytes(2**19))  # plain text of zeros, which ChaCha20 encrypts to its key stream
-_BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20, whose counter numbers the blocks
-_STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes: ChaCha20's counter could number twice as many
+_BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20; its counter counts blocks
+_STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes, half of what ChaCha20's counter allows
 
 
 class Normals(Protocol):
-    """A faster source of the N(0, 1) numbers of ``Noise``: the same numbers, except for float64's rounding.
+    """A faster source of the N(0, 1) numbers of ``Noise``. The numbers are the same up to float64 rounding.
 
-    A number N is made of two random words of 64 bits, in the arrays ``first`` and ``second``. The last bit of the first
-    word is the sign of N. Its other 63 bits, followed by the second word, are the binary digits of U, and |N| is the
-    quantile with P(|N| > x) = U.
+    A number N is computed from two random words of 64 bits, in the arrays ``first`` and ``second``. The last bit of the
+    first word is the sign of N. Its other 63 bits, followed by the second word, are the binary digits of U. |N| is the
+    quantile x at which the tail probability P(|N| > x) is U.
     """
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the N(0, 1) numbers that the random words ``first`` and ``second`` give, in the shape of ``first``."""
+        """Return the N(0, 1) numbers for the random words ``first`` and ``second``, in the shape of ``first``."""
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -89,9 +89,9 @@ class Normals(Protocol):
 class Law:
     """A symmetric distribution of scale 1, described by the tail probability P(|N| > x).
 
-    N is a random number of this distribution. ``quantile(p)`` replaces each number of the array p, in place, by an
-    approximation of x or -x, where P(|N| > x) = p. ``beyond(b, ratio, digits)`` returns P(|N| > b / ratio) times
-    2^digits, as an integer with an error of at most 1.
+    N is a random number with this distribution. ``quantile(p)`` replaces each probability p in an array, in place, by
+    the x with P(|N| > x) = p. The x is approximate, and its sign is undefined. ``beyond(b, ratio, digits)`` returns
+    P(|N| > b / ratio) times 2^digits, as an integer with an error of at most 1.
     """
 
     quantile: Callable[[NDArray[np.float64]], None]
@@ -124,7 +124,7 @@ class Noise:
 
     @property
     def identity(self) -> str:
-        """Return an identity of the key that does not reveal the key; equal keys have equal identities."""
+        """Return a digest of the key, which identifies the key without revealing it."""
         return hashlib.sha256(b"identity" + self.key).hexdigest()[:16]
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
@@ -136,22 +136,22 @@ class Noise:
         return self._steps(GAUSSIAN, count, std, purpose, server_round)
 
     def laplace(self, count: int, scale: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent Laplace numbers in grid steps, in the same form as ``gaussian``.
+        """Return ``count`` independent Laplace numbers in grid steps, each rounded exactly to a whole number.
 
-        Their density is proportional to exp(-|x| / scale).
+        Their density is proportional to exp(-|x| / scale). A grid step is ``grid_spacing(scale)``.
         """
         return self._steps(LAPLACE, count, scale, purpose, server_round)
 
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent N(0, 1) numbers in float64, on no grid.
+        """Return ``count`` independent N(0, 1) numbers in float64, which are not rounded to a grid.
 
-        Noise on a sum of private numbers needs ``gaussian`` instead.
+        Do not use them as noise on private sums: such noise needs ``gaussian``.
         """
         first, second = self._words(2 * count, purpose, server_round).reshape(2, count)
         if self.normals:
             return self.normals.draw(first, second)
         # A small uniform number U begins with zeros, so its 63 digits contain fewer than 53 significant digits. The
-        # second word adds digits. So the tail has the same resolution as the middle, and does not end at 9 sigma.
+        # second word adds digits. Without them, the tail of the normal numbers would be coarse and end at 9 sigma.
         normal = (first >> np.uint64(1)).astype(np.float64)
         small = np.flatnonzero(normal < 2.0**53)
         normal[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
@@ -179,13 +179,11 @@ class Noise:
         return self._exactly(GAUSSIAN, std / grid_spacing(std), (place, int(word), count), purpose, server_round)
 
     def words(self, count: int, *, purpose: str, server_round: int, behind: int = 0) -> NDArray[np.uint64]:
-        """Return ``count`` random words of 64 bits of the stream (purpose, round), after ``behind`` skipped words."""
+        """Return ``count`` random words of 64 bits of the stream (purpose, round). Its first ``behind`` are skipped."""
         return self._words(count, purpose, server_round, behind=behind)
 
     def stream_key(self, *, purpose: str, server_round: int) -> bytes:
-        """Return the ChaCha20 key, 32 bytes, of the stream (purpose, round).
-
-        This key is as secret as the key of the source.
+        """Return the ChaCha20 key, 32 bytes, of the stream (purpose, round). Keep it as secret as the source's key.
 
         The stream begins at block 0, with a nonce of zeros.
         """
@@ -212,7 +210,7 @@ class Noise:
         ``number``: the index of this number, its first word, and the count of all numbers.
         """
         place, word, count = number
-        # The stream holds the first words of all numbers, then their second words, which few numbers need.
+        # the stream has the first words of all numbers, followed by their second words, which are seldom needed
         [second] = self._words(1, purpose, server_round, behind=count + place)
         more = self._further(f"{purpose}: digits of number {place}", server_round)
         magnitude = exact_step(law, ratio, word >> 1 << 64 | int(second), 127, more)
@@ -223,7 +221,7 @@ class Noise:
         return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
     def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> NDArray[np.uint64]:
-        """Return ``count`` random words of 64 bits of the stream (purpose, round), after ``behind`` skipped words."""
+        """Return ``count`` random words of 64 bits of the stream (purpose, round). Its first ``behind`` are skipped."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
 
         assert 8 * (behind + count) < _STREAM_LIMIT
@@ -242,15 +240,14 @@ class Noise:
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
     """Return the mask of the units that Poisson sampling draws; ``coins`` has one ``uniform`` number for each unit.
 
-    The numbers in ``coins`` are multiples of 2^-53, so the rate is rounded down to such a multiple. Otherwise a rate
-    between two multiples would act as the larger multiple, and a unit would take part more often than its accountant
-    assumes.
+    The numbers in ``coins`` are multiples of 2^-53, so the rate is rounded down to such a multiple. Without this
+    rounding, a unit could take part slightly more often than the privacy accountant assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
 
 
 def words_below(sampling_rate: float) -> int:
-    """Return the limit L, 0 to 2^64, for random words of 64 bits: a unit takes part if its word is below L."""
+    """Return the limit L, 0 to 2^64: in Poisson sampling, a unit takes part if its random 64-bit word is below L."""
     return _limit(sampling_rate) << 11
 
 
@@ -269,8 +266,8 @@ def grid_spacing(std: float) -> float:
 def clip_factor(norm: float, clipping_norm: float) -> float:
     """Return the factor that scales a vector of ``norm`` down to ``clipping_norm``; 1 where no scaling is needed.
 
-    The factor is 0 for a vector that is not finite. Such a vector counts as the zero vector. Leave it out of the
-    sum instead of multiplying it by 0, because 0 * nan is nan.
+    The factor is 0 for a vector that is not finite, which counts as the zero vector. The caller must leave it out of
+    the sum instead of multiplying it by 0, because 0 * nan is nan.
     """
     if not math.isfinite(norm):
         return 0.0
@@ -348,9 +345,9 @@ def next_clipping_norm(
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Write the numbers, rounded to whole grid steps, to ``out``.
+    """Write the noise numbers of the random ``words``, rounded to whole grid steps, to ``out``.
 
-    Return the indices of numbers that may be misrounded.
+    Return the indices of numbers that may be rounded wrongly.
     """
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5
@@ -363,12 +360,12 @@ def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.
     found -= out
     np.abs(found, out=found)
     _with_signs(out, words)
-    # Next to a boundary float64 may round the wrong way, and for a small U the first 63 digits do not suffice.
+    # near a boundary between two whole numbers, float64 may be wrong; for a small U, 63 digits do not suffice
     return np.flatnonzero((found > 0.5 - TOLERANCE) | is_small)
 
 
 def _with_signs(numbers: NDArray[np.float64], words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Write to each of ``numbers`` the sign in the last bit of its word (1 for minus), in place; return ``numbers``."""
+    """Give each of ``numbers``, in place, the sign in the last bit of its word (1 for minus); return ``numbers``."""
     np.copysign(numbers, 0.5 - (words & np.uint64(1)), out=numbers)
     return numbers
 
@@ -380,7 +377,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # fewer digits of U do not determine the result
+        if digits.bit_length() >= 64:  # with fewer significant digits, U does not determine the result
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

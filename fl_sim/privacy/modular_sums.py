@@ -59,7 +59,7 @@ class SumGrid:
 
     @property
     def padded(self) -> int:
-        """Return the length of a vector that is filled up with zeros, a power of two."""
+        """Return the length of a zero-padded vector: the smallest power of two that is at least ``dimension``."""
         return 1 << (self.dimension - 1).bit_length()
 
     @property
@@ -117,8 +117,8 @@ class SumGrid:
     def event(self, present: int) -> dp_event.DpEvent:
         """Return the privacy event of a sum that contains the noise of ``present`` clients.
 
-        At most the noise of ``shares`` clients is counted. Unit: one client. Adjacency: its data are replaced by
-        nothing, while it still takes part.
+        The noise of at most ``shares`` clients is counted. The privacy unit is a client. Adjacency: all data of one
+        client are removed, but the client still takes part.
         """
         assert present > 0
         counted = min(present, self.shares)
@@ -137,9 +137,10 @@ class SumGrid:
 
 
 def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
-    """Return the least noise multiplier with which ``rounds`` sums without drop-outs cost ``epsilon`` at ``delta``.
+    """Return the smallest noise multiplier with which ``rounds`` sums cost at most ``epsilon`` at ``delta``.
 
-    The noise multiplier in ``grid`` is ignored. Raises UserError if no noise reaches ``epsilon``.
+    No client drops out of these sums. The noise multiplier in ``grid`` is ignored. Raises UserError if no noise is
+    enough for ``epsilon``.
     """
 
     def spent(noise_multiplier: float, accountant: object) -> float:
@@ -164,7 +165,7 @@ def share_of(
 ) -> NDArray[np.int64]:
     """Return the numbers that a client sends in a round: its rounded ``values`` plus its noise, modulo 2^bits.
 
-    ``values``: shape (dimension,). ``noise``: a source that no other client and no other round uses. ``seed``: the
+    ``values``: shape (dimension,). ``noise``: a source of random numbers for this client and round only. ``seed``: the
     public seed of the rotation. A vector that is not finite counts as zeros.
     """
     rounded = rounded_to_grid(rotated(values, grid, seed=seed, server_round=server_round), grid, noise, server_round)
@@ -208,7 +209,7 @@ def mean_of_sum(
 
 
 def centred(total: NDArray[np.int64], grid: SumGrid) -> NDArray[np.int64]:
-    """Return the numbers of the sum from -2^(bits-1) to 2^(bits-1) - 1, which are equal to ``total`` modulo 2^bits."""
+    """Return ``total``, which is known modulo 2^bits, as numbers from -2^(bits-1) to 2^(bits-1) - 1."""
     return signed(total, grid.bits)
 
 
@@ -219,9 +220,9 @@ def signed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
 
 
 def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
-    """Return True if many numbers of the sum lie near the edge of the modulus, so that some probably passed the edge.
+    """Return True if many numbers of the sum are near +-2^(bits-1), so that some have probably wrapped around.
 
-    If ``headroom`` standard deviations fit into half of the modulus, numbers seldom lie near the edge. The answer
+    If ``headroom`` standard deviations fit into half of the modulus, only few numbers are near this limit. The answer
     depends only on the released sum.
     """
     near = int((np.abs(centred(total, grid)) > EDGE * grid.modulus / 2).sum())
@@ -234,7 +235,7 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
     The numbers are whole, from 0 to 2^``bits`` - 1.
     """
-    if bits in {16, 32}:  # the usual cases, which need no slow operations on single bits
+    if bits in {16, 32}:  # in these usual cases, slow operations on single bits are not needed
         return numbers.astype(f"<u{bits // 8}").view(np.uint8)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
     each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]
@@ -263,7 +264,7 @@ def hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
     The matrix is symmetric, so it is its own inverse.
     """
     half, found, other = len(vector) // 2, vector.astype(np.float64), np.empty(len(vector))
-    for _ in range(len(vector).bit_length() - 1):  # each step writes the sums of neighbours, then their differences
+    for _ in range(len(vector).bit_length() - 1):  # the first half gets sums of neighbours, the second differences
         np.add(found[0::2], found[1::2], out=other[:half])
         np.subtract(found[0::2], found[1::2], out=other[half:])
         found, other = other, found

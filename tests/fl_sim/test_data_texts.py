@@ -243,9 +243,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         "clients": 2,
         "model": f"{__name__}:few_tokens",
     }
-    with pytest.raises(
-        UserError, match=r"cannot take the token 256, and the tokenizer of these records has 257 tokens"
-    ):
+    with pytest.raises(UserError, match=r"fails for token id 256, the highest of the 257 ids of these records"):
         job_of(experiment_from(settings)).model()
 
 

@@ -146,5 +146,5 @@ def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp
 
 @pytest.mark.parametrize("wrong", ["1", "-0.1", "gven", "nan"])
 def test_what_is_no_share_is_refused_with_what_is(wrong):
-    with pytest.raises(UserError, match="at least 0 and below 1, or the word given"):
+    with pytest.raises(UserError, match="at least 0 and below 1, or the word 'given'"):
         _made(f"evaluate.validation={wrong}")

@@ -149,7 +149,7 @@ def test_an_error_in_the_function_names_it_and_its_line(function: str, said: str
 @pytest.mark.parametrize(
     ("metrics", "changes", "said"),
     [
-        ("mine:CONSTANT", {}, "must name a function .*, not a int"),
+        ("mine:CONSTANT", {}, "must name a function .*, not an object of type int"),
         ("mine:absent", {}, "evaluate.metrics 'mine:absent' cannot be imported"),
         ("nowhere", {}, "evaluate.metrics 'nowhere' is no import path"),
         ("mine:seen", {"algorithm": "pate", "evaluate": {"clients": "none"}}, "metrics of a round's model.*no rounds"),
