@@ -61,8 +61,8 @@ class Budget:
 
     ``deadline``: the time at which the budget ends, by the clock ``time.monotonic``. ``seconds``: {run: estimated
     seconds until the run is finished}. ``begun``: names of the runs that already have finished rounds. Such a run
-    resumes if the deadline has not passed, and stops at the deadline, between two rounds. Any other run starts only if
-    it is expected to finish before the deadline.
+    resumes if the deadline has not passed, and stops after the last round that should end before the deadline. Any
+    other run starts only if it should finish before the deadline.
     """
 
     deadline: float
