@@ -269,7 +269,9 @@ def flat(
     is_value: Callable[[Any], bool] = lambda value: not isinstance(value, Mapping),
     prefix: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested tables. ``is_value``: a function that returns False for an inner table.
+    """Yield (dotted key, value) of nested tables.
+
+    ``is_value``: a function that returns False for an inner table. Its entries are then yielded.
 
     >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
     {'rounds': 3, 'local.epochs': 1}

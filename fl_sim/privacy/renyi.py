@@ -137,8 +137,8 @@ def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.flo
     if math.isinf(epsilon):
         return np.full(len(orders), math.inf)
     if epsilon < 1e-4:
-        # The terms of the exact formula would cancel. This is a bound: order * rho with
-        # rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2 (Harrison and Manurangsi 2026).
+        # In the exact formula, the terms would cancel, so an upper bound on the divergence is returned.
+        # The bound is order * rho, and rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2 (Harrison, Manurangsi 2026).
         return np.asarray(orders * (epsilon**2 / 2))
     less = orders - 1
     return np.asarray(np.log1p(less * np.expm1(-epsilon * (less + orders)) / (less + orders)) / less + epsilon)
@@ -225,9 +225,9 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
     D_a). At an integer order, A - 1 is a sum of positive terms, so even a tiny divergence is precise. log A is a convex
     function of a, so a linear interpolation between two integer orders is an upper bound.
     """
-    # The result of dp_accounting is not always an upper bound. The library computes A (see the docstring), not A - 1.
-    # If A is close to 1, rounding can make the divergence too small. The relative error is 1e-9 at a sampling rate of
-    # 0.01, and 1e-5 at a rate of 1e-6. Between the orders 1 and 2, the relative error can be 1.
+    # The result of dp_accounting is not always an upper bound: rounding can make the divergence too small.
+    # The reason is that the library computes A (see the docstring), not A - 1, and A may be close to 1.
+    # The relative error is 1e-9 at a sampling rate of 0.01, 1e-5 at a rate of 1e-6, and 1 between the orders 1 and 2.
     logs = _log_moments(rate, noise)
     below = np.floor(_ORDERS).astype(int)
     share = _ORDERS - below

@@ -40,8 +40,7 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = run.result.records if run.result else ""
         by_name = not content and ":" in run.config.data
         paid.append(RunPayments(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
-    # The digests of records are made with the secret key of a machine. Digests from different machines cannot be
-    # compared.
+    # A digest of records depends on a machine's secret key, so digests from different machines cannot be compared.
     if len({one.content.partition(":")[0] for one in paid if one.content}) > 1:
         paid = [replace(one, by_name=one.by_name or ":" in one.data) for one in paid]
     paid += [RunPayments("", "", None, bare=False)] * found.num_unread
@@ -95,8 +94,7 @@ def _payments(statements: Sequence[PrivacyStatement], made: StageResult) -> tupl
 
 
 def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
-    # The field ``ledger`` of a statement about a pool has the name of the pool's file. Other statements about records
-    # have names of other ledgers.
+    # If a statement is about a pool of synthetic records, its field ``ledger`` contains the name of the pool's file.
     is_of_pool = statement.unit == "record" and statement.ledger in {"", Path(made.pool).stem}
     pool = made.pool if is_of_pool else ""
     plan = () if statement.planned_events is None else (counted(statement.planned_events),)
@@ -104,8 +102,8 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
     # the statement guarantees a budget, so its epsilon is not the cost of the planned events
     if not pool and statement.epsilon == statement.budget:
         charged = ()
-    # The name of a pool's file depends on its content. PATE can have two ledgers, "ID" and "ID, published". Both get
-    # the identity "ID", because the second ledger includes all costs of the first one.
+    # The name of a pool's file depends on its content, so it identifies the pool.
+    # Two ledgers of PATE, "ID" and "ID, published", have one identity: the second one includes all costs of the first.
     identity = pool or statement.ledger.partition(",")[0]
     delta, adjacency = statement.delta or 0.0, Adjacency(statement.adjacency)
     said = (statement.unit, identity, statement.epsilon, delta, adjacency, charged, statement.simulation_only)

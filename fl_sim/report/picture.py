@@ -67,8 +67,8 @@ PAPER = (COLUMN, TEXT_WIDTH)
 _EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
 """Settings of matplotlib: PDF files embed TrueType fonts, and identifiers in SVG files are not random."""
 
-# Dark and light colours alternate, and their hues are clearly different. In greyscale, dashes and markers distinguish
-# the lines.
+# Dark and light colours alternate, and their hues are clearly different.
+# In greyscale, dashes and markers distinguish the lines.
 _COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a4b00", "#e69f00",
     "#56b4e9", "#b2182b", "#5e3c99", "#8c9a00", "#444444", "#00a6a6",

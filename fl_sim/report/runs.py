@@ -309,7 +309,6 @@ def _apply_tables(found: Found) -> None:
             found.runs.remove(run)
             error = f"left out: {TABLE} of the table in this folder does not list the run, so it has other settings"
             found.problems.append(Problem(run.path, error))
-    # The function sorted() keeps the order of equal elements. So runs outside tables keep the order of the command
-    # line.
+    # Runs outside tables keep the order of the command line, because sorted() does not reorder equal elements.
     ordered = sorted(found.runs, key=lambda run: position.get(run.path, len(order)))
     found.runs = with_table_names(ordered, found.tables)

@@ -76,8 +76,8 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        # A client's own records and the synthetic records form one tensor, so both need the same type. This type is
-        # float32 if the partition has a feature skew, which changes inputs, else the type of the data set.
+        # A client's own records and the synthetic records form one tensor, so both need the same type.
+        # If the partition has a feature skew, the type is float32; otherwise it is the type of the data set.
         if _is_skewed(experiment):
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))

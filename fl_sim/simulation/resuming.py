@@ -289,8 +289,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        # If the hash chains are equal, an earlier call of this function wrote the checkpoint already, but did not
-        # finish.
+        # If the hash chains are equal, an earlier, interrupted call of this function has written the checkpoint.
         if progress.chain != chain:
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
@@ -386,9 +385,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
         for name in stays:
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
-        # The order matters. If the process is killed between two moves, the next start finds a complete run in ``out``
-        # or refuses the files. The next start deletes the files of a run without a finished round, and must never do so
-        # here.
+        # If the process is killed between two moves, the next start must find a complete run or refuse the files.
+        # With another order of the moves, it could find a run without a finished round, and delete its files.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

@@ -167,8 +167,7 @@ class Rounds(Procedure):
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         ends_untested = log.stopped_by_observer and (log.measured is None or log.measured.test is None)
         if (log.measured is None or ends_untested) and log.rounds:
-            # The last model is not measured yet if an earlier process ran all rounds, or if an observer ended the run
-            # after a round without a test.
+            # The last model may be unmeasured: an earlier process ran all rounds, or an observer ended the run early.
             model = self._model(log.server, log.server.params)
             log.measured = run.measuring.measured(model, f"after round {len(log.rounds)}: {_CURE}", is_last=True)
             log.measured_again = log.measured if ends_untested else None

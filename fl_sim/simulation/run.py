@@ -136,8 +136,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     error: BaseException | None = None
     with process_kept(), fixed_threads(experiment.engine.threads):
         try:
-            # In a private run, the times of replies are private. Therefore the screen must not show the arrival of
-            # replies.
+            # In a private run, the screen must not show the arrival of replies, because their times are private.
             replied = Silent().replied if experiment.is_private else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with readable_os_errors(), own as (opened, engine):

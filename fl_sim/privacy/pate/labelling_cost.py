@@ -140,7 +140,7 @@ class LNMaxCost(AnswerCost):
         return 2 * self.gamma
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the Renyi curve of one query for any votes.
+        """Return an upper bound on the Renyi curve of one query, for any votes.
 
         The label is computed from the noisy counts. A changed record changes two of the counts by 1. So the curve is at
         most the curve of two Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This bound is
@@ -182,7 +182,7 @@ class GNMaxCost(AnswerCost):
     sigma: float
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the Renyi curve of one query, for any votes, by proposition 8 of the 2018 paper."""
+        """Return an upper bound on the Renyi curve of one query, for any votes: proposition 8 of the 2018 paper."""
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
@@ -231,7 +231,7 @@ class ConfidentCost(Cost):
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return the Renyi curve of one test plus one answer, for any votes."""
+        """Return an upper bound on the Renyi curve of one test plus one answer, for any votes."""
         return self.test.worst_case(orders) + self.answer.worst_case(orders)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:

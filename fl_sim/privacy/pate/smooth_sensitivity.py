@@ -111,7 +111,7 @@ class PublishedCost:
 
 
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
-    """Return the terms of publication with the smallest epsilon, assuming that all teachers agree on every query.
+    """Return the terms of publication that give the smallest epsilon if all teachers agree on every query.
 
     The terms do not depend on the votes. All queries are assumed to be answered.
     """
@@ -203,8 +203,8 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
-    # log q decreases with the gap. Each query is assigned to the cell that contains its t. If several cells have the
-    # same q, such as the largest possible q, the query is assigned to the last of them.
+    # log q decreases with the gap, and each query is assigned to the cell that contains its t.
+    # If several cells have the same q, such as the largest possible q, the query is assigned to the last of them.
     found = len(gaps) - 1 - np.searchsorted(log_q[::-1], cost.log_q(counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
     orders = np.array([order])
