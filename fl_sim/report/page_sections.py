@@ -434,6 +434,6 @@ def _above(paths: Sequence[Path]) -> Path | None:
     """Return the common parent folder of several paths; None for a single path or without a common folder."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
-    except ValueError:  # some of the paths are relative, and other paths are absolute
+    except ValueError:  # a relative and an absolute path have no common folder
         return None
     return Path(common) if common else None

@@ -95,7 +95,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
         if not engine.address:
-            choose_token()  # Ray reads its access token when it is imported, so the token is set before
+            choose_token()  # Ray reads its access token when it is imported, so it must be set before
         # This module is imported here, so that the other engines do not need Ray.
         from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415

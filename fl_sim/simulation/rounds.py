@@ -210,7 +210,7 @@ class Rounds(Procedure):
         halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
         if len(jobs) == 1:
             return halves
-        alike = list(zip(*halves, strict=True))  # an element has one layer's objects for all architectures
+        alike = list(zip(*halves, strict=True))  # each element has one layer's objects for all architectures
         return [tuple(half.beside(others) for half, others in zip(mine, alike, strict=True)) for mine in halves]
 
     def work(self) -> Sequence[Work]:

@@ -31,7 +31,7 @@ class BackdoorSuccess(Stage):
     def warnings(self) -> list[str]:
         """Return a warning if no hostile client holds a record that the attack targets."""
         experiment, job = self.job.experiment, self.job
-        if experiment.is_private:  # the clients' records are private
+        if experiment.is_private:  # a private run does not look at the clients' records
             return []
         hostile = hostile_clients(self._attack, experiment.num_clients, experiment.seed)
         if any(self._attack.is_held(job.dataset.train.take(job.shards[client])) for client in sorted(hostile)):

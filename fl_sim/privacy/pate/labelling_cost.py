@@ -39,7 +39,7 @@ Counts: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
 _ORDERS: Final = np.array(ORDERS)
-_CHUNK: Final = 2048  # number of queries in a batch, so that their curves fit in memory
+_CHUNK: Final = 2048  # number of queries in a batch; the curves of a batch must fit in memory
 _MOST_VOTES: Final = 2**31
 
 

@@ -214,7 +214,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    paid = bool(pool.parts[client].facts)  # the client paid for the selection of labels, which selected none
+    paid = bool(pool.parts[client].facts)  # the label selection was charged, but selected no label
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
         f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}; {cure}"
