@@ -150,11 +150,11 @@ class Owner:
         """Return the configuration of a task, with this node's state folder instead of the server's paths.
 
         Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
-        letters, digits, _ and -. Such a name could be a path that leads out of the folder.
+        letters, digits, _ and -. Such a name could be a path to another folder.
         """
         if not _RUN.fullmatch(config.run):
             raise RunError(
-                "the server's name of its run has characters other than letters, digits, _ and -, and could be a path "
+                "the run's name from the server has characters other than letters, digits, _ and -, and could be a path "
                 "out of this node's folder: make sure that the server runs the same version of fl-sim"
             )
         return replace(config, data_root="", state_dir=str(self.state / config.run))

@@ -71,8 +71,8 @@ class ClientLayer:
     """A layer, such as compression, between a client's messages and the algorithm.
 
     By default the layer changes nothing. ``protects``: True if an update is differentially private for each record of
-    the client. The policy of a client's owner then limits the privacy cost of updates. The policy need not allow
-    updates without noise. ``only_sums``: True if the server sees only the sum of all clients' updates.
+    the client. Such updates need no ``allow_raw_updates`` in the policy of the client's owner; the policy limits their
+    privacy cost instead. ``only_sums``: True if the server sees only the sum of all clients' updates.
     """
 
     protects: ClassVar[bool] = False
@@ -102,8 +102,8 @@ class ClientLayer:
         """Write the cost of a private round into the privacy ledger, and return the round.
 
         Return None if this layer protects nothing. A layer may protect the local steps or the update. ``jobs``: the
-        inputs of the trainer, by model name. The model that the client sends has the name "". The other names are
-        further models of the client.
+        inputs of the trainer, by model name. The name "" is the model that the client sends. Other names are models
+        that stay on the client, such as a personal model.
         """
         del client, jobs
         return None
@@ -162,8 +162,8 @@ class ClientLayer:
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
         """Return this layer for a run whose clients have different architectures.
 
-        ``others``: this layer for each architecture. The returned layer must give all client states of the run the same
-        names and shapes.
+        ``others``: this layer for each architecture. With the returned layer, the tensors of every client state must
+        have the same names and shapes.
         """
         del others
         return self
@@ -180,8 +180,8 @@ class ClientLayer:
 def _checked(name: str, wanted: Any) -> Any:
     """Return a method that calls the user's method ``name`` and checks that its result has the type ``wanted``.
 
-    ``wanted``: a type, or its import path where settings must not import it. Error messages name the user's method,
-    with file and line.
+    ``wanted``: a type, or its import path if a module of settings must not import it. Error messages name the user's
+    method, with file and line.
     """
 
     def method(self: OwnClientLayer, *given: Any) -> Any:
@@ -221,7 +221,7 @@ class OwnClientLayer(ClientLayer):
     unpacked = _checked("unpacked", Reply)
 
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
-        """Return the user's layer for a run whose clients have different architectures, wrapped again."""
+        """Return a wrapper of the user's layer, for a run whose clients have different architectures."""
         halves = [one.half if isinstance(one, OwnClientLayer) else one for one in others]
         return OwnClientLayer(_checked("beside", ClientLayer)(self, halves))
 

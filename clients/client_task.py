@@ -1,4 +1,4 @@
-"""Client tasks: one class for each kind of request to a client, such as training. One type of message carries all."""
+"""Client tasks: one class for each kind of request to a client, such as training. All tasks use one type of message."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -267,10 +267,10 @@ class ClientRuntime:
     ``records(client, synthetic, server_round)``: the training records of a client in a round; ``synthetic`` is the path
     of the pool of synthetic records, or empty if there is no pool. Tasks before round 1 use the records of round 1.
     ``own_records(client, server_round)``: the client's own records only. ``class_counts(client, synthetic,
-    server_round)``: the number of the client's training records in each class.
-    ``trains_on_own(synthetic)``: True if ``records`` contains the client's own records. ``tasks``: the tasks other than
-    training, by name. ``local_settings(learning_rate)``: the local settings of a round. ``threads``: the number of
-    PyTorch threads, on which the rounding of sums depends. ``precision``: the number format of PyTorch's training.
+    server_round)``: the number of the client's training records in each class. ``trains_on_own(synthetic)``: True if
+    ``records`` contains the client's own records. ``tasks``: the tasks other than training, by name.
+    ``local_settings(learning_rate)``: the settings of local training in a round. ``threads``: the number of PyTorch
+    threads. (This number affects the rounding of sums.) ``precision``: the number format of PyTorch's training.
     ``graphs``: True if a GPU may run one step of many clients as a single CUDA graph. ``read_tensors(path)``: the
     tensors in a file that a task names. ``ledger(client)``: the privacy ledger of a client without a policy.
     ``initial``: the initial model of the run. ``layers``: the client halves of the layers, such as compression,
@@ -414,7 +414,8 @@ class ClientRuntime:
 def prepared(jobs: Sequence[tuple[ClientRuntime, LocalJob]], *, stacked: bool = False) -> Callable[[], list[Trained]]:
     """Return the same function as ``ClientRuntime.prepare``, for ``jobs``: pairs (client runtime, job).
 
-    Models of different sizes or architectures are trained one kind after another.
+    Jobs with the same size and architecture of the model are trained together. The groups of jobs are trained one after
+    another.
     """
     runtimes = [runtime.sized(job.task) for runtime, job in jobs]
     places = {id(one): [place for place, other in enumerate(runtimes) if other is one] for one in runtimes}

@@ -1,6 +1,6 @@
 """The client task that measures a client's models on the client's own test and validation records.
 
-The answer has counts by class, and numbers of the user's own metrics (setting ``evaluate.metrics``).
+The answer contains counts for each class, and the values of the user's own metrics (setting ``evaluate.metrics``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OwnModel(Protocol):
 
 @runtime_checkable
 class Adapting(Protocol):
-    """An algorithm with its own way to adapt the received model to a client, instead of a round of training."""
+    """An algorithm that defines how a client adapts the received model. The default is one more round of training."""
 
     def adapted(self, task: LocalTask) -> FurtherModel:
         """Return the training that adapts the received model to a client."""
@@ -84,7 +84,7 @@ class Adapting(Protocol):
 
 @runtime_checkable
 class OwnPredictions(Protocol):
-    """An algorithm whose clients predict with more than a model, for example with their nearest records, too."""
+    """An algorithm whose clients combine a model with other predictions, such as the labels of the nearest records."""
 
     def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
         """Return a function from inputs (n, *input shape) to scores (n, classes). The highest score is the prediction.
@@ -250,7 +250,7 @@ class OwnRecords(Protocol):
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
     """Return for each class the numbers of records, predictions and correct predictions, shape (3, classes)."""
-    if scores.counts is not None:  # a record has several predictions, which are counted under its class
+    if scores.counts is not None:  # a record has several predictions, all counted for the record's class
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)
     right = scores.labels[scores.labels == scores.predicted]
@@ -261,8 +261,8 @@ def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
 class OwnAnswer:
     """A client's answer.
 
-    ``counts``: {"own/test": counts of shape (3, classes), ...}, by the names of model and records. ``metrics``:
-    {"own/NAME": number, ...}, by the names of model and metric.
+    ``counts``: {"MODEL/RECORDS": counts of shape (3, classes)}, such as "own/test". ``metrics``: {"MODEL/METRIC":
+    value}, such as "own/NAME".
     """
 
     counts: Mapping[str, NDArray[np.int64]]

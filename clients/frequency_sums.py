@@ -1,8 +1,8 @@
-"""Sums for a private start: in each of three steps a client sends sums of the lowest frequencies of its images.
+"""The client side of ``preprocess=private-start``: a client sends sums of low image frequencies, in three steps.
 
-Every answer of a client is one vector. The server clips the norm of each vector before it adds the clients' vectors and
-the noise. So the privacy unit is a client with all its records. The question of a step depends on the noisy sum of the
-answers to the previous step.
+From these sums, the server makes images and trains the first model on them. Every answer of a client is one vector. The
+server clips the norm of each vector before it adds the clients' vectors and the noise. So the privacy unit is a client
+with all its records. Each question depends on the noisy sum of the answers to the previous question.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return step 1's public frame for the frequencies at the positions ``order`` of images of ``shape``.
+    """Return the public scaling for step 1, for the frequencies at the positions ``order`` of images of ``shape``.
 
-    The origin of the frame is the black image. The unit of the frame is the distance between the black image and a dark
-    image, whose pixels are all a quarter of the way from black to white.
+    The scaling subtracts the frequencies of the black image. It divides by the distance between the black image and a
+    dark image, whose pixels are all a quarter of the way from black to white.
     """
     black = frequencies_of(torch.full((1, *shape), -1.0), order)[0]
     return Frame(black, np.full(len(order), 0.5 * math.sqrt(math.prod(shape))))

@@ -30,13 +30,13 @@ CONSTANT: Final = 0.3
 
 
 def num_products(num_features: int, num_classes: int) -> int:
-    """Return the size of a client's sums: the numbers in the upper triangle of G, and in B."""
+    """Return the count of numbers in the upper triangle of G and in B together."""
     size = num_features + 1
     return size * (size + 1) // 2 + size * num_classes
 
 
 def scale_of(num_features: int, longest: float = 1.0) -> float:
-    """Return the norm to which vectors are scaled, so that their norm after rounding is at most ``longest``."""
+    """Return the norm of scaled vectors before rounding. After rounding, it is at most ``longest``."""
     return longest - math.sqrt(num_features + 1) * STEP / 2
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from clients.moments import Array
 from fl_sim.importing import torch
 
-_CORNER: Final = 2.0  # half periods per image; the public spectrum is flat below this frequency
-_COLOUR: Final = 3  # half periods per image; one frequency step along the channels counts as much as this frequency
+_CORNER: Final = 2.0  # a frequency, in half periods per image; below it, the public spectrum is nearly flat
+_COLOUR: Final = 3  # one frequency step along the channels counts as this many half periods per image
 
 _TURN: Final = math.radians(10)
 _STRETCH: Final = 0.1  # the largest scaling, as a share of a side's length

@@ -2,8 +2,8 @@
 
 The model is the client's own model. The privacy unit is one test record of the client. Adjacency is zero-out: one
 record is replaced by nothing, while the number of test records stays public. The sensitivity of the count is 1. So one
-count with Gaussian noise of standard deviation s costs a Gaussian mechanism with noise multiplier s, and k counts cost
-k such mechanisms (adaptive composition).
+count with Gaussian noise of standard deviation s is a Gaussian mechanism with noise multiplier s. The cost of k counts
+is that of k such mechanisms (adaptive composition).
 
 The client's training records and test records are disjoint. The measured model depends only on results that the private
 training has already released. So a count has no privacy cost for a training record, and training has no cost for a test
@@ -60,9 +60,9 @@ def noisy_count(right: int, num_records: int, std: float, noise: Noise, server_r
 class CountPrivately:
     """The client task that releases one noisy count, after its cost is in the client's privacy ledger.
 
-    ``measuring``: the task whose models and test records are used; it trains no model. ``protection``: the privacy
-    parameters (``counting_cost``). ``times``: the number of counts of a client in the run. ``run_digest``: a digest of
-    the experiment.
+    ``measuring``: the task that measures the client's model on its test records, without training. ``protection``: the
+    privacy parameters (``counting_cost``). ``times``: the number of counts of a client in the run. ``run_digest``: a
+    digest of the experiment.
     """
 
     measuring: EvaluateOwn

@@ -61,7 +61,7 @@ class RoundCost:
 
     ``noise_multiplier``: the standard deviation of the noise on a sum, divided by the sum's sensitivity. ``rate``: the
     probability with which a record joins a step. ``num_steps``: the number of steps in the round. ``most_rounds``: the
-    number of rounds that the client's epsilon allows, None for no limit.
+    number of rounds that the client's epsilon allows; None means no limit.
     """
 
     noise_multiplier: float
@@ -113,7 +113,8 @@ class Releases:
     """The names of a run's releases in privacy ledgers. A ledger charges a name only once for each noise key.
 
     ``what``: the released numbers, such as "update". ``noise``: "secret" or "seeded". ``run_digest``: a digest of the
-    experiment. It is the name of a run with seeded noise, because a repetition of such a run releases the same numbers.
+    experiment. It identifies a run with seeded noise in the ledger, because a repetition of such a run releases the
+    same numbers.
     """
 
     what: str

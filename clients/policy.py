@@ -48,7 +48,7 @@ KEY: Final = "key"
 
 _POOL: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
 
-_LONGEST: Final = 64 * 1024  # bytes of a policy or a receipt
+_LONGEST: Final = 64 * 1024  # the largest size of a policy or a receipt, in bytes
 
 _KEY_BYTES: Final = 32
 
@@ -165,7 +165,7 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The charges before the first change of the noise key determine this order.
+        The first charges, up to the first one with another noise key, determine this order.
         """
         if not charges:
             return 0.0

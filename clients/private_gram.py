@@ -43,8 +43,9 @@ def private_products(
 ) -> Array:
     """Return a client's sums with noise, in the form of ``clients.gram.packed``.
 
-    The standard deviation of the noise is ``protection.std`` on B and on the diagonal of G. On the rest of G it is this
-    number divided by sqrt 2. So all numbers in the form of ``triangle_of``, which preserves norms, have equal noise.
+    The standard deviation of the noise is ``protection.std`` on B and on the diagonal of G, and ``protection.std`` /
+    sqrt 2 on the other numbers of G. ``triangle_of`` multiplies these other numbers by sqrt 2 to preserve norms. So all
+    numbers of its result have equal noise.
     """
     longest = longest_private(features.shape[1], num_classes, protection)
     gram, by_class = products_of(features, labels, num_classes, clipping_norm, longest)

@@ -3,7 +3,7 @@
 The features are the inputs of a model's last layer. The moments of a class are the number, the sum and the sum of outer
 products of its features. The privacy unit is one record, which is in one class. Adjacency is zero-out: one record is
 replaced by nothing, while the numbers of clients and of their records stay public. The features of all other records do
-not change, because the caller computes the features of each record separately, at the same place in its batch.
+not change, because the caller computes the features of each record separately, always at the same position of a batch.
 """
 
 import json
@@ -48,7 +48,7 @@ class Protection:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the least noise multiplier that epsilon and delta allow.
+        """Return the smallest noise multiplier that epsilon and delta allow.
 
         The noise multiplier is the standard deviation of the noise divided by the sensitivity.
         """
@@ -71,8 +71,9 @@ class MomentsRelease:
 
     Two sets of noisy moments with one ``name`` differ only in the noise key. ``folder``: the folder of the noise key,
     and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner has set a
-    ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the kind of
-    sums, for the privacy ledger. ``setting``: the setting with the noise, for error messages.
+    ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the type of
+    the sums, such as "class moments", for the privacy ledger. ``setting``: the setting with the noise, for error
+    messages.
     """
 
     name: str
@@ -95,7 +96,7 @@ def check_noise(protection: Protection, size: int) -> None:
 
 
 def charge_name(name: str, what: str = "class moments") -> str:
-    """Return the name under which the privacy ledger lists the noisy sums called ``name``, of the kind ``what``."""
+    """Return the name of noisy sums in the ledger: their type ``what``, such as "class moments", and ``name``."""
     return f"{what} {name}"
 
 

@@ -43,7 +43,7 @@ def round_cost(
 
 
 class Withheld:
-    """A stand-in for facts about records that code without noise must not read. Every use raises UserError."""
+    """A placeholder for records or class counts, which code without noise must not read. Every use raises UserError."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -84,13 +84,13 @@ class ClientPrivateSteps(ClientLayer):
         return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the plan with private steps. Their noise has a typical size and comes from a seed."""
+        """Return the plan with private steps and seeded noise. Only forecasts and the choice of a trainer use it."""
         noise = self.protection.noise_multiplier or 1.0
         norm = self.protection.clipping_norm
         return replace(plan, private=PrivateSteps(norm, noise, Noise.seeded(0), "typical", self.clipping))
 
     def shown(self, records: Records) -> Records:
-        """Return a stand-in for the records, because the algorithm's own code must not read the records."""
+        """Return a placeholder. The algorithm's own code must not read the records."""
         del records
         return RECORDS
 
@@ -127,7 +127,7 @@ class ClientPrivateSteps(ClientLayer):
 
 
 def refused(fields: list[str], name: str = "") -> str:
-    """Return the error message for fields of a plan or of local settings that private steps do not support."""
+    """Return an error message for ``fields`` of a plan or of settings that private steps do not support."""
     whose = f" of its model {name}" if name else ""
     return (
         f"the algorithm's local plan{whose} uses {', '.join(fields)}, which local.privacy=dp-sgd does not support: the "

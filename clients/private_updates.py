@@ -86,7 +86,7 @@ class ClientPrivateUpdates(ClientLayer):
         return PaidRound(jobs, ticket_of(noise), release)
 
     def _released(self, update: ClientUpdate, *, std: float, noise: Noise, server_round: int) -> ClientUpdate:
-        """Return the clipped update with noise, of weight 1 and without loss. The client state stays with the client.
+        """Return the clipped update with noise. It has the weight 1, no loss, and the unchanged client state.
 
         All payloads together are one vector with one norm. An update that is not finite counts as zeros. Raises
         RunError if names or shapes of the update differ from the template, because they could reveal facts about
@@ -95,8 +95,8 @@ class ClientPrivateUpdates(ClientLayer):
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
         if shapes[0] != shapes[1] or update.packed:
             raise RunError(
-                "the algorithm's update has other tensors than the update of a client without records, so its form "
-                "could reveal facts about records: let finish return the same names and shapes for all clients"
+                "the algorithm's update has other tensors than the update of a client without records, so its "
+                "names and shapes could reveal facts about records: let finish return the same names and shapes for all clients"
             )
         row = payload_vector(update.payloads, self.template).double()
         limit = clipping_norm_on_grid(self.protection.clipping_norm, std, len(row), summands=1)

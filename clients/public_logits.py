@@ -16,7 +16,7 @@ from fl_sim.errors import Malformed
 
 @dataclass(frozen=True)
 class TellLogits:
-    """The client task that predicts with the model with which the client would start the round. It stores nothing."""
+    """The client task that predicts with the client's initial model of the round. It changes no client state."""
 
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class TellLogits:
 def logits_in(content: RecordDict, shape: tuple[int, int]) -> tuple[torch.Tensor, int]:
     """Return the logits in a client's answer, of ``shape`` (records, classes), and the bytes of the answer.
 
-    Raises Malformed for an answer of another form, and for numbers that are not finite.
+    Raises Malformed if the answer has other tensors or another shape, or numbers that are not finite.
     """
     rows, num_classes = shape
     logits = wire.read_pool(content, {"logits": torch.zeros(0, num_classes)}, rows)["logits"]

@@ -84,8 +84,8 @@ class TrainingJob:
     def of(cls, client: Client, *, trains: bool = True) -> TrainingJob:
         """Return the training job for the message to ``client``, with the algorithm's local plan.
 
-        ``trains``: False for a job whose models are only measured. The round of such a job is neither paid nor
-        protected. Raises RunError if the algorithm's code wrote to its arguments.
+        ``trains``: False for a job whose models are only measured. Such a job has no privacy cost and no noise. Raises
+        RunError if the algorithm's code wrote to its arguments.
         """
         runtime, number, server_round = client.runtime, client.number, client.config.server_round
         algorithm = runtime.algorithm
@@ -230,7 +230,7 @@ def further_job(job: LocalJob, name: str, model: FurtherModel, batches: np.rando
     """Return the trainer's input for a client's further ``model`` called ``name``, such as a personal model.
 
     ``job``: the trainer's input for the model that the client sends. Raises ValueError if names or shapes of the
-    parameters differ from those of the sent model.
+    parameters differ from those of the model that the client sends.
     """
     task = job.task
     check_layout(f"the parameters of the further model {name}", model.params, layout_of(task.params))

@@ -1,1 +1,1 @@
-"""DA-FL on a client: private label selection, private generators, and the client's share of synthetic records."""
+"""DA-FL on a client: private label selection, private generators, and the client's synthetic records."""

@@ -91,11 +91,11 @@ class Generator(Protocol):
     ) -> torch.Tensor:
         """Return synthetic records, (sum of counts, *input shape) in [-1, 1], sorted by class.
 
-        ``counts``: the number of synthetic records of each class, (num_classes,). These numbers are already private. A
-        class with the number 0 is treated as absent. ``noise``: the source of the noise that protects every computation
-        on ``records``, at the noise level of ``bill``, and of secret sampling masks. ``generator``: the source of
-        random numbers that need no secrecy (initial weights, latent vectors). Raises RunError if trained numbers are
-        not finite.
+        ``counts``: the number of synthetic records of each class, (num_classes,). These numbers are already
+        differentially private. A class with the number 0 gets no synthetic records. ``noise``: the secret random
+        source. It gives the noise on every computation on ``records``, with the noise multiplier of ``bill``, and the
+        masks that sample records. ``generator``: the source of random numbers that need no secrecy (initial weights,
+        latent vectors). Raises RunError if trained weights are not finite.
         """
         ...
 

@@ -82,7 +82,7 @@ class _Selection(Settings):
     def total_epsilon(self, num_classes: int) -> float:
         """Return the total epsilon of a client's label selection over all classes, by the rule ``composition``.
 
-        Callers may add the result to other epsilons.
+        The result may be added to the epsilon of the generator.
         """
         totals = self.totals(num_classes)
         return totals.parallel if self.composition == "parallel" else totals.sequential
@@ -100,9 +100,9 @@ class _Selection(Settings):
     def threshold(self, gamma: float, largest: int) -> int:
         """Return the threshold below which selected numbers of synthetic records are set to 0.
 
-        It is the least number that a class without records reaches with probability ``false_positive`` at most. The
-        threshold is computed from public numbers only, so it has no privacy cost. If the noise is too large for the
-        range of numbers, the threshold is largest + 1. Then all selected numbers become 0.
+        It is the smallest number t such that a class without records gets t or more with a probability of at most
+        ``false_positive``. The threshold is computed from public numbers only, so it has no privacy cost. If the noise
+        is too large for the range of numbers, the threshold is largest + 1. Then all selected numbers become 0.
         """
         if self.false_positive == 1:
             return 0
@@ -193,8 +193,8 @@ class Geometric(_Selection):
         """Return the probabilities of the numbers 0..R before thresholding, shape (R + 1,)."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
-        # For each r in 1..R the least noisy count that is rounded to r, computed exactly: the least m with gamma m >= r
-        # - 1/2.
+        # For each r in 1..R: the smallest value m of the noisy count that is rounded to r. It is computed exactly: the
+        # smallest m with gamma m >= r - 1/2.
         least = [-((1 - 2 * count) * bottom // (2 * top)) - num_records for count in range(1, largest + 1)]
         edges = np.array([-math.inf, *least, math.inf])
         above, below = np.maximum(edges, 1), np.minimum(edges, 1)
@@ -224,7 +224,7 @@ def _check(gamma: float, largest: int) -> None:
         )
     if largest < 0:
         raise UserError(
-            f"a range up to {largest} has no number: give the largest number of synthetic records of a class, 0 or more"
+            f"largest {largest} is negative: give the largest number of synthetic records of a class, 0 or more"
         )
 
 
@@ -251,7 +251,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
     with np.errstate(divide="ignore"):  # log 0 = -inf, if a side of the target is empty
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
-    # The coin is compared with the smaller of the two probabilities, because floats near 0 have a finer resolution.
+    # The uniform number is compared with the smaller of the two probabilities: floats near 0 have a finer resolution.
     up = (coins[0] < expit(-np.abs(log_odds))) != (log_odds > 0)
     steps = _truncated_geometric(coins[1], rate, np.where(up, sides[1], sides[0]))
     drawn: Floats = np.where(up, whole + 1 + steps, start - steps)

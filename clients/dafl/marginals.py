@@ -42,7 +42,7 @@ Edge: TypeAlias = tuple[int, int]
 
 _UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
 _STEPS: Final = 1000  # steps of mirror descent
-_GROWTH, _CUT = 1.2, 0.5  # factors of the learning rate: growth after a step that does not raise the loss, else cut
+_GROWTH, _CUT = 1.2, 0.5  # learning rate factors: the first after a step that does not raise the loss, else the second
 
 
 class Marginals(Settings):
@@ -72,8 +72,8 @@ class Marginals(Settings):
 
         Noisy counts with the noise multiplier z cost this rho. An exponential mechanism of epsilon costs epsilon^2 / 8
         (Cesar, Rogers 2021). The costs add up, even if each computation depends on the earlier results (Bun, Steinke
-        2016, lemma 2.3). The bill refuses to make synthetic records if there is too much noise: if the noise on the
-        count of a single cell exceeds the number of all records.
+        2016, lemma 2.3). No synthetic records are made if the noise on the count of a single cell exceeds the number of
+        all records; the bill's ``refused`` is the reason.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -158,7 +158,7 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
     expected = math.sqrt(2 / math.pi) * std * table.num_classes
     found = [score(table, ones, pair) - expected * (table.sizes[pair[0]] * table.sizes[pair[1]]) for pair in pairs]
     scores = np.array([*found, 0.0])
-    tree = np.arange(columns)  # for each column the number of its tree
+    tree = np.arange(columns)  # tree[c]: the number of the tree of the forest that contains column c
     chosen: list[Edge] = []
     for draw in range(columns - 1):
         joins = [tree[left] != tree[right] for left, right in pairs]

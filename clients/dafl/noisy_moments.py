@@ -32,9 +32,9 @@ The outer product uu' is stored as its upper triangle, in a form that preserves 
 
 _UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
 _COUNT: Final = (
-    0.25  # the weight of a record's count in the first release of images, in units of the largest norm of a record
+    0.25  # the weight of the record count in the first sums of images; the largest norm of a record has the weight 1
 )
-_SPREAD: Final = 0.5  # the weight of the largest squared norm of a record
+_SPREAD: Final = 0.5  # the weight of a record's squared norm in these sums
 _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 
 
@@ -67,8 +67,8 @@ class Gaussian(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Return the privacy cost of the noisy centres and the noisy second moments together.
 
-        The noise is the least that (epsilon, delta) allows. The bill refuses to make synthetic records if there is too
-        much noise: if the noise on each number of the mean of all records would be as large as ``radius``.
+        The noise is the least that (epsilon, delta) allows. No synthetic records are made if the noise on each number
+        of the mean of all records would be as large as ``radius``; the bill's ``refused`` is the reason.
         """
         del num_classes
         return _joint_bill(
@@ -85,8 +85,9 @@ class Gaussian(Settings):
     ) -> torch.Tensor:
         """Return synthetic vectors, shape (sum of counts, numbers per record), in [-1, 1].
 
-        ``generator`` draws the vectors from the distribution with the noisy moments. The number of records of a class
-        is private. It is estimated as the class's share in ``counts`` times the public number of all records.
+        ``generator`` draws the vectors from the distribution with the noisy moments. The client's exact number of
+        records of a class must stay secret. The function estimates it: the class's fraction of ``counts`` times the
+        public number of all records.
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]
@@ -110,18 +111,18 @@ class MeanEmbedding(Settings):
     """Draw images from noisy class moments, in a second and without training; a GAN takes minutes and may collapse.
 
     After Harder et al. 2021 (DP-MERF). A record is represented by its d lowest frequencies in the public cosine basis.
-    First the generator computes, with noise, the number, the mean and the spread of every class. The spread is the mean
-    squared distance from the mean. Then it computes, with noise, the second moments about the mean. Means are shrunk
-    towards zero, as far as noise can explain them. In the same way, second moments are shrunk towards the public
-    average spectrum of images. Images are drawn from a normal distribution, and their pixels are clamped to [-1, 1].
-    The distribution is chosen so that the clamped images have the noisy moments.
+    First the generator computes, with noise, each class's number of records, mean, and spread (the mean squared
+    distance from the mean). Then it computes, with noise, the second moments about the mean. Means are shrunk towards
+    zero, as far as noise can explain them. In the same way, second moments are shrunk towards the public average
+    spectrum of images. Images are drawn from a normal distribution, and their pixels are clamped to [-1, 1]. The
+    distribution is chosen so that the clamped images have the noisy moments.
 
-    ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the
-    budget (of 1 / noise multiplier squared) for number, mean and spread. ``whitening``: the scaling of frequencies
+    ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the budget
+    (of 1 / noise multiplier squared) for number of records, mean and spread. ``whitening``: the scaling of frequencies
     before clipping; 0 leaves them unchanged, 1 scales all to the same public variance. ``radius``: the clipping norm of
-    the second sums, in root mean square distances from the mean. ``warp``: the strength of random rotation, scaling
-    and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side. Warped images improve
-    classifiers of digits, and impair classifiers of clothes.
+    records for the second moments; 1 is the class's root mean square distance from the mean. ``warp``: the strength of
+    random rotation, scaling and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side.
+    Warped images improve classifiers of digits, and impair classifiers of clothes.
     """
 
     kind: Literal["mean-embedding"] = "mean-embedding"
@@ -142,8 +143,8 @@ class MeanEmbedding(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Return the privacy cost of the noisy means and the noisy second moments together.
 
-        The noise is the least that (epsilon, delta) allows. The bill refuses to make synthetic records if there is too
-        much noise: if the norm of the noise on the mean of all records would be as large as that of the largest mean.
+        The noise is the least that (epsilon, delta) allows. No synthetic records are made if the noise on the mean of
+        all records would have a norm as large as the largest possible mean; the bill's ``refused`` is the reason.
         """
         del num_classes
         length = math.sqrt(self.frequencies)
@@ -307,7 +308,7 @@ def without_noise(values: Array, std: float) -> Array:
     ``values``: the eigenvalues of the noisy matrix, (d,). ``std``: the standard deviation of the eigenvalues of the
     noise matrix.
     """
-    # With this width, the kernel below smooths over a suitable number of noise eigenvalues.
+    # This width of the kernel below averages over a suitable number of eigenvalues of the noise.
     width = 2 * std / math.sqrt(len(values))
     apart = values[:, None] - values
     cleaned: Array = values - 2 * std**2 * (apart / (apart**2 + width**2)).mean(axis=1)

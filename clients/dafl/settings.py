@@ -75,7 +75,7 @@ class DaFl(Settings):
         return [line]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if ``client_gammas`` has not one value for each client, or if nobody uses the pool."""
+        """Raise ValueError for a wrong length of ``client_gammas``, or if nobody uses the pool."""
         used = isinstance(experiment.algorithm, UsingPool) and experiment.algorithm.uses_pool
         if self.train_on == "own" and not self.server_epochs and not used:
             raise ValueError(

@@ -1,11 +1,12 @@
 """Sums of clipped gradients of a GAN's discriminator D. The gradient of a pair is clipped as one vector.
 
 A pair consists of a real record and a fake record. Each of the two is one row in the inputs of D's layers. One forward
-pass and one backward pass over all rows are enough. The error e is the derivative of the loss by a layer's output. The
-gradient of a linear layer for one row is the outer product of the layer's input a and the error e. Hence the squared
-norm of a pair's gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow 2015,
-"Efficient per-example gradient computations"). The clipped sum is one matrix product of weighted rows. So the gradients
-of single pairs need not be computed. A convolution is treated like a linear layer with one row per output position.
+pass and one backward pass over all rows are enough. The error e is the derivative of the loss with respect to a layer's
+output. The gradient of a linear layer for one row is the outer product of the layer's input a and the error e. Hence
+the squared norm of a pair's gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow
+2015, "Efficient per-example gradient computations"). The clipped sum is one matrix product of weighted rows. So the
+gradients of single pairs need not be computed. A convolution is treated like a linear layer with one row per output
+position.
 
 No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32.
 Their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
@@ -84,7 +85,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     bounds, sizes = [], []
     for one in clients:
         sizes.append(filled_up(2 * len(one.real)) // 2)
-        # The bound of padding pairs is zero. So their factor is zero, and they add nothing to a sum.
+        # The clipping norm of padding pairs is zero. So they add nothing to a sum.
         bounds += [
             torch.full((len(one.real),), one.clipping_norm * (1 - MARGIN), dtype=torch.float64),
             torch.zeros(sizes[-1] - len(one.real), dtype=torch.float64),
@@ -94,7 +95,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     finite = torch.isfinite(norms)
     bound = torch.cat(bounds)
     factors = torch.where(finite & (bound > 0), (bound / norms).clamp(max=1), 0.0)
-    if not bool(finite.all()):  # 0 * nan is nan: a factor of 0 does not remove these gradients
+    if not bool(finite.all()):  # 0 * nan is nan, so a factor of 0 does not remove a gradient of nan
         for layer in layers:
             layer.forget(~finite)
     by_layer = [layer.weighted_sums(factors) for layer in layers]
@@ -102,7 +103,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
 
 
 def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_LinearGradients | _SeparateGradients]":
-    """Return each layer of D that has parameters, with the layer's input and the derivative of the loss by its output.
+    """Return each layer of D that has parameters, with its input, and the loss's derivative by its output.
 
     ``sizes``: the number of pairs of each client, after padding.
     """
@@ -130,8 +131,8 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
 class _LinearGradients:
     """The float64 gradients of one linear layer for every pair of all clients.
 
-    ``entered``: the layer's input rows of each client. ``errors``: the derivatives of the loss by the layer's outputs,
-    with the rows of all clients concatenated.
+    ``entered``: the layer's input rows of each client. ``errors``: the derivatives of the loss with respect to the
+    layer's outputs; the rows of all clients are concatenated.
     """
 
     def __init__(self, entered: Sequence[torch.Tensor], errors: torch.Tensor, *, has_bias: bool) -> None:

@@ -10,8 +10,9 @@ against D, and the weights of D are already private. The noise multiplier z and 
 privacy budget, before the first record is read.
 
 The sampling of records uses secret random numbers. In a step of D, the latent vectors and the classes of the fakes use
-secret random numbers, too. With public random numbers, an attacker would know the latent vector at each position of the
-batch. One more record would then shift the fakes of all later records.
+secret random numbers, too. With public random numbers, an attacker would know the latent vector of each position in the
+batch. One more record in the batch moves all later records by one position, so it would change the fakes of all these
+records.
 
 Many clients train together as one tensor computation, a stack (``clients.dafl.dpcgan.nets``). Each client has its own
 records, sampling, noise, privacy cost and random generator. The stack only saves the overhead of starting operations. A
@@ -53,7 +54,7 @@ class DpCgan(Settings):
     records in every step. ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number
     of fakes in a step of G. ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is
     clipped. ``averaging``: the decay of the moving average of G's weights; the averaged G makes the synthetic records.
-    ``snapshots``: the number of moments of training at which synthetic records are drawn. At a single moment, G makes
+    ``snapshots``: the number of training steps after which synthetic records are drawn. After a single step, G makes
     only a few kinds of records (mode collapse), and these kinds change during training (as in herding, Welling 2009).
     ``latent_dim``: the length of G's latent vectors. ``resolution``: the largest side, in pixels, of the images that D
     sees, for the small networks only. ``discriminator_width``: the width of D's hidden layers, for the small networks
@@ -89,9 +90,10 @@ class DpCgan(Settings):
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:  # noqa: ARG002 (part of the protocol)
         """Return the privacy cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
-        The bill refuses to make synthetic records if the noise of a step would hide the records. This is the case if
-        z > q n, with the noise multiplier z, the sampling probability q and the number of records n. Then the noise on
-        a single parameter exceeds the largest norm of the summed gradients of an expected batch.
+        No synthetic records are made if the noise of a step would hide the records; the bill's ``refused`` is the
+        reason. This is the case if z > q n, with the noise multiplier z, the sampling probability q and the number of
+        records n. Then the noise on a single parameter exceeds the largest norm of the summed gradients of an expected
+        batch.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -170,15 +172,15 @@ class DpCgan(Settings):
         return self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
-        """Return this generator with at most ``steps`` D steps, and its share of the original number of steps."""
+        """Return (this generator with at most ``steps`` D steps, its number of steps / the original number)."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
     def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
         """Yield (number of steps, function that executes one step) for each set of clients that train together.
 
-        Clients with equal numbers of steps train together. A client trains alone if its steps are long, as with the
-        paper's networks, or compiled. The weights of a client that trains alone stay in the processor's cache.
+        Clients with equal numbers of steps train together. A client trains separately if its steps are long, as with
+        the paper's networks, or compiled. Its weights then stay in the processor's cache.
         """
         from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 

@@ -1,9 +1,9 @@
 """The training of the DP conditional GAN: PyTorch trains many clients together, compiled code trains one client.
 
 D is the discriminator, G the generator. Both kinds of training use ``GanClient``. It contains a client's random
-numbers, its records and its number of synthetic records of each class. These numbers are private, and may be published.
-Views are records in D's input form, such as coarse images. A class is released if the client makes synthetic records of
-it.
+numbers, its records, and its number of synthetic records of each class. Private label selection made these numbers, so
+they may be published. Views are records in D's input form, such as coarse images. A class is released if the client
+makes synthetic records of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
 
 BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64  # the number of floats in an aligned block
-_WARM_UP: Final = 0.2  # the share of the training before the first sample is drawn
+_WARM_UP: Final = 0.2  # the fraction of the training before the first sample is drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
 _DISCRIMINATOR_STEPS_AHEAD: Final = 16  # a small number, so that the drawn numbers stay in the processor's cache
@@ -51,8 +51,8 @@ class GanClient:
 
     A class is released if the client makes synthetic records of it. ``views``: the client's records in D's input form.
     ``places``: the class of each record, as an index into the released classes. ``known``: False for records whose
-    class is not released. ``noise``: the secret noise. All other attributes are private results, which may be
-    published.
+    class is not released. ``noise``: the secret noise. All other attributes are differentially private or public, so
+    they may be published.
     """
 
     def __init__(self, settings: DpCgan, request: GeneratorRequest) -> None:
@@ -149,10 +149,10 @@ class GanClient:
         return self.ahead.pop()
 
     def draw_samples(self, done: float, generate: Callable[[Drawn], torch.Tensor]) -> None:
-        """Draw and store the synthetic records that are due now. ``done``: the finished share of the training.
+        """Draw and store the synthetic records that are due now. ``done``: the finished fraction of training.
 
-        The client's synthetic records are drawn in equal parts at evenly spaced moments of the training. ``generate``:
-        a function that returns views from the averaged G for latent vectors and classes.
+        The client's synthetic records are drawn in equal parts, after evenly spaced steps of the training.
+        ``generate``: a function that returns views from the averaged G for latent vectors and classes.
         """
         while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
             classes = self.classes[self.due[len(self.made)].numpy()]
@@ -305,7 +305,7 @@ def adversaries_of(
 ) -> Adversaries[Perceptron] | Adversaries[ImageDiscriminator]:
     """Return D and G of ``nets`` for compiled training. ``average``: G with averaged weights.
 
-    The weights of each of the three networks become views of one vector.
+    The weights of each of the three networks are moved into one vector per network.
     """
     rows = [Weights([net]).parts[0] for net in (nets.discriminator, nets.generator, average)]
     adams = [CompiledAdam(row, BETAS, rate) for row, rate in zip(rows[:2], learning_rates, strict=True)]
@@ -320,7 +320,7 @@ def adversaries_of(
 
 
 class Weights:
-    """The parameters of the networks ``nets`` in one ``vector``; the networks' parameters become views of it.
+    """All parameters of ``nets`` in one ``vector``. The networks' parameters become tensor views of this vector.
 
     Each network's part of the vector begins at a multiple of 64 numbers. Zeros fill the gaps. Vectorised code computes
     the last few numbers of a vector by other operations, which round differently. With this alignment, the bits of a
@@ -343,7 +343,7 @@ class Weights:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015) on the weights of many clients. The import of torch.optim would take over a second."""
+    """Adam (Kingma and Ba 2015) on the weights of many clients, without the slow import of torch.optim."""
 
     def __init__(self, weights: Weights, learning_rate: float) -> None:
         self.weights, self.learning_rate, self.steps = weights, learning_rate, 0

@@ -5,7 +5,7 @@ pass. So a pair of a record and a fake is clipped as one vector. After two backw
 and of the fake would be clipped separately. An empty batch gives a sum of zeros, not an error. A pair whose gradient is
 not finite counts as the zero vector, not as NaN in every parameter. The generator's steps use a discriminator without
 hooks. All computation is float64, because the norm of a vector that is clipped in float32 may exceed the bound. The
-noise is fl-sim's secret noise, rounded to its grid. PyTorch's random generator is not used.
+noise is fl-sim's secret noise, rounded to fl-sim's rounding grid. PyTorch's random generator is not used.
 
 One weakness of Opacus remains. A pair's gradient depends on the other pairs of the batch, if only by the rounding of
 float64. The module ``clients.dafl.dpcgan.clipping`` does not have this weakness.
@@ -108,6 +108,6 @@ class OpacusGradients:
         return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def check(self) -> None:
-        """Raise AssertionError if Opacus' accountant counted other steps than the privacy bill."""
+        """Raise AssertionError if Opacus' accountant counted another noise, sampling rate or number of steps."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
         assert self.accountant.history == billed, "Opacus has counted other releases than were charged"
