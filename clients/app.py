@@ -154,8 +154,8 @@ class Owner:
         """
         if not _RUN.fullmatch(config.run):
             raise RunError(
-                "the run's name from the server has characters other than letters, digits, _ and -, and could be a path "
-                "out of this node's folder: make sure that the server runs the same version of fl-sim"
+                "the run's name has characters other than letters, digits, _ and -, and could be a path out of this "
+                "node's folder: make sure that the server runs the same version of fl-sim"
             )
         return replace(config, data_root="", state_dir=str(self.state / config.run))
 

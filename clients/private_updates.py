@@ -95,8 +95,8 @@ class ClientPrivateUpdates(ClientLayer):
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
         if shapes[0] != shapes[1] or update.packed:
             raise RunError(
-                "the algorithm's update has other tensors than the update of a client without records, so its "
-                "names and shapes could reveal facts about records: let finish return the same names and shapes for all clients"
+                "the algorithm's update has other tensors than the update of a client without records, so names and "
+                "shapes could reveal facts about records: let finish return the same names and shapes for all clients"
             )
         row = payload_vector(update.payloads, self.template).double()
         limit = clipping_norm_on_grid(self.protection.clipping_norm, std, len(row), summands=1)

@@ -224,7 +224,7 @@ def _check(gamma: float, largest: int) -> None:
         )
     if largest < 0:
         raise UserError(
-            f"largest {largest} is negative: give the largest number of synthetic records of a class, 0 or more"
+            f"a range up to {largest} is empty: give the largest number of synthetic records of a class, 0 or more"
         )
 
 
