@@ -265,7 +265,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # without preprocessing, the only field is "kind"
+    if len(result["preprocess"]) > 1:  # a run without preprocessing has only the field "kind"
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))
@@ -415,4 +415,4 @@ def _lines_of(group: Group, width: int) -> list[str]:
         default = f" (default: {setting.default})" if setting.default else ""
         lines += ["", *wrapped(f"{setting.name}: {setting.takes}{default}", initial_indent="  ")]
         lines += wrapped(setting.meaning.replace("``", ""), initial_indent="      ")
-    return lines if lines[0] else lines[1:]  # the first setting needs no empty line before it
+    return lines if lines[0] else lines[1:]  # removes an empty line at the beginning

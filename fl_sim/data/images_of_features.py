@@ -33,15 +33,15 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-# A colour channel is the sum of a component that is the same in all channels, with standard deviation 1, and of an
-# independent component, with this standard deviation.
+# All channels of an image share one random component with standard deviation 1.
+# Each channel also has an independent component with the standard deviation ``_OWN``.
 _OWN: Final = 0.35
 
-_MADE: Final = 300  # number of artificial images of each of three kinds
-_SEED: Final = 1  # seed of these images; whitening has another seed, because the regression needs other images
-_RIDGE: Final = 0.1  # ridge penalty, relative to the mean squared length of the artificial images' features
+_MADE: Final = 300  # number of artificial images per kind, for the regression; there are three kinds
+_SEED: Final = 1  # seed of the regression's artificial images; those for whitening have another seed
+_RIDGE: Final = 0.1  # ridge penalty of the regression, relative to the mean squared length of the feature vectors
 _BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the image at which a search starts
-_DARKEST: Final = 0.02  # pixels of this image are in 0.02 .. 0.98, because logit(0) and logit(1) are infinite
+_DARKEST: Final = 0.02  # pixels of the start image are in 0.02 .. 0.98, because logit(0) and logit(1) are infinite
 
 
 def images_of(

@@ -161,7 +161,7 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
             )
         return array.astype(np.uint8, copy=False).transpose(0, 3, 1, 2)
     if array.dtype.kind == "f" and array.ndim == 2:
-        with np.errstate(over="ignore"):  # numbers that are too large become infinite, and are refused below
+        with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused below
             features = array.astype(np.float32, copy=False)
         finite = np.isfinite(features).all(axis=1)
         if not finite.all():

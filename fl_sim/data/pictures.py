@@ -19,7 +19,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 MOST_SIDE: Final = 4096
 
 _GREY, _COLOUR = frozenset({"1", "L"}), frozenset({"P", "RGB", "RGBA"})
-_ORIENTATION: Final = 0x0112  # EXIF's tag of the camera's orientation
+_ORIENTATION: Final = 0x0112  # number of EXIF's tag for the camera's orientation
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 Pixels: TypeAlias = tuple[NDArray[np.uint8], bool]
@@ -84,7 +84,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             if (pages := getattr(image, "n_frames", 1)) > 1:
                 raise UserError(f"{where} holds {pages} pages or frames; save each of them as a separate file")
             is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-            image.load()  # this call already rotates the image of a TIFF file
+            image.load()  # for a TIFF file, ``load`` already rotates the image
             image = ImageOps.exif_transpose(image)
             if _has_transparency(image):
                 raise UserError(

@@ -99,9 +99,9 @@ def find(name: str, data_root: Path | None = None) -> DataSource | None:
 
 def _found_own(own: OwnName) -> DataSource | None:
     path = _absolute(own.place)
-    # not Path.is_dir, which raises an error for a long name
+    # os.path.isdir is used because Path.is_dir raises an error for a long name
     is_there = os.path.isdir if own.kind in PLACES else os.path.isfile
-    # if there is no such folder for kind hf, the place is a name on Hugging Face's hub
+    # data of kind hf can be a local folder, or a name on Hugging Face's hub
     found = path if is_there(path) else Path(own.place) if own.kind == "hf" else None
     return DataSource(own.kind, found) if found else None
 

@@ -57,7 +57,7 @@ _ADULT: dict[str, tuple[str, ...]] = {
     "native-country": ("United-States", "Mexico", "Philippines", "Germany", "Canada", "Puerto-Rico", "El-Salvador",
                        "India", "Cuba", "England", "Jamaica", "South", "China", "Italy"),
 }  # fmt: skip
-_ADULT_NUMBERS = {"age": 90, "education-num": 16, "hours-per-week": 99}  # {column: its published maximum}
+_ADULT_NUMBERS = {"age": 90, "education-num": 16, "hours-per-week": 99}  # {column of Adult: its published maximum}
 _DRUGS = (
     "metformin", "repaglinide", "nateglinide", "chlorpropamide", "glimepiride", "acetohexamide", "glipizide",
     "glyburide", "tolbutamide", "pioglitazone", "rosiglitazone", "acarbose", "miglitol", "troglitazone", "tolazamide",
@@ -79,7 +79,7 @@ _DIABETES_NUMBERS = {
     "time_in_hospital": 14, "num_lab_procedures": 132, "num_procedures": 6, "num_medications": 81,
     "number_outpatient": 42, "number_emergency": 76, "number_inpatient": 21, "number_diagnoses": 16,
 }  # fmt: skip
-_FEW: Final = 20  # maximum number of rounding steps between 0 and the maximum of a Diabetes column
+_FEW: Final = 20  # maximum number of rounding steps from 0 to the maximum of a column of Diabetes
 _ICD9 = (
     ("circulatory", ((390, 460), (785, 786))), ("respiratory", ((460, 520), (786, 787))),
     ("digestive", ((520, 580), (787, 788))), ("diabetes", ((250, 251),)), ("injury", ((800, 1000),)),
@@ -255,7 +255,7 @@ def _adult(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 def _adult_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8", newline="") as file:
         for values in csv.reader(file, skipinitialspace=True):
-            if len(values) == len(_ADULT_COLUMNS):  # the first line of the test file is a comment
+            if len(values) == len(_ADULT_COLUMNS):  # skips the comment in the first line of the test file
                 yield dict(zip(_ADULT_COLUMNS, values, strict=True))
 
 
@@ -271,7 +271,7 @@ def _adult_columns() -> tuple[Column, ...]:
     Generators of synthetic records may round years and hours to steps of 5, and amounts of money to powers of about
     1.6.
     """
-    money = (0.0, *(step / 25 for step in range(10, 26)))  # steps from 100 to 100,000 dollars
+    money = (0.0, *(step / 25 for step in range(10, 26)))  # 0, and 16 values from 100 to 100,000 dollars
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
     amounts = Column("capital-gain", money), Column("capital-loss", money)
     return (*_numbers(values, _ADULT_NUMBERS), *amounts, *_categories(_ADULT))

@@ -146,7 +146,7 @@ def content_of(name: str, data_root: Path | None) -> str:
     signature = _signature(place) if place else ()
     try:
         return _of_records(without_settings(name), data_root, signature)
-    except UserError:  # the file cannot be read without settings such as the label column
+    except UserError:  # such a file can only be read with settings such as the label column
         return _of_records(name, data_root, signature)
 
 
@@ -340,7 +340,7 @@ def _checksums(name: str, source: DataSource) -> list[str]:
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
         except (zipfile.BadZipFile, OSError):
-            return []  # no problem here: reading the file raises an error with a better message
+            return []  # reading a damaged file later raises an error with a better message
         return [f"{path}: {bad} does not match its checksum; fetch or write the file again"] if bad else []
     problems = []
     for file, published in (_published(known) if known else {}).items():
@@ -394,7 +394,7 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
     for path in (Path(str(path)) for path, *_ in files):
         try:
             with path.open("rb") as file:
-                # The digest depends on neither the order of lines nor the line endings.
+                # The digest of a csv file depends neither on the order of its lines nor on its line endings.
                 if path.suffix.lower() == ".csv":
                     lines = (line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n") for line in file)
                     digests.append(_combined(hashlib.sha256(line).digest() for line in lines if line))

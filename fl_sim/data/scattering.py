@@ -36,31 +36,31 @@ NUM_MAPS: Final = 1 + 2 * ORIENTATIONS + ORIENTATIONS**2
 
 GROUPS: Final = 27
 
-_STRIDE: Final = 4  # 2^J: the distance of neighbouring positions of a map, in pixels
-_LONGEST: Final = 7  # maximum number of positions along a side; longer maps are averaged in blocks of 2 x 2
+_STRIDE: Final = 4  # distance of neighbouring positions of a scattering map, in pixels: 2^J with J = 2
+_LONGEST: Final = 7  # maximum number of positions along a side of a map; longer maps are averaged in blocks of 2 x 2
 _SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
-_PADDING: Final = 2  # minimum number of pixels that mirroring adds at each edge
-_SEED: Final = 0  # seed of the projection's directions
-_BATCH: Final = 64  # channels of images per batch, so that a batch fits into the processor's cache
-_EPSILON: Final = 1e-5  # added to the variance of a group, against division by zero
+_PADDING: Final = 2  # minimum number of mirrored pixels that are added at each edge of an image
+_SEED: Final = 0  # seed of the projection's random directions
+_BATCH: Final = 64  # number of image channels per batch, so that a batch fits into the processor's cache
+_EPSILON: Final = 1e-5  # added to the variance of a group of maps, to avoid a division by zero
 
-_NUM_MADE: Final = 2500  # number of artificial images of each of three kinds
+_NUM_MADE: Final = 2500  # number of artificial images per kind, for whitening; there are three kinds
 _MADE_SEED: Final = 0
 _RIDGE: Final = 0.1  # added to the variance of each direction, as a fraction of the mean variance
 WITHIN: Final = 0.9  # fraction of the artificial images whose whitened features have norm at most 1
-_ROWS: Final = 5000  # records per batch of whitening
+_ROWS: Final = 5000  # number of records that are whitened in one batch
 
-_EXPONENTS: Final = (1.0, 1.5)  # exponents of pink noise; photographs have an exponent of about 1
-# All channels of an image have a common noise with standard deviation 1, and each channel has additional noise with
-# this standard deviation.
+_EXPONENTS: Final = (1.0, 1.5)  # exponents of two kinds of pink noise; photographs have an exponent of about 1
+# All channels of an artificial image share one noise with standard deviation 1.
+# Each channel also has independent noise with the standard deviation ``_OWN``.
 _OWN: Final = 0.35
-_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean, for pixels 0 to 1
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean (pixels: 0 to 1)
 
 _LEAVES: Final = 200  # leaves per image
 # Smallest radius of a leaf, in pixels; largest radius of a leaf, as a fraction of the image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
-# Standard deviation of a leaf's colour, in grey levels, and of its shading, in grey levels per pixel. The largest
-# standard deviation of an image's noise, in grey levels.
+# Standard deviation of a leaf's colour, in grey levels, and of its shading, in grey levels per pixel.
+# Largest standard deviation of the noise of an artificial image, in grey levels.
 _COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
@@ -198,7 +198,7 @@ def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     The computation takes seconds to a minute. Its result is cached for each shape.
     """
     features = features_of(public_images(shape))
-    # in a separate thread, because ``_whitening`` changes torch's number of threads
+    # ``_whitening`` runs in a separate thread, because it changes torch's number of threads
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_whitening, features).result()
 
@@ -443,7 +443,7 @@ def _directions(coefficients: int, size: int) -> tuple[NDArray[np.float32], NDAr
 
 
 def _whitening(features: NDArray[np.float32]) -> Whitening:
-    torch.set_num_threads(1)  # one thread, for bit-identical results
+    torch.set_num_threads(1)  # torch uses one thread, for bit-identical results
     made = torch.from_numpy(features).double()
     centre, matrix = inverse_root(made)
     lengths = ((made - centre) @ matrix).norm(dim=1)

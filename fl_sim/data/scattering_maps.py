@@ -50,7 +50,7 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
         maps = torch.from_numpy(found[rows]).double().reshape(-1, len(centre), num_positions)
         mixed = torch.einsum("nmp,mk->nkp", maps - centre[:, None], matrix).flatten(1)
         longer = mixed.norm(dim=1, keepdim=True).clamp(min=1)
-        # the last factor keeps the norm at most 1 after rounding to float32
+        # the factor 1 - 2^-20 keeps the norm at most 1 after rounding to float32
         found[rows] = (mixed / longer * (1 - 2.0**-20)).float().numpy()
 
     in_threads(fill, len(found), _IMAGES)
@@ -61,13 +61,13 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
 def mixing_of(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
     found = _coefficients(public_images(shape))
-    # in a separate thread, because ``_mixing`` changes torch's number of threads
+    # ``_mixing`` runs in a separate thread, because it changes torch's number of threads
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
 
 
 def _mixing(found: NDArray[np.float32], num_maps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.set_num_threads(1)  # one thread, for bit-identical results
+    torch.set_num_threads(1)  # torch uses one thread, for bit-identical results
     rows = torch.from_numpy(found).double().reshape(len(found), num_maps, -1).transpose(1, 2)
     centre, matrix = inverse_root(rows.flatten(0, 1))
     lengths = ((rows - centre) @ matrix).flatten(1).norm(dim=1)

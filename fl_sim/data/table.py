@@ -42,7 +42,7 @@ from fl_sim.mistakes import guess
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
-_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # column names of IDs: id, patient_id, patientID
+_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # matches id, patient_id, patientID as column names
 _FEW: Final = 6  # maximum number of names in a list in ``Dataset.note``
 
 
@@ -439,7 +439,7 @@ def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # each batch needs the names of all classes and of all clients, perhaps a million
+@lru_cache(maxsize=2)  # cached, because each batch needs the names of all classes and all clients
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 

@@ -45,7 +45,7 @@ _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)
 
 _PARTS = 10  # maximum number of different entries of a split column
 _MOST_NAMES: Final = 30  # maximum number of column names in a message
-_COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
+_COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # matches a number with a decimal comma, such as 0,5
 
 STEPS: Final = 20
 """Generators of synthetic records may round numbers of a column to this many values.
@@ -422,7 +422,7 @@ class Feature:
         if self.bounds is not None:
             low, high = self.bounds
             numbers = (np.clip(numbers, low, high) - low) / (high - low)
-        with np.errstate(over="ignore"):  # numbers that are too large become infinite, and are refused later
+        with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused later
             rows[:, self.first] = numbers
 
 

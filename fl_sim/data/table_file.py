@@ -94,7 +94,7 @@ class TableReader:
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                # a dictionary, because pyarrow's own search for a column name takes linear time
+                # this dictionary is faster than pyarrow's own search for a column name, which takes linear time
                 places = {name: place for place, name in enumerate(batch.schema.names)}
                 yield {
                     name: _cleaned(batch.column(places[written[name]]), is_text=name in self.texts) for name in columns
@@ -120,7 +120,7 @@ def open_table(path: Path, kind: str, delimiter: str = "") -> TableReader:
     def csv_reader(convert: Any = None) -> Any:
         return arrow.csv.open_csv(
             path,
-            # one thread: only then do pyarrow's errors state the row
+            # pyarrow's errors state the row only if pyarrow reads with one thread
             read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
             parse_options=arrow.csv.ParseOptions(delimiter=DELIMITERS[delimiter], newlines_in_values=True),
             convert_options=convert,

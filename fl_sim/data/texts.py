@@ -126,7 +126,7 @@ def _texts(plan: TablePlan, rows: Rows) -> Iterator[str]:
     column, place = plan.roles.text, 0
     for one in plan.tables:
         for batch in one.batches([column]):
-            for text in batch[column].to_pylist():  # the texts are UTF-8, as the survey has checked
+            for text in batch[column].to_pylist():  # ``survey`` has checked that texts are UTF-8
                 if rows.kept[place]:
                     yield text
                 place += 1

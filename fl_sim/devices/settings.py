@@ -278,7 +278,7 @@ def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.ran
             "client, or numbers in the column 'clients' with this sum"
         )
     places = np.repeat(np.arange(len(rows)), counts)
-    # classes are assigned at random, because clients with neighbouring numbers may have similar data
+    # classes of devices are assigned at random, because clients with neighbouring IDs may have similar data
     if "clients" in rows[0]:
         places = generator.permutation(places)
 

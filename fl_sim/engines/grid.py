@@ -18,9 +18,9 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-# A subclass of Flower's Grid needs these two private classes, because Flower has no public import of them. A message
-# can be created only after a task identity is set, and Grid.run has the type Run. tests/fl_sim/engines/test_grid.py
-# fails if Flower moves the classes.
+# A subclass of Flower's Grid needs these two private classes, and Flower has no public import of them.
+# Flower creates a message only after a task identity is set, and the attribute Grid.run has the type Run.
+# The tests in tests/fl_sim/engines/test_grid.py fail if Flower moves these classes.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -87,7 +87,7 @@ class LocalGrid(Grid):
         """Send messages and return one reply per message: an error reply if it is missing after ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
-            # the same code as in Flower's own grids
+            # Flower's own grids set the ID of a message with the same code
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
         return self._exchange(sent, timeout)
 
@@ -111,8 +111,8 @@ class Groups:
     handler: GroupHandler
     threads: int
 
-    # With fewer than 3 clients in a batch, a third of a step's time is overhead of Python. Over 10 clients save no
-    # further time.
+    # With fewer than 3 clients in a batch, Python's overhead takes a third of the time of a training step.
+    # More than 10 clients in a batch save no further time.
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
@@ -166,8 +166,7 @@ class InProcessGrid(LocalGrid):
             workers, pool = self._groups.threads, self._group_pool
         else:
             batches = self._runner.batches(messages, workers)
-            # All threads share one model. Therefore stacks, which are groups of clients in one computation, cannot run
-            # in parallel.
+            # All threads share one model, so stacks of clients (each one computation) cannot run in parallel.
             is_parallel = tasks <= self._in_threads or (tasks == {wire.TRAIN} and not self._is_stacked)
             pool = self._pool if is_parallel and len(batches) > 1 else None
         waiting, replies = deque(batches), dict[str, Message]()

@@ -86,7 +86,7 @@ def processes_of(folder: str) -> list[int]:
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended by now, or belongs to another user
+        with suppress(OSError):  # an OSError means: the process has ended, or belongs to another user
             targets = [str(link.readlink()) for link in (process / "fd").iterdir()]
             if any(target.startswith(f"{folder}/") and target.endswith(".out") for target in targets):
                 found.append(int(process.name))

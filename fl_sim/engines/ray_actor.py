@@ -56,7 +56,7 @@ class MessageHandler:
             if name not in self._setup.files:
                 self._setup.files[name] = self._encryption.decrypt(ray.get(content))
         if torch.get_num_threads() != self._threads:
-            # checked in each call, because the number of threads is set for the calling thread only
+            # torch's number of threads is checked in each call, because it is set for the calling thread only
             torch.set_num_threads(self._threads)
         had, decrypted = self._contents, self._decrypted
         self._contents = {number: had[number] if content is None else content for number, content in contents.items()}

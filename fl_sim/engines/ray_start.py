@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # our own Ray must listen on 127.0.0.1, as it does on Linux
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # with 0, Ray listens on 127.0.0.1 on all systems
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
 """Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger calls
@@ -44,7 +44,7 @@ and answers go through the object stores of the nodes. That takes two more copie
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
-# a list with the cleanup process of the Ray that this process started; empty if there is no such Ray
+# This list contains the cleanup process of the Ray that this process started; empty if there is no such Ray.
 _cleanups: list["subprocess.Popen[bytes]"] = []
 
 
@@ -147,13 +147,12 @@ def is_installed(file: Path) -> bool:
 def _start(num_cpus: int) -> None:
     """Start a private Ray. It listens on 127.0.0.1, requires a random token, and stores its files in a new folder."""
     choose_token()
-    # Ray's sockets are files in this folder. A socket's path has at most 107 bytes, and 103 bytes on macOS. The
-    # function mkdtemp makes a folder that only this user can read.
+    # Ray's sockets are files in this folder, and a socket's path has at most 107 bytes (103 bytes on macOS).
+    # The function mkdtemp makes a folder that only this user can read.
     short = "/tmp" if os.name == "posix" else None  # noqa: S108
     folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or short)
     cleanup = _start_cleanup(folder)
-    # Ray's processes get the import path of this process. They thus find the same modules, also if fl-sim is not
-    # installed.
+    # Ray's processes get the import path of this process, so that they find the same modules, installed or not.
     with _environment({"PYTHONPATH": import_path()}), _resource_warnings_off():
         ray.init(
             address="local",

@@ -113,7 +113,7 @@ class Encryption:
         parts = [memoryview(frame), *(buffer.raw() for buffer in buffers)]
         sizes = [_NONCE_BYTES + len(part) + _TAG_BYTES for part in parts]
         cipher, whole = AESGCM(self.key), os.urandom(_NONCE_BYTES)
-        # All parts are in one array, because Ray takes twice as long for the same bytes in a hundred arrays.
+        # All encrypted parts are in one array: Ray takes twice as long for the same bytes in a hundred arrays.
         content = np.empty(sum(sizes), np.uint8)
         for place, (part, sealed) in enumerate(zip(parts, _cut(content, sizes), strict=True)):
             sealed[:_NONCE_BYTES] = nonce = os.urandom(_NONCE_BYTES)

@@ -27,7 +27,7 @@ _NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "gnmax": ("--sigma",),
     "confident": ("--sigma", "--threshold", "--sigma-threshold"),
 }
-# the Renyi orders of the moments 1 to 8 in the PATE paper of 2017
+# The moments 1 to 8 in the PATE paper of 2017 correspond to the Renyi orders 2 to 9.
 _MOMENTS_2017: Final = np.arange(2.0, 10.0)
 
 
