@@ -169,9 +169,9 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     """Return (images, distances) for the synthetic feature ``vectors`` of ``run``, and show the progress of the search.
 
-    For each vector there is one image with similar features. The search uses only the vectors, the shape of the images
-    and the public feature transform. Raises ValueError if the shape or the transform is unknown, or if ``vectors``
-    cannot be features of such images.
+    For each vector there is one image with similar features, and the distance of these features from the vector. The
+    search uses only the vectors, the shape of the images and the public feature transform. Raises ValueError if the
+    shape or the transform is unknown, or if ``vectors`` cannot be features of such images.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 

@@ -129,7 +129,7 @@ def fill_table(
 
 
 def as_table(given: RunArguments) -> RunArguments:
-    """Return the arguments of ``fl-sim sweep`` as arguments of a table.
+    """Convert the arguments of ``fl-sim sweep`` to arguments of ``fl-sim table``.
 
     Settings with several values become the section [grid] of the table. All other settings become its section [base].
     The name of the table depends on [base] and on which settings vary, but not on their values: further values extend
@@ -203,9 +203,9 @@ def show_plan(
 
 
 def show_settings(name: str | None, *, json_output: bool) -> None:
-    """Print the reference of the setting, group of settings or kind ``name``.
+    """Print the documentation of ``name``: a setting, a group of settings, or a kind such as ``fedprox``.
 
-    If ``name`` is None, print the reference of the most common settings.
+    If ``name`` is None, print the documentation of the most common settings.
     """
     every = groups()
     if name is None:

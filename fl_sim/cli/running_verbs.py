@@ -169,7 +169,7 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
     dry_run: DryRun = False,
     json_output: AsJson = False,
 ) -> None:
-    """Run all combinations of several values of any settings, KEY=A,B,C, without a file that defines a table.
+    """Run all combinations of the values of settings (KEY=A,B,C). This needs no file that defines a table.
 
     The command makes a table of the runs, as 'fl-sim table' does, and averages over seeds. Other settings, FILE and
     PRESET are as for 'fl-sim run'. The same command resumes the table; with further values, it runs only the new

@@ -54,15 +54,16 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Remove the influence of a client's records from a finished run, by retraining or approximately.
 
-    The new run has the setting forgotten=CLIENT: the client has no records, and all other settings and random numbers
-    are the same. Rounds before the client's first round are not repeated if RUN stored its state before this round (the
-    setting keep_every). In all cases, the model is bit-identical to full retraining. RUN itself does not change: delete
-    it afterwards, because its model was trained on the records.
+    The default method retrains the model in a new run with the setting forgotten=CLIENT: the client has no records, and
+    all other settings and random numbers are the same. Rounds before the client's first round are not repeated if RUN
+    stored its state before this round (the setting keep_every). In all cases, the model is bit-identical to full
+    retraining. RUN itself does not change: delete it afterwards, because its model was trained on the records.
 
-    The command prints for both models: the accuracy on test records, on the other clients' records and on the forgotten
-    records, and the membership of the forgotten records. Membership is the probability that a forgotten record has a
-    smaller loss than a test record of the same class (.5 is chance). The command also prints the cost compared with
-    full retraining, and further measures of the last round, such as the success rate of a backdoor.
+    For the models before and after unlearning, the command prints the accuracy on test records, on the other clients'
+    records and on the forgotten records, and the membership of the forgotten records. Membership is the probability
+    that a forgotten record has a smaller loss than a test record of the same class (.5 is chance). The command also
+    prints the cost compared with full retraining, and further measures of the last round, such as the success rate of a
+    backdoor.
 
     The other methods are approximations, without any guarantee that the records are forgotten. They write a model, and
     no run. "federaser" (Liu et al. 2021) repeats the rounds after stored states (keep_every) without the client. Each

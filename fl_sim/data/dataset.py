@@ -219,8 +219,8 @@ def read_off_classes(listed: object) -> tuple[str, ...]:
 def unlisted(where: str, cure: str = "") -> UserError:
     """Return the error for a record whose class is not in ``data.classes``.
 
-    The message does not name the class, because the name would reveal something about a private record. ``cure``: a
-    further cure that is added to the message, or "".
+    The message does not name the class, because the name would reveal something about a private record. ``cure``:
+    another way to remove the error, which is added to the message; empty for none.
     """
     return UserError(
         f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"

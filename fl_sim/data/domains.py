@@ -61,7 +61,7 @@ def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
 
 
 def _check(name: str, names: Mapping[str, Dataset]) -> None:
-    """Raise UserError unless the parts are images with the same classes. ``names``: {name of a part: the part}."""
+    """Raise UserError unless the parts are images with the same classes. ``names``: {name of a part: its data}."""
     others = [called for called, part in names.items() if part.train.inputs.ndim != 4]
     if others:
         raise UserError(

@@ -99,7 +99,7 @@ def _order(parts: Sequence[_Part], num_classes: int) -> str:
 
 
 def _has_domains(own: OwnName) -> bool:
-    """Return the setting ``data.domains``. Raises UserError for a value other than true and false."""
+    """Return True if ``data.domains`` is true. Raises UserError for a value other than true and false."""
     given = own.option("domains")
     if given not in {"", "true", "false"}:
         raise UserError(f"data.domains = {given!r}: write true if {own.place} contains DOMAIN/CLASS, else leave it out")
@@ -188,7 +188,7 @@ def _classes(path: Path, parts: Sequence[_Part], listed: tuple[str, ...]) -> tup
 def _training_folder(path: Path, test_part: TestPart) -> Path:
     """Return the folder that contains the class folders of training images.
 
-    Test images come either from a folder test or from the setting ``data.test``. Raises UserError for both or neither.
+    Raises UserError unless either a folder with the name ``test`` or the setting ``data.test`` defines the test images.
     """
     train, test = path / "train", path / "test"
     if test_part.share:

@@ -190,7 +190,7 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
     """Return the name of the only column of type ``kind``; "" if there is none.
 
-    If several columns have this type, return the name ``usual`` if it is among their names, else "".
+    If several columns have this type, the result is ``usual`` (such as "label") if one has this name, else "".
     """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""

@@ -41,7 +41,10 @@ _SWELL: Final = 12  # memory for the Python objects of a JSON file, as a multipl
 
 @dataclass(frozen=True)
 class _User:
-    """The records of one user. ``inputs``: shape (records, numbers), as bytes for FEMNIST's images, or tokens."""
+    """The records of one user. ``inputs``: shape (records, numbers).
+
+    The inputs are bytes for FEMNIST's images, tokens for texts, and float32 for other numbers.
+    """
 
     name: str
     file: Path

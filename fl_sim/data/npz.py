@@ -363,7 +363,10 @@ def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]], required: Sequence[str]) -> None:
-    """Raise UserError if arrays that must be equally long, such as inputs and labels, differ in length by headers."""
+    """Raise UserError if arrays that must be equally long, such as inputs and labels, differ in length.
+
+    The lengths are those in the headers of the arrays, so no array is read.
+    """
     lengths = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
     pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
     pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]

@@ -72,8 +72,8 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
 def find(name: str, data_root: Path | None = None) -> DataSource | None:
     """Return the location of the data set ``name``; None if its files are not on this machine.
 
-    Raises UserError for an invalid name. Valid are the public ``NAMES``, KIND:PLACE for the user's own data, and
-    package.module:function.
+    Raises UserError for an invalid name. Valid names are the public ``NAMES``, KIND:PLACE for the user's own data, and
+    package.module:function for the user's own Python function.
     """
     if name == DIGITS:
         return DataSource("embedded", None)
@@ -109,9 +109,7 @@ def _found_own(own: OwnName) -> DataSource | None:
 def _found_parts(name: str, data_root: Path | None) -> DataSource:
     """Return the location of the data set ``name``, which joins several data sets (parts).
 
-    Each part may be in another search directory.
-
-    Raises UserError for fewer than two parts, for a repeated part, for a part that itself joins data sets, for an
+    Each part may be in another search directory. Raises UserError for fewer than two parts, for a repeated part, for a part that itself joins data sets, for an
     invalid name of a part, and if files of the user's own data are missing.
     """
     parts = parts_of(name)

@@ -280,8 +280,8 @@ def _adult_columns() -> tuple[Column, ...]:
 def _diabetes(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
     """Read Diabetes; return (training, test) records.
 
-    A hash of the patient selects a fixed fifth of the patients for testing. The split is by patient, because a patient
-    may have several records.
+    A hash of the patient's number selects a fixed fifth of the patients for testing. The split is by patient, because a
+    patient may have several records.
     """
     path = root / next(iter(known.files))
     with path.open(encoding="utf-8", newline="") as file:

@@ -62,7 +62,7 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
 
 
 def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -> str:
-    """Return a SHA-256 digest of the training and validation records of the data set ``name``, as they are loaded.
+    """Return a SHA-256 digest of the training and validation records of ``name``, as ``load`` returns them.
 
     ``with_test``: True to include the test records.
     """
@@ -151,7 +151,7 @@ def content_of(name: str, data_root: Path | None) -> str:
 
 
 def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
-    """Return two digests, as of ``content_of``: of the training records of ``name``, and of its test records.
+    """Return the digests (see ``content_of``) of the training records and of the test records of ``name``.
 
     Both digests are equal if one table contains training and test records, or if ``data.test`` draws the test records.
     """
@@ -165,7 +165,7 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
 
 
 def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
-    """Return a keyed hash (HMAC) of ``content_of``, which result files may contain; empty if there is no key.
+    """Return a keyed hash (HMAC) of ``content_of``, for result files; empty if there is no key.
 
     The key is secret and stays on this machine. The part of the result before the colon identifies the key. Hashes with
     different keys cannot be compared. ``make_key``: True creates a missing key; False is for a forecast, which must not
@@ -380,7 +380,7 @@ def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Pa
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return numbers from the file's status that change whenever the file is written; empty for a missing file."""
+    """Return device, inode, size and time of change of a file, to detect changes; empty for a missing file."""
     try:
         status = path.stat()
     except OSError:

@@ -7,8 +7,8 @@ with a public seed, then reduces the number of features to at most 1000.
 
 Whitening also uses no data set. Privacy noise on released features has the same variance in all directions. It
 therefore hides directions of low variance first, although they may separate classes well. Whitening gives all
-directions about the same variance. It needs a covariance matrix. That of the records would be private, so the
-covariance of artificial images is used, which is public and similar enough. The artificial images have the common
+directions about the same variance. It needs a covariance matrix. The covariance of the records would be private, so the
+covariance of artificial images is used: it is public and similar enough. The artificial images have the common
 statistics of photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead
 leaves": random discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features
 from such images (Baradad et al. 2021). Their seed is public, so all processes generate the same images.

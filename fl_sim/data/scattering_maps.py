@@ -1,8 +1,8 @@
 """All scattering maps of an image, whitened across the maps: the features ``scattering-maps``, without a projection.
 
 Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
-would reduce the accuracy of these models. Without it, maps are correlated, so some directions have a far larger
-variance than others. This module whitens the vector of all maps at each position of an image, with the same matrix for
+would reduce the accuracy of these models. Without a projection, the maps are correlated, and some directions have a far
+larger variance than others. This module whitens the vector of all maps at each image position, with the same matrix for
 all positions. The matrix is small: it needs only the covariance of maps, estimated from artificial images
 (``fl_sim.data.scattering``), not of all coefficients. Matrix and images depend on no data set, so both are public.
 """

@@ -42,7 +42,7 @@ from fl_sim.mistakes import guess
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples
 
-_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # matches id, patient_id, patientID as column names
+_ID: Final = re.compile(r"(?i:(^|[_ .-])(id|uuid|guid)$)|[a-z]I[Dd]$")  # column names such as id, patient_id, patientID
 _FEW: Final = 6  # maximum number of names in a list in ``Dataset.note``
 
 
@@ -395,7 +395,7 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
 
 
 def _fill(rows: Rows, plan: TablePlan) -> None:
-    """Write all records of the tables into the arrays ``rows``, which must be zeros before.
+    """Write all records of the tables into the arrays ``rows``. Before the call, these must be zeros.
 
     ``rows.kept`` becomes False for the rows that the settings leave out.
     """
@@ -423,7 +423,10 @@ def _fill(rows: Rows, plan: TablePlan) -> None:
 
 
 def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
-    """Return the value of the setting ``key``, by default the first of ``valid``; raise UserError for any other."""
+    """Return the value of the setting ``key``; if it is not set, return the first of the ``valid`` values.
+
+    Raises UserError for a value that is not valid.
+    """
     chosen = own.option(key) or valid[0]
     if chosen not in valid:
         raise UserError(f"data.{key} = {chosen!r}{guess(chosen, valid)}; valid: {', '.join(valid)}")

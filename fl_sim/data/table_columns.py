@@ -243,7 +243,7 @@ def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True, te
 def listed_columns(own: OwnName, key: str, table: TableReader) -> list[str]:
     """Return the columns that the setting ``key`` lists.
 
-    A comma also separates names, unless it is part of a column name.
+    ``+`` separates names. A comma also separates names, unless it is part of a column name.
     """
     given = own.options.get(key, ())
     parts = [[name] if name in table.names else name.split(",") for name in given]
@@ -266,7 +266,7 @@ def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, 
 
 
 def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> None:
-    """Raise UserError if a column with a role is declared in the file as another type than text or number."""
+    """Raise UserError if the file declares a label, client, split or text column as neither text nor number."""
     for name in filter(None, (roles.label, roles.client, roles.split, roles.text)):
         if seen[name].declared in {"time", "other"}:
             what = "dates or times" if seen[name].declared == "time" else "lists"
@@ -486,7 +486,7 @@ def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | N
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Return True if ``numbers`` are row numbers that follow ``rows_before`` earlier rows, counted from 0 or 1."""
+    """Return True if ``numbers`` are the row numbers that follow after ``rows_before`` rows, counted from 0 or 1."""
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)

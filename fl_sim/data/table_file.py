@@ -1,6 +1,6 @@
 """Reads a csv or parquet file with pyarrow, in batches, so that the table need not fit into memory.
 
-Also interprets the texts of cells: empty ones, and numbers in various notations.
+This module also recognises empty cells, and numbers in various notations.
 """
 
 import json

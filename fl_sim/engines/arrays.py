@@ -133,7 +133,7 @@ def pack(params: Params) -> ArrayRecord:
 
 
 def unpack(record: Any) -> Params:
-    """Return the tensors in an ArrayRecord that ``pack`` made. No layout is checked, as clients trust the server."""
+    """Return the tensors in an ArrayRecord that ``pack`` made. Clients trust the server, so no layout is checked."""
     ((text, array),) = record.items()
     layout = _read_layout(text)
     return FlatParams(tensor_in(array, (num_in(layout),)), layout)

@@ -172,7 +172,10 @@ class InProcessGrid(LocalGrid):
         waiting, replies = deque(batches), dict[str, Message]()
 
         def take() -> list[Message] | None:
-            """Remove and return the next batch, in any thread; None if no batch is left or the deadline has passed."""
+            """Remove and return the next batch; None if no batch is left or the deadline has passed.
+
+            Any thread may call this function.
+            """
             try:
                 return waiting.popleft() if time.monotonic() < deadline else None
             except IndexError:

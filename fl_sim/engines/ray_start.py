@@ -132,7 +132,7 @@ def last_line(error: BaseException) -> str:
 def import_path() -> str:
     """Return this process's import path, joined to one string, without the directories of installed packages.
 
-    Other machines have installed packages in other directories.
+    On other machines, installed packages are in other directories.
     """
     entries = dict.fromkeys(Path(entry).absolute() for entry in sys.path)
     return os.pathsep.join(str(entry) for entry in entries if not is_installed(entry))

@@ -90,11 +90,11 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 
 
 def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
-    """Return the largest epsilon that the audit of one round refutes as a guarantee at ``delta``.
+    """Return the largest epsilon at ``delta`` that the audit of one round proves to be too small.
 
-    The audit tries several noise multipliers, each with its claimed guarantee. The result is the epsilon of the
-    smallest noise multiplier whose guarantee is refuted, or 0 if none is refuted. The refuted epsilon divided by the
-    claimed epsilon is the tightness of the audit.
+    The audit tests the guarantees of several noise multipliers. It finds the smallest noise multiplier whose guarantee
+    is refuted; the result is the epsilon of this guarantee, or 0 if none is refuted. The result divided by the claimed
+    epsilon is the tightness of the audit.
     """
 
     def claims(noise: float) -> list[float]:

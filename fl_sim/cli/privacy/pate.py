@@ -177,9 +177,10 @@ def in_words(bill: dict[str, Any]) -> str:
 
 
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
-    """Draw two figures into the file ``path``: total epsilon over queries, and epsilon of a query over its agreement.
+    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``.
 
-    The agreement of the teachers on a query is a difference of votes: the most frequent class minus the second class.
+    The teachers' agreement on a query is the number of votes for its most frequent class, minus the number of votes for
+    the second class.
     """
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
