@@ -89,7 +89,7 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
     for owner, given in options.items():
         for name, value in given.items():
             if value is not None and method is not owner:
-                raise typer.BadParameter(f"it belongs to --method {owner.value}: leave it out", param_hint=f"--{name}")
+                raise typer.BadParameter(f"this is for --method {owner.value}: leave it out", param_hint=f"--{name}")
     if method is Unlearning.EXACT:
         threats_code.show_unlearning(run, client, out, data_root, json_output=json_output)
     elif method is Unlearning.FEDERASER:

@@ -82,7 +82,8 @@ def own_dataset(
             )
     if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
         raise UserError(
-            f"{where}: training records are {_type(train)} but test records {_type(test)}; give both one shape and type"
+            f"{where}: training records are {_type(train)} but test records {_type(test)}; give both the same "
+            "shape and type"
         )
     if listed:
         for labels in (train.labels, test.labels):
@@ -117,7 +118,7 @@ def with_validation(dataset: Dataset, validation: Examples | None, where: str) -
     if train.shape[1:] != validation.inputs.shape[1:] or train.dtype != validation.inputs.dtype:
         raise UserError(
             f"{where}: training records are {_type(dataset.train)} but validation records {_type(validation)}; "
-            "give both one shape and type"
+            "give both the same shape and type"
         )
     if labels.min() < 0 or labels.max() >= dataset.num_classes:
         raise UserError(

@@ -114,7 +114,7 @@ def _domains(path: Path) -> dict[str, Path]:
     folders = _subfolders(path, "domain")
     if parts := [part for part in ("train", "test") if part in folders]:
         raise UserError(
-            f"data.domains=true takes the folders in {path} for domains, and {parts[0]!r} is the name of a part: put "
+            f"with data.domains=true each folder in {path} is a domain, but {parts[0]!r} is the name of a part: put "
             f"images into {path}/DOMAIN/{parts[0]}/CLASS, or leave data.domains out"
         )
     if len(folders) == 1:

@@ -109,8 +109,8 @@ def _found_own(own: OwnName) -> DataSource | None:
 def _found_parts(name: str, data_root: Path | None) -> DataSource:
     """Return the location of the data set ``name``, which joins several data sets (parts).
 
-    Each part may be in another search directory. Raises UserError for fewer than two parts, for a repeated part, for a part that itself joins data sets, for an
-    invalid name of a part, and if files of the user's own data are missing.
+    Each part may be in another search directory. Raises UserError for fewer than two parts, for a repeated part, for a
+    part that itself joins data sets, for an invalid name of a part, and if files of the user's own data are missing.
     """
     parts = parts_of(name)
     if len(parts) < 2 or "" in parts:

@@ -331,8 +331,8 @@ def _place(written: str) -> Path:
         raise UserError(f"data.tokenizer: {folders[0]} holds no {_FILE}; name its file or its folder")
     valid = ("characters", "bytes")
     raise UserError(
-        f"data.tokenizer = {shortened(written)!r}{guess(written, valid)}: it must be characters, bytes, or the place "
-        f"of a {_FILE}: a file, a folder or an installed package"
+        f"data.tokenizer = {shortened(written)!r}{guess(written, valid)}: it must be characters, bytes, or the "
+        f"location of a {_FILE}: a file, a folder or an installed package"
     )
 
 

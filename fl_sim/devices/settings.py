@@ -275,7 +275,7 @@ def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.ran
     if sum(counts) != num_clients:
         raise UserError(
             f"devices.path: {path} is for {sum(counts)} clients, but this run has {num_clients}: give one row per "
-            "client, or numbers in the column 'clients' with this sum"
+            f"client, or let the numbers in the column 'clients' add up to {num_clients}"
         )
     places = np.repeat(np.arange(len(rows)), counts)
     # classes of devices are assigned at random, because clients with neighbouring IDs may have similar data

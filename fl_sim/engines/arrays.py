@@ -102,7 +102,7 @@ def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]
     header = _header(shape, kind)
     data = array.data if isinstance(array, Array) else None
     if not isinstance(data, bytes) or len(data) != len(header) + prod(shape) * np.dtype(kind).itemsize:
-        raise Malformed(f"sent an array whose size is not that of numbers of type {kind} in the shape {shape}")
+        raise Malformed(f"sent an array whose size does not fit numbers of type {kind} and the shape {shape}")
     if not data.startswith(header):
         raise Malformed(f"sent an array of another type than {kind}, or another shape than {shape}")
     return np.frombuffer(data, kind, offset=len(header)).reshape(shape)

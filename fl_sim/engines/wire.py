@@ -343,7 +343,7 @@ def read_who(content: RecordDict) -> int:
     check_names(content, {_REPORT})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:
-        raise Malformed("reported something else than the number of its client (Flower: its partition)")
+        raise Malformed("reported something else than the ID of its client (Flower: its partition ID)")
     return whole_number(report[_PARTITION], sys.maxsize, "a partition's number")
 
 

@@ -59,7 +59,7 @@ class LabellingRequest:
         for name, value in given.items():
             if (value is None) == (name in needed):
                 state = "missing" if value is None else "not allowed"
-                raise UserError(f"mechanism {self.mechanism} needs {' and '.join(needed)} only: {name} is {state}")
+                raise UserError(f"mechanism {self.mechanism} takes {' and '.join(needed)}, and {name} is {state}")
             if value is not None and not (0 < value < math.inf or (name == "--threshold" and value == 0)):
                 raise UserError(f"{name} {value} gives no guarantee: choose a positive number")
         if self.gamma is not None:
