@@ -70,9 +70,9 @@ def names_of_deal(job: Job) -> tuple[str, str]:
 def joint_cost(job: Job, delta: float) -> JointCost:
     """Return the joint privacy cost of all ledger entries about the job's data set, from runs with any settings.
 
-    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. At each RDP order,
-    the cost of a record in a deal is thus at most the maximum of the clients' RDP curves. The curves of all deals are
-    added. Raises RunError if a ledger is damaged.
+    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. So the cost of a
+    record in a deal is at most the maximum of the clients' Renyi divergences, at each order. The divergences of all
+    deals are added. Raises RunError if a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
