@@ -43,12 +43,12 @@ class AgnosticFL(SendingLoss):
         what = f"algorithm {kind_of(self)} cannot run with"
         if (sampler := kind_of(experiment.sampler)) != "full":
             raise ValueError(
-                f"{what} sampler {sampler}: the weight of each client depends on the losses of all; leave sampler out, "
+                f"{what} sampler {sampler}: each client's weight depends on all clients' losses; leave sampler out, "
                 "or take q-ffl or term"
             )
         if (personal := experiment.local.personal) != "none":
             raise ValueError(
-                f"{what} local.personal={personal}: losses would be those of different models; leave local.personal out"
+                f"{what} local.personal={personal}: the losses would be of different models; leave local.personal out"
             )
 
     def remarks(self, experiment: Choices) -> list[str]:

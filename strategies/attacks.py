@@ -350,8 +350,8 @@ def check_promises(attack: object, experiment: Choices) -> None:
     for part in _promising(experiment):
         if not isinstance(part, Withstanding):
             raise ValueError(
-                f"attack {kind_of(attack)} cannot run with {kind_of(part)}: no single update is checked there, and a "
-                "privacy cost is meaningless for clients that break the protocol; take another one, or attack=none"
+                f"attack {kind_of(attack)} cannot run with {kind_of(part)}: it does not check single updates, and its "
+                "privacy cost holds only if all clients follow the protocol; take another one, or attack=none"
             )
         part.check_hostile(kind_of(attack), sees_honest=sees_honest(attack))
 

@@ -143,7 +143,7 @@ class Backdoor(Planted):
         shape = dataset.input_shape
         if len(shape) != 3:
             raise UserError(
-                "attack backdoor needs images, and the records here are none: take another data set or attack"
+                "attack backdoor needs images, and these records are no images: take another data set or attack"
             )
         smallest = 1 if self.parts == 1 else 2
         if not smallest <= self.size <= min(shape[1:]):

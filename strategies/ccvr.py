@@ -101,8 +101,8 @@ class CCVR(SumsOfFeatures):
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 f"calibrate ccvr cannot run under aggregator {kind_of(experiment.aggregator)}, which protects all "
-                "records of a client together: each client sends its own moments, whose noise hides single records at "
-                "most; set calibrate=none or another aggregator"
+                "records of a client together: each client sends its own moments, and their noise hides only single "
+                "records; set calibrate=none or another aggregator"
             )
         if experiment.attack.clients:
             raise ValueError(

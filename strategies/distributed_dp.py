@@ -92,8 +92,8 @@ class DistributedDP(Settings):
         for name in ("preprocess", "calibrate"):
             if not is_none(value := getattr(experiment, name)):
                 raise ValueError(
-                    f"{name} {kind_of(value)} {what}: it also reads the clients' records, and no statement "
-                    "covers both; leave one of the two out"
+                    f"{name} {kind_of(value)} {what}: it also reads the clients' records, and no privacy "
+                    "statement covers both; leave one of the two out"
                 )
         if not is_none(experiment.compress):
             raise ValueError(
@@ -102,14 +102,14 @@ class DistributedDP(Settings):
             )
         if (stack := getattr(experiment.engine, "stack", 0)) > 1:
             raise ValueError(
-                f"engine.stack={stack} {what}: a stack is a group of clients trained in one batch, so a client's "
-                "rounding depends on the others, and noise does not hide that; leave engine.stack out"
+                f"engine.stack={stack} {what}: a stack is a group of clients trained in one computation, so the "
+                "rounding of a client's update depends on the others, which noise does not hide; leave engine.stack out"
             )
 
     def _check_sampler(self, sampler: Any, what: str) -> None:
         if not (type(sampler) is Everyone or (type(sampler) is Cyclic and sampler.sampling_rate == 1)):
             raise ValueError(
                 f"sampler {kind_of(sampler)} {what}: the server sees who takes part, so random cohorts reduce no cost, "
-                "and the number of noises in a sum must be known; take sampler=full, or sampler=cyclic, in which a "
-                "client pays for one round in sampler.groups"
+                "and the number of clients that add noise to a sum must be known; take sampler=full, or "
+                "sampler=cyclic, with which a client takes part in, and pays for, one of sampler.groups rounds"
             )

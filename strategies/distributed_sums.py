@@ -280,8 +280,8 @@ class ClientShares(ClientLayer):
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
         if shapes[0] != shapes[1] or update.packed:
             raise RunError(
-                "the algorithm's update has other tensors than that of a client without records, so its form could "
-                "tell facts about records: let finish return tensors with the same names and shapes for all clients"
+                "the algorithm's update has other tensors than the update of a client without records, so it could "
+                "reveal facts about records: let finish return tensors with the same names and shapes for all clients"
             )
         values = payload_vector(update.payloads, self.template).double().cpu().numpy()
         if not came.num_examples:

@@ -82,15 +82,15 @@ class ClientPrivacy(Settings):
         what = f"cannot run with local.privacy={self.kind}"
         if hides_clients(experiment.aggregator):
             raise ValueError(
-                f"aggregator {kind_of(experiment.aggregator)} {what}, whose privacy costs are stated for rounds "
-                "without another mechanism: leave one of the two out"
+                f"aggregator {kind_of(experiment.aggregator)} {what}: its privacy costs hold only without another "
+                "privacy mechanism in the rounds; leave one of the two out"
             )
         for name in ("preprocess", "calibrate"):
             value = getattr(experiment, name)
             if not (is_none(value) or self.allows(value)):
                 raise ValueError(
                     f"{name} {kind_of(value)} reads the clients' records in addition to local.privacy={self.kind}, and "
-                    "no statement covers both: leave one of the two out"
+                    "no privacy statement covers both: leave one of the two out"
                 )
         algorithm, reason = experiment.algorithm, ""
         if path_in(type(algorithm), "procedure"):

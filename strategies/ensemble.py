@@ -61,16 +61,16 @@ class SeesModels(Averaging):
     layer: ClassVar[str] = "strategies.server_step:StepOnModels"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if the server cannot see single models, or for BatchNorm layers or local privacy."""
+        """Raise ValueError for settings that do not fit, such as an aggregator that hides single models."""
         seen, reason = f"algorithm {self.kind} looks at the model of each client", ""
         if hides_clients(experiment.aggregator):
             reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
         elif path_in(type(experiment.server), "procedure"):
-            reason = f"with server={kind_of(experiment.server)} they begin from different ones: leave server out"
+            reason = f"with server={kind_of(experiment.server)} clients begin from different models: leave server out"
         elif experiment.local.batch_norm != "none":
             reason = "its ensemble has no running statistics: leave local.batch_norm out"
         elif not is_none(experiment.local.privacy):
-            reason = "no statement covers both here: leave local.privacy out"
+            reason = "no privacy statement covers both: leave local.privacy out"
         if reason:
             raise ValueError(f"{seen}, and {reason}")
 
@@ -112,8 +112,8 @@ class OnEnsemble(SeesModels):
         super().check(experiment)
         if self.public_records == getattr(experiment, "data", ""):
             raise ValueError(
-                f"algorithm {self.kind}: {self.public_records} is what clients hold: algorithm.proxy must be another "
-                "data set, of public records"
+                f"algorithm {self.kind}: clients hold the records of {self.public_records}: algorithm.proxy must be "
+                "another data set, with public records"
             )
         if self.uses_pool and not isinstance(experiment.preprocess, Supplying):
             raise ValueError(

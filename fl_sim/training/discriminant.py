@@ -113,7 +113,7 @@ def quadratic_discriminant(
     if num_classes * size**2 > _MOST_NUMBERS:
         raise UserError(
             f"the classifier quadratic-discriminant has {num_classes} matrices of {size:,} x {size:,} numbers here, "
-            f"which is more than {_MOST_NUMBERS:,}: leave it out, or set features=scattering"
+            f"which is more than {_MOST_NUMBERS:,}: leave this classifier out, or set features=scattering"
         )
     classes = _classes_of(inputs, labels, num_classes)
     pooled = classes.pooled()

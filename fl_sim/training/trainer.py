@@ -60,7 +60,7 @@ class LocalJob:
                 unknown = ", ".join(sorted(names - self.task.params.keys())) or "no parameter"
                 raise ValueError(
                     f"the local plan trains {unknown}, and the model has {', '.join(self.task.params)}: "
-                    "name some of these"
+                    "name one or more of these"
                 )
 
     @cached_property

@@ -219,7 +219,7 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
     ("settings", "why"),
     [
         ({"attack": "label-flip:10"}, "leaves nobody to attack: set attack.clients"),
-        ({"attack": "sign-flip", "aggregator": "distributed-dp:8"}, "cannot run with distributed-dp: no single update"),
+        ({"attack": "sign-flip", "aggregator": "distributed-dp:8"}, "distributed-dp: it does not check"),
         ({"attack": "min-max", "aggregator": "global-dp"}, "no epsilon would hold .*aggregator.noise=seeded"),
         ({"attack": "mimic", "aggregator": "global-dp"}, "no epsilon would hold .*aggregator.noise=seeded"),
         ({"attack": "alie", "aggregator": "global-dp", "preprocess": "private-start"}, "cannot run with attack alie"),

@@ -92,7 +92,7 @@ def test_everything_that_is_sent_is_one_clipped_vector_of_few_bits() -> None:
     assert {name: (len(one.numbers), len(one.bits)) for name, one in sent.packed.items()} == {
         FIRST: (0, 2304), SECOND: (0, 0)
     }  # fmt: skip
-    with pytest.raises(RunError, match="other tensors than that of a client without records"):
+    with pytest.raises(RunError, match="other tensors than the update of a client without records"):
         half.sent(_task(2), _task(2), Trained(PARAMS, {}, 1, None), ClientUpdate({FIRST: PARAMS}, 40))
 
 

@@ -91,7 +91,7 @@ def test_a_round_of_whole_batches_is_a_step_on_all_held_out_records(tmp_path: Pa
     [
         ({"aggregator": {"kind": "global-dp", "noise_multiplier": 1}}, "hides these models|promises privacy"),
         ({"aggregator": "median"}, "keeps all models"),
-        ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "no statement covers both|promises privacy"),
+        ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "no privacy statement covers both|promises privacy"),
         ({"evaluate": {"validation": 0}}, "holds out none"),
         ({"attack": "sign-flip:1"}, "hostile clients would send an honest combiner"),
         ({"preprocess": "da-fl"}, "promises? privacy"),

@@ -132,7 +132,7 @@ def test_without_mu_weights_stay_equal(digits: Dataset) -> None:
     ("settings", "why"),
     [
         ({"aggregator": {"kind": "global-dp", "noise_multiplier": 1}}, "hides these models"),
-        ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "no statement covers both"),
+        ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "no privacy statement covers both"),
         ({"local": {"batch_norm": "average"}}, "no running statistics"),
     ],
 )

@@ -87,7 +87,7 @@ def test_sums_move_by_the_sensitivity_that_is_charged() -> None:
                 "preprocess": {"kind": "ridge-start", "epsilon": 4},
                 "local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}},
             },
-            "no statement covers both",
+            "no privacy statement covers both",
         ),
     ],
 )
