@@ -1,4 +1,4 @@
-"""The rules by which private steps (DP-SGD) bound a record's gradient: flat, by layers, and automatic."""
+"""The rules by which DP-SGD clips the gradient of a single record: flat, layer by layer, and automatic."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -85,7 +85,7 @@ class PlanReport:
             say(_ROUGH)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values. Seconds are None if no time was measured."""
+        """Return the report as JSON values. All times in seconds are None if no time was measured."""
         return {
             "jobs": self.jobs,
             "seconds": seconds_together(self.runs, self.jobs),

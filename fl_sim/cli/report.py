@@ -177,7 +177,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
     features, shape = run.config.features, _shape_of(run)
     if features not in {"scattering", "whitened-scattering"}:
-        raise ValueError(f"this version of fl-sim does not know features={features}")
+        raise ValueError(f"features={features} does not exist in this version of fl-sim")
     console = Console(file=sys.stderr)
     console.print(
         f"finding images for {len(vectors)} synthetic feature vectors of {run.path}",

@@ -178,7 +178,7 @@ def show_plan(
         if given.path is not None and {"base", "grid", "tune"} & set(given.table):
             planned = _planned_table(given.path, given, out, jobs, data_root, show)
         elif jobs is not None:
-            raise UserError(f"--jobs {jobs} is for the parallel runs of a table, and this is one run: leave it out")
+            raise UserError(f"--jobs {jobs} is for the parallel runs of a table, but this is one run: leave it out")
         else:
             planned = _planned_run(given, out, data_root)
         with importing():

@@ -84,7 +84,7 @@ def _check(name: str, names: Mapping[str, Dataset]) -> None:
         first, second, *_ = listed.items()
         raise UserError(
             f"data={shortened(name)}: {first[1]} has the classes {enumerated(first[0])}, and {second[1]} has "
-            f"{enumerated(second[0])}: name and order them alike (data.classes inside the name of a part)"
+            f"{enumerated(second[0])}: name and order them alike (by data.classes in the name of a part)"
         )
     if validated := [called for called, part in names.items() if part.validation is not None]:
         raise UserError(
@@ -130,7 +130,7 @@ def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Exampl
 
 
 def _as_one(images: NDArray[np.uint8], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
-    """Return ``images`` (n, c, height, width) scaled to ``size`` (width, height), with ``channels`` channels."""
+    """Scale ``images`` (n, c, height, width) to ``size`` (width, height), and give all ``channels`` channels."""
     images = scaled(images, size)
     return images if images.shape[1] == channels else np.repeat(images, channels, axis=1)
 

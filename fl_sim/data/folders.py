@@ -62,7 +62,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     if not is_test.any():
         raise UserError(
             f"{path if has_domains else parts[0].root} has only one image per class, so data.test finds none for "
-            "testing; add images, or a folder test"
+            "testing; add images, or a folder with the name test"
         )
     first, second = (
         Examples(images[mask], labels[mask], sources[mask] if has_domains else None) for mask in (~is_test, is_test)

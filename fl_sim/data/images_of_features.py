@@ -57,7 +57,7 @@ def images_of(
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(
-            f"vectors of shape {vectors.shape[1:]} are no features of such images, which have {dimension_of(shape)} "
+            f"vectors of shape {vectors.shape[1:]} are no features of such images: those are {dimension_of(shape)} "
             "numbers"
         )
     if not np.isfinite(vectors).all():

@@ -245,7 +245,7 @@ def _of_numbers(user: str, file: Path, x: list[Any], y: list[Any], where: str) -
     if inputs.ndim != 2 or not np.isfinite(inputs).all():
         raise UserError(f"{where} has inputs that are no rows of finite numbers")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise UserError(f"{where} has labels that are no whole numbers, one per record; others are not supported")
+        raise UserError(f"{where} has labels that are no whole numbers, one per record; other labels are not supported")
     is_image = inputs.shape[1] == FEMNIST_SIDE**2 and inputs.min() >= 0 and inputs.max() <= 1
     return _User(user, file, np.rint(255 * inputs).astype(np.uint8) if is_image else inputs, labels.astype(np.int64))
 

@@ -173,7 +173,7 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
     if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
         raise UserError(
             f"{where}: {array.dtype} {array.shape}: save features as floats; for sequences of tokens add a number "
-            "vocabulary (tokens are whole numbers below it, from 1; 0 is padding)"
+            "vocabulary (tokens are whole numbers from 1 to vocabulary - 1, and 0 is padding)"
         )
     if array.dtype.kind in "fiu" and array.ndim in {3, 4}:
         raise UserError(
@@ -189,7 +189,7 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Return the training and the test records, with the client of each record in the field ``groups``.
+    """Return the training and the test records, with the client of each record as a number in ``Examples.groups``.
 
     If the file has no arrays of clients, the records are returned unchanged.
     """

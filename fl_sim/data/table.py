@@ -155,7 +155,7 @@ class TablePlan:
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """The columns of numbers that contain row numbers, such as the index that pandas writes."""
+        """The columns that only number the rows, such as the index that pandas writes."""
         if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
@@ -170,7 +170,7 @@ class TablePlan:
 
     @cached_property
     def unscaled(self) -> dict[str, None]:
-        """The columns of numbers without ``data.range``, in order, as the keys of a dict."""
+        """The columns of numbers that ``data.range`` does not scale: an ordered set, as the keys of a dict."""
         return dict.fromkeys(one.name for one in self.features if not one.categories and one.bounds is None)
 
     @property
@@ -330,7 +330,7 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
 
 
 def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
-    """Return pairs (column, use of the column).
+    """Return pairs (column, description of its use), for ``Dataset.shown``.
 
     Label, client and split come first, then features, then unused columns.
     """

@@ -63,7 +63,7 @@ class CellPlace:
     value: str = ""
 
     def at(self, column: str) -> str:
-        """Return the position of this cell as text: file, row and ``column``."""
+        """Describe the position of this cell, for messages: file, row and ``column``."""
         return f"{self.file}: row {self.row}, column {column!r}"
 
 
@@ -547,7 +547,9 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableReader) -> tupl
         raise UserError(f"data.drop names {clash[0]!r}, which is also data.{uses[clash[0]]}: remove one of the two")
     features = tuple(name for name in table.names if name not in uses and name not in dropped)
     if not features:
-        raise UserError(f"{table.where} has no feature columns beside {enumerated(uses, _MOST_NAMES)}; add some")
+        raise UserError(
+            f"{table.where} has no feature columns in addition to {enumerated(uses, _MOST_NAMES)}; add some"
+        )
     for key in ("range", "category", "fill"):
         for name in own.of_columns(key):
             _check_column(name, key, table)

@@ -109,7 +109,7 @@ def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
         what = "numbers" if seen.number or seen.text else "no texts"
         raise UserError(
             f"{first.where}: column {listed[0]!r} holds {what}, and data.{settings[0]} is for texts: set data.text to "
-            f"a column of texts, or leave data.{settings[0]} out, so that the numbers are names"
+            f"a column of texts, or leave data.{settings[0]} out to use the numbers as names"
         )
     return ""
 

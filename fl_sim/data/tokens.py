@@ -41,7 +41,7 @@ _FILE: Final = "tokenizer.json"
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of texts. ``rows``: float32, (texts, length). ``num_cut``: the number of texts that were cut."""
+    """The tokens of texts. ``rows``: float32, (texts, length). ``num_cut``: the number of truncated texts."""
 
     rows: NDArray[np.float32]
     num_cut: int
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
         ...
 
     def tokens(self, texts: Sequence[str], most: int) -> Tokens:
-        """Return the tokens of ``texts``. A text of more than ``most`` tokens is cut."""
+        """Return the tokens of ``texts``. A text of more than ``most`` tokens is truncated."""
         ...
 
     def text(self, row: NDArray[np.float32]) -> str:
@@ -113,7 +113,7 @@ class Bytes:
         return Tokens(_in_rows(1 + found, [*map(len, cut)]), sum(len(text) > most for text in written))
 
     def text(self, row: NDArray[np.float32]) -> str:
-        """Return the text of the bytes in ``row``; a character that was cut becomes a replacement character."""
+        """Return the text of the bytes in ``row``. A truncated character becomes a replacement character."""
         return bytes(int(token) - 1 for token in row[row > 0]).decode("utf-8", "replace")
 
 
@@ -153,7 +153,7 @@ class Vocabulary:
         return int(max(self._library.get_vocab(with_added_tokens=True).values())) + 1 + self._shift
 
     def tokens(self, texts: Sequence[str], most: int) -> Tokens:
-        """Return the tokens of ``texts`` with the tokenizer's special tokens, cut to ``most`` tokens."""
+        """Return the tokens of ``texts`` with the tokenizer's special tokens, truncated to ``most`` tokens."""
         if sum(map(len, texts)) < _CACHED:
             return self._computed(texts, most)
         identity = hashlib.sha256(f"tokens-1 {self.digest} {most} {self._shift} {_digest(texts)}".encode()).hexdigest()
@@ -196,7 +196,7 @@ class Vocabulary:
         return Tokens(_in_rows(flat + self._shift, lengths), sum(bool(one.overflowing) for one in found))
 
     def text(self, row: NDArray[np.float32]) -> str:
-        """Return the text of the tokens in ``row``, joined by the library, without special tokens."""
+        """Return the text of the tokens in ``row``, as the library decodes them, without special tokens."""
         joined: str = self._library.decode([int(token) - self._shift for token in row[row > 0]])
         return joined
 
@@ -319,7 +319,7 @@ def _in_rows(tokens: NDArray[np.int64], lengths: list[int]) -> NDArray[np.float3
 
 
 def _place(written: str) -> Path:
-    """Return the file tokenizer.json that ``written`` names; raise UserError if there is none."""
+    """Return the file tokenizer.json at the location ``written``; raise UserError if there is none."""
     path = Path(written).expanduser().absolute()
     if os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises for a long name)
         return path

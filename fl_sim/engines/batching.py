@@ -239,7 +239,7 @@ class Exchange(Generic[Call]):
         self.add(replies)
 
     def add(self, replies: Sequence[Message]) -> None:
-        """Store replies of an unfinished call, or replies that needed no worker."""
+        """Store replies of a call that is still running, or replies that needed no worker."""
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
@@ -263,7 +263,7 @@ class Exchange(Generic[Call]):
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
-        """Add an error reply with this ``code`` and ``reason`` for every message that no worker is answering."""
+        """Add an error reply with this ``code`` and ``reason`` for every message that waits for a worker."""
         self._fail([*chain.from_iterable(self._again), *self._suspects, *self.fresh], code, reason)
         self._again.clear()
         self._suspects.clear()

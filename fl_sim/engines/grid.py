@@ -116,7 +116,7 @@ class Groups:
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
-        """Return the messages of an exchange in batches of 3 to 10 clients, if possible one or more for each thread."""
+        """Divide the messages of an exchange into batches of 3 to 10 clients, if possible at least one per thread."""
         size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
         return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 

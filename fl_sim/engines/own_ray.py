@@ -39,7 +39,7 @@ _chosen: set[str] = set()
 def choose_token() -> None:
     """Set environment variables so that a Ray started by this process requires a new random token.
 
-    If the user has set Ray's variables already, nothing changes. Raises UserError if Ray is imported already, because
+    If the user has set RAY_AUTH_MODE already, nothing changes. Raises UserError if Ray is imported already, because
     Ray would then ignore the token.
     """
     if MODE in os.environ:

@@ -140,7 +140,7 @@ def with_config(content: RecordDict, config: TaskConfig) -> RecordDict:
 def state_records(state: Payloads) -> Mapping[str, ArrayRecord]:
     """Return a client state as Flower records, for a message.
 
-    Such messages go to and come from workers that do not share a disk with the driver.
+    Only messages to and from workers that do not share a disk with the driver contain client states.
     """
     return {_KEPT + name: pack(group) for name, group in state.items()}
 
@@ -202,7 +202,7 @@ def read_update(
         raise Malformed("reported something else than a number of records and a loss")
     count, loss = whole_number(report[_NUM_EXAMPLES], most_examples, "a number of records"), report.get(_LOSS)
     if not isinstance(loss, float | int | None) or (loss is not None and _LARGEST_LOSS < abs(loss) < math.inf):
-        raise Malformed("sent a loss that training in float32 cannot have")
+        raise Malformed("sent a finite loss that is larger than any float32 number")
     payloads, groups = dict[str, Params](), dict[str, Packed]()
     for name, params in template.items():
         if name in packed:

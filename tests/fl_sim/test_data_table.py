@@ -178,7 +178,7 @@ SAME = "label=outcome:client=ward:split=part"
         (ROWS, "label=outcome:test=0.2:test_seed=x", r"data\.test_seed = 'x': it must be a whole number"),
         (ROWS, "label=outcome:split=part:test_seed=1", r"seed of data\.test, which is not set: set data\.test"),
         (ROWS, f"{SAME}:drop=outcome", r"data\.drop names 'outcome', which is also data\.label"),
-        (ROWS, f"{SAME}:drop=age+sex", "no feature columns beside outcome, ward, part"),
+        (ROWS, f"{SAME}:drop=age+sex", "no feature columns in addition to outcome, ward, part"),
         (ROWS, f"{SAME}:client=outcome", "client is set twice"),
         (ROWS, "label=outcome:client=outcome:split=part", r"data\.label and data\.client are both 'outcome'"),
         (ROWS, f"{SAME}:range.sex=0..1", r"data\.range\.sex is for numbers, but the column 'sex' holds texts"),
