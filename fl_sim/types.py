@@ -225,10 +225,9 @@ class LocalSettings:
         """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
-        if self.epochs % 1 == 0:  # whole numbers of epochs are the usual case, and Fraction would be slow
+        if self.epochs % 1 == 0:  # a fast result for whole numbers of epochs, because Fraction is slow
             return int(self.epochs) * self.num_batches(num_examples)
-        # Fraction computes with the decimal number that the user wrote. With floats, 1.1 * 10 would be above 11, and
-        # would be rounded up to 12.
+        # Fraction is exact for the decimal number. As floats, 1.1 * 10 is above 11 and would be rounded up to 12.
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:

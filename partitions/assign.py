@@ -119,8 +119,8 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
     """Shuffle the client IDs in ``owner``, assign record j to the j-th of them, and return each client's records.
 
-    ``owner``: client IDs, one for each record. So client i receives as many random records as its ID i occurs in
-    ``owner``. The order of the entries is irrelevant.
+    ``owner``: client IDs, one for each record. The number of entries i is the number of records of client i. The order
+    of the entries is irrelevant.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

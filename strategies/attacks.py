@@ -381,7 +381,7 @@ def _tampered(
 
 
 def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the attack's labels in place of ``labels``. Raises UserError if a user's attack returns invalid labels."""
+    """Return the labels that the attack puts in place of ``labels``. Raises UserError if they are invalid."""
     poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
     is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
     if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():

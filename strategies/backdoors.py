@@ -201,13 +201,13 @@ class SemanticBackdoor(Planted):
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records that ``is_meant`` selects, with the label ``target``.
 
-        Raises UserError if it selects none.
+        Raises UserError if there are none.
         """
         self.check_target(dataset)
         meant = dataset.test.take(np.flatnonzero(self._meant(dataset.test) & (dataset.test.labels != self.target)))
         if not len(meant):
             raise UserError(
-                f"attack {kind_of(self)}: {dataset.name} has no test record that the attack is about; it has "
+                f"attack {kind_of(self)}: {dataset.name} has no test record at which the attack aims; it has "
                 f"{dataset.num_classes} classes: set another attack.source, now {self.source}"
             )
         return replace(meant, labels=np.full_like(meant.labels, self.target))

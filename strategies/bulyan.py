@@ -54,8 +54,8 @@ def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
     """
     ascending = ordered(rows).double()
     centre = middle(ascending)
-    # In ascending order, the ``count`` nearest values are consecutive. Value i is not among them if value i + count is
-    # nearer to the centre. The number of such values i is the index of the first of the nearest values.
+    # The ``count`` values nearest to the centre are consecutive in ascending order.
+    # The index of the first of them is the number of values i that are further away than value i + count.
     first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
     mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
     return mean

@@ -1,19 +1,19 @@
 """Noise that is correlated over rounds: later rounds subtract a part of the noise that earlier rounds added.
 
-Banded matrix factorisation: with x_t the sum of the clipped updates of round t, the release of round t is a_t, where
+The method is banded matrix factorisation. x_t is the sum of the clipped updates of round t. Round t releases a_t, where
 
-    C a = C x + Z,      so that a_t = x_t + (C^-1 Z)_t,
+    C a = C x + Z,      so that a_t = x_t + (C^-1 Z)_t.
 
-with fresh Gaussian noise Z and a lower-triangular Toeplitz matrix C of b bands. The coefficients of C are those of the
-square root of the matrix of prefix sums: c_0 = 1, c_k = c_{k-1} (2k - 1) / 2k. They are cut off after b coefficients
-(Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private model training"), and
-divided by their norm. The model is a prefix sum of the a_t. The noise of this prefix sum is smaller than with
-independent noise of the same size in every round.
+Z is fresh Gaussian noise, and C is a lower-triangular Toeplitz matrix of b bands. Its coefficients are the first b of
+the square root of the matrix of prefix sums, c_0 = 1, c_k = c_{k-1} (2k - 1) / 2k, divided by their norm (Kalinin and
+Lampert 2024, "Banded square root matrix factorization for differentially private model training"). The model is a
+prefix sum of the a_t. The noise of this prefix sum is smaller than with independent noise of the same size in every
+round.
 
-Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. For each round
-in which a client takes part, the client changes C x by a column of C times its update. Columns have norm 1, and two
+Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. In each round in
+which a client takes part, its update changes C x by a column of C times the update. Columns have norm 1, and two
 columns that are b or more rounds apart have no common nonzero row. So if a client takes part at most once in any b
-consecutive rounds, each of its rounds costs one Gaussian mechanism, as under independent noise. If a secret random draw
+consecutive rounds, each of its rounds costs one Gaussian mechanism, as with independent noise. If a secret random draw
 of probability p decides on its participation, each of these rounds costs one Gaussian mechanism with sampling rate p.
 """
 

@@ -32,8 +32,8 @@ class Ditto(Averaging):
 
     F is the client's loss, and eta the local learning rate. The client's own model v begins at the run's initial model,
     and is trained in the rounds in which the client takes part: as many steps as the global model, on the same batches.
-    ``strength``: the paper's lambda, chosen among 0.1, 1 and 2 on validation records; with 0, x has no effect on v. In
-    the released code x and v are trained alternately, one batch each.
+    ``strength``: the paper's lambda, which the paper chooses among 0.1, 1 and 2 on validation records; with 0, x has no
+    effect on v. In the released code x and v are trained alternately, one batch each.
     """
 
     kind: Literal["ditto"] = "ditto"
@@ -45,7 +45,7 @@ class Ditto(Averaging):
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
-        """Return the client's second local training in this round, that of its own model."""
+        """Return the second local training of this round, which trains the client's own model."""
         own = self.own_model(task)
         return {_OWN: FurtherModel(own, near(own, task.params, self.strength))}
 

@@ -212,7 +212,7 @@ class DPSGD(ClientPrivacy):
         if isinstance(supplied, Supplying) and supplied.supplies_rounds:
             raise ValueError(
                 f"preprocess {kind_of(supplied)} gives records to clients that train with local.privacy=dp-sgd, whose "
-                "costs are stated for a client's own records: let only the server train on them, with "
+                "privacy costs cover only a client's own records: let only the server train on them, with "
                 "preprocess.train_on=own preprocess.server_epochs=5, or leave one of the two out"
             )
         self.check_alone(experiment)

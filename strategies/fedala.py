@@ -74,7 +74,7 @@ class FedALA(Averaging):
         return replace(task, params={**task.params, **_mixture(task, weights)}, state={**state, _WEIGHTS: weights})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x. The client state: the last layers of y_i, their weights, and a count of rounds."""
+        """Return the update y_i - x. The client state has y_i's last layers, the mixing weights W and a round count."""
         delta = subtract(trained.params, task.state.get(_RECEIVED, task.params))
         own = {name: trained.params[name] for name in self._mixed(task.params)}
         weights = task.state.get(_WEIGHTS, {name: torch.ones_like(value) for name, value in own.items()})

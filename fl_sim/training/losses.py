@@ -49,8 +49,7 @@ def by_autograd(
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
-    # The sum, not the mean: then row i of the gradient is the gradient of record i's loss. With the mean over B records
-    # row i would be B times smaller.
+    # The sum is differentiated, not the mean: then row i of the result is the gradient of the loss of record i.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
 
@@ -167,8 +166,7 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
         left_out = left_out | ~batch.data["classes"]
     if exclude_true:
         left_out = left_out | _of_class(batch)
-    # An excluded class has probability 0 under both models. If all classes are excluded, both distributions are uniform
-    # and their divergence is 0.
+    # An excluded class has probability 0 under both models. If all classes are excluded, the divergence is 0.
     log_own, log_received = (
         functional.log_softmax((logits / temperature).masked_fill(left_out, _FAR_BELOW), dim=1)
         for logits in (own, received)

@@ -77,8 +77,7 @@ def uphill(
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
-    # keepdim=True, because under vmap a product with a tensor of shape () copies data to the device, and CUDA graphs
-    # do not allow such copies.
+    # keepdim=True: under vmap a product with a tensor of shape () copies data, which CUDA graphs do not allow.
     length = torch.linalg.vector_norm(torch.cat([value.flatten() for value in scaled]), dim=0, keepdim=True)
     reach = ascent.radius / (length + _TINY_ASCENT)
     return {name: weights[name] + (reach * step.flatten()).view_as(step) for name, step in steps.items()}

@@ -280,7 +280,7 @@ def test_a_run_that_reads_no_test_record_has_no_rate(tmp_path: Path) -> None:
         ({"size": 1, "parts": 4}, "the trigger of 4 parts has 2 to 8 pixels"),
         ({"target": 10}, "attack.target=10: digits has 10 classes.*set another attack.target"),
         ({"kind": "semantic-backdoor", "target": 10}, "attack.target=10: digits has 10 classes"),
-        ({"kind": "semantic-backdoor", "source": 10}, "no test record that the attack is about.*another attack.source"),
+        ({"kind": "semantic-backdoor", "source": 10}, "no test record at which the attack aims.*another attack.source"),
     ],
 )
 def test_a_trigger_or_target_that_is_not_there_is_refused(settings: dict[str, Any], why: str) -> None:
