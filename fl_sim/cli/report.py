@@ -195,7 +195,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # the search begins with the first call
+            searching_since = searching_since or time.monotonic()  # the search for images begins at the first call
             share = done
             bar.update(task, completed=done)
 

@@ -239,7 +239,7 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
 
 
 def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print a lower bound of the epsilon of ``run``, with its records as canaries, and the epsilon that it claims."""
+    """Print two epsilons of ``run``: a lower bound, with its records as canaries, and the epsilon that it claims."""
     with importing():
         from fl_sim.threats.canaries import audit  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415

@@ -209,7 +209,8 @@ def export(
     """
     from fl_sim.tracking.trackers import chosen_trackers  # noqa: PLC0415 (see the top)
 
-    trackers = chosen_trackers(to)  # checked before torch is imported, so that a wrong name is reported at once
+    # the names of trackers are checked before torch is imported, so that a wrong name is reported at once
+    trackers = chosen_trackers(to)
     report_code.export_runs(directories, trackers, json_output=json_output)
 
 

@@ -34,7 +34,7 @@ _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
 # All channels of an image share one random component with standard deviation 1.
-# Each channel also has an independent component with the standard deviation ``_OWN``.
+# In addition, each channel of an image has an independent random component with standard deviation ``_OWN``.
 _OWN: Final = 0.35
 
 _MADE: Final = 300  # number of artificial images per kind, for the regression; there are three kinds

@@ -99,7 +99,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             else:
                 raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
             if settings.size is not None and image.size != settings.size:
-                image = image.resize(settings.size, resample=2)  # 2: bilinear, with antialiasing
+                image = image.resize(settings.size, resample=2)  # 2 means bilinear interpolation with antialiasing
             return np.asarray(image), is_turned
 
 

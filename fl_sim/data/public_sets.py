@@ -271,7 +271,7 @@ def _adult_columns() -> tuple[Column, ...]:
     Generators of synthetic records may round years and hours to steps of 5, and amounts of money to powers of about
     1.6.
     """
-    money = (0.0, *(step / 25 for step in range(10, 26)))  # 0, and 16 values from 100 to 100,000 dollars
+    money = (0.0, *(step / 25 for step in range(10, 26)))  # 0, and 16 amounts of money from 100 to 100,000 dollars
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
     amounts = Column("capital-gain", money), Column("capital-loss", money)
     return (*_numbers(values, _ADULT_NUMBERS), *amounts, *_categories(_ADULT))

@@ -224,7 +224,7 @@ def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
 
 
 def _stamps(name: str, source: DataSource) -> _Stamps:
-    """Return size, time and inode of every file of ``name``, to detect changes; empty if it is not read from files."""
+    """Return size, time and inode of every file of ``name``, to detect changes; empty for data without files."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 

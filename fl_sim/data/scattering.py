@@ -42,17 +42,17 @@ _SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
 _PADDING: Final = 2  # minimum number of mirrored pixels that are added at each edge of an image
 _SEED: Final = 0  # seed of the projection's random directions
 _BATCH: Final = 64  # number of image channels per batch, so that a batch fits into the processor's cache
-_EPSILON: Final = 1e-5  # added to the variance of a group of maps, to avoid a division by zero
+_EPSILON: Final = 1e-5  # small constant in the variance of a group of maps, against a division by zero
 
 _NUM_MADE: Final = 2500  # number of artificial images per kind, for whitening; there are three kinds
 _MADE_SEED: Final = 0
-_RIDGE: Final = 0.1  # added to the variance of each direction, as a fraction of the mean variance
+_RIDGE: Final = 0.1  # ridge of the covariance in whitening, as a fraction of the mean variance
 WITHIN: Final = 0.9  # fraction of the artificial images whose whitened features have norm at most 1
 _ROWS: Final = 5000  # number of records that are whitened in one batch
 
 _EXPONENTS: Final = (1.0, 1.5)  # exponents of two kinds of pink noise; photographs have an exponent of about 1
 # All channels of an artificial image share one noise with standard deviation 1.
-# Each channel also has independent noise with the standard deviation ``_OWN``.
+# In addition, each channel of an artificial image has independent noise with standard deviation ``_OWN``.
 _OWN: Final = 0.35
 _CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean (pixels: 0 to 1)
 
@@ -119,7 +119,7 @@ def described(images: torch.Tensor) -> torch.Tensor:
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
-    """Return the scattering maps of ``images`` (see ``scattered``), normalised in 27 groups per record."""
+    """Return the scattering maps of ``images`` (see ``scattered``) after group normalisation with 27 groups."""
     groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
     return torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
 

@@ -442,7 +442,7 @@ def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # cached, because each batch needs the names of all classes and all clients
+@lru_cache(maxsize=2)  # the arrays are cached, because each batch needs all names of classes and clients
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 

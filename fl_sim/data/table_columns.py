@@ -39,7 +39,7 @@ MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
 
 _SAMPLES: Final = 200  # maximum number of texts that are kept to infer the notation of numbers
-ROWS_TO_COUNT: Final = 10  # in a table with fewer rows, a column 0, 1, 2 ... is a feature, not row numbers
+ROWS_TO_COUNT: Final = 10  # in a table with fewer rows than this, a column 0, 1, 2 ... is a feature, not row numbers
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 

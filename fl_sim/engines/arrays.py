@@ -150,7 +150,7 @@ def read_group(record: object, layout: Layout) -> Params:
 
 
 def packed_record(packed: Packed) -> ArrayRecord:
-    """Return a compressed group of tensors as an ArrayRecord of at most two arrays: float32 numbers and packed bits."""
+    """Convert a compressed group of tensors to an ArrayRecord with at most two arrays: float32 numbers, packed bits."""
     record = ArrayRecord()
     if len(packed.numbers):
         record[_NUMBERS] = TensorArray(packed.numbers)

@@ -47,7 +47,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # less than the duration of any step in seconds; avoids a division by zero
+_TINY = 1e-9  # a time in seconds that is shorter than any step, against a division by zero
 
 Call = TypeVar("Call")
 

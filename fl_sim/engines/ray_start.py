@@ -35,7 +35,8 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # with 0, Ray listens on 127.0.0.1 on all systems
+# With this setting, a Ray that this process starts listens on 127.0.0.1 on every system, as it does on Linux.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
 """Ray's setting for the size in bytes up to which calls and answers are sent directly between machines. Larger calls

@@ -218,7 +218,7 @@ def error_of(message: Message) -> str | None:
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
-    """Return the content of a client's answer that contains its shared tensors, before the first round."""
+    """Return the content of a client's answer: the tensors that the client shares before the first round."""
     return RecordDict({_POOL: pack(dict(shared))})
 
 
