@@ -255,8 +255,8 @@ def partition(
 class RunArguments(NamedTuple):
     """The arguments of a command (verb).
 
-    ``name``: the argument FILE or PRESET; None if it is missing. ``path``, ``table``: path and content of this file.
-    ``overrides``: the ``key=value`` arguments as text.
+    ``name``: the argument FILE or PRESET; None if it is missing. ``path`` and ``table``: the path of this file, and its
+    content. ``overrides``: the ``key=value`` arguments as text.
     """
 
     name: str | None

@@ -42,10 +42,10 @@ def version_of(features: Features) -> str:
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    Models receive the features divided by ``Dataset.std``. It is 1 / sqrt(numbers) in the result, so that the divided
-    features have a standard deviation of about 1. ``records``: a digest of all records of ``dataset``, for the name of
-    the cache file. Raises UserError for records that are no images or have an unsuitable size, RunError if the cache
-    file cannot be written.
+    Models receive the features divided by ``Dataset.std``. This function sets ``std`` to 1 / sqrt(numbers), so that the
+    divided features have a standard deviation of about 1. ``records``: a digest of all records of ``dataset``, for the
+    name of the cache file. Raises UserError for records that are no images or have an unsuitable size, RunError if the
+    cache file cannot be written.
     """
     if features == "none":
         return dataset

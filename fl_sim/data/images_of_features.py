@@ -51,7 +51,7 @@ def images_of(
 
     Returns uint8 images (n, *shape), and the relative errors (n,): the distance between a vector and the features of
     its image, divided by the length of the vector. ``shape``: channels, height and width. ``tell``: a callback for a
-    progress bar; its argument is the finished share of all steps, from 0 to 1. The same vectors always give the same
+    progress bar; its argument is the finished fraction of the work, from 0 to 1. The same vectors always give the same
     images. Raises UserError if no features exist for images of ``shape``, ValueError if ``vectors`` are not features
     of images of this shape.
     """

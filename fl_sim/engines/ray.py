@@ -222,7 +222,7 @@ class RayGrid(LocalGrid):
     def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
         """Return the replies for the server.
 
-        If the driver keeps the client states, this method first stores the new client states in the replies.
+        If the driver keeps the client states, this method first takes the new states from the replies and stores them.
         """
         if self._remote is None:
             return list(replies)

@@ -32,8 +32,8 @@ IN_RUNS: Final = (
 class Sampling:
     """Poisson sampling of units at ``rate``, or sampling of ``cohort`` out of ``population`` without replacement.
 
-    ``unit``: the privacy unit. ``population``: the number of all units; Poisson sampling does not use it, and it may be
-    None.
+    ``unit``: the privacy unit. ``population``: the number of all units; None is allowed for Poisson sampling, which
+    does not use this number.
     """
 
     unit: str
@@ -223,7 +223,7 @@ def _check(request: BudgetRequest) -> None:
 
 
 def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
-    """Return mu of Gaussian DP for the composition of all releases; None if any release uses sampling."""
+    """Return the parameter mu of Gaussian DP for all releases combined; None if any release uses sampling."""
     if any(events.sampling_rate(event) != 1 for event in counts):
         return None
     total = 0.0
