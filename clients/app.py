@@ -224,8 +224,7 @@ class _Reader:
             config = owner.config(config)
             own = (owner.data, number, config.facts)
         if remote.has_ticket(message.content):
-            # Only a worker that the run's driver started accepts tickets. Such a worker has neither a policy nor an
-            # owner.
+            # Only a worker that the run's driver started accepts tickets. It has no owner and no policy.
             if self._signer is None or policy is not None or owner is not None:
                 raise RunError(remote.NO_TICKET)
             ticket = self._signer.read(config.task, number, message.content)

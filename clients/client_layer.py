@@ -154,7 +154,7 @@ class ClientLayer:
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
         """Return the update with its payloads decompressed.
 
-        Raises Malformed for an update that no client can compute.
+        Raises Malformed for an update that an honest client cannot send.
         """
         del template, server_round
         return reply

@@ -272,8 +272,8 @@ class OwnAnswer:
 def answer_in(content: RecordDict, num_classes: int, *, has_metrics: bool) -> OwnAnswer:
     """Return the counts and metrics in a client's answer.
 
-    ``has_metrics``: True if the experiment has metrics of the user's own. Raises Malformed for counts that no client
-    can have, for metrics that are not finite, and for metrics that the experiment does not have.
+    ``has_metrics``: True if the experiment has metrics of the user's own. Raises Malformed for impossible counts, for
+    metrics that are not finite, and for metrics that the experiment does not have.
     """
     found = {}
     for name, values in content.metric_records.get("counts", {}).items():

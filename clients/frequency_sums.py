@@ -69,7 +69,7 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return the public scaling for step 1, for the frequencies at the positions ``order`` of images of ``shape``.
+    """Return the public scaling for step 1. ``order``: the positions of the frequencies. ``shape``: that of an image.
 
     The scaling subtracts the frequencies of the black image. It divides by the distance between the black image and a
     dark image, whose pixels are all a quarter of the way from black to white.

@@ -63,8 +63,8 @@ def products_of(
     """
     labelled = np.zeros((len(labels), num_classes))
     labelled[np.arange(len(labels)), labels] = 1.0
-    # torch computes the products, not NumPy, because the run sets torch's number of threads. All numbers are whole and
-    # below 2^53, so the sums are exact.
+    # torch computes the products instead of NumPy, because the run sets torch's number of threads.
+    # The sums are exact, because all numbers are whole and below 2^53.
     columns = torch.from_numpy(vectors_of(features, clipping_norm, longest)).T
     return (columns @ columns.T).numpy() * STEP**2, (columns @ torch.from_numpy(labelled)).numpy() * STEP
 

@@ -103,8 +103,7 @@ def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -
     least = 1e-4 * variance * np.eye(size)  # added, because the variance in some directions may be zero
     target = _power(wanted + least, 0.5)
     draws = np.random.default_rng(0).standard_normal((max(1000, 4 * size), size))
-    # The draws are transformed to sample mean 0 and sample covariance identity, so that they add no random error to the
-    # moments.
+    # With sample mean 0 and sample covariance identity, the draws add no random error to the moments.
     centered = draws - draws.mean(axis=0)
     lower = np.linalg.cholesky(np.cov(centered.T).reshape(size, size))
     tries = np.linalg.solve(lower, centered.T).T

@@ -78,8 +78,7 @@ def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int, wei
     for label in np.unique(labels):
         rows, weight = features[labels == label], weights[labels == label]
         weighted = rows * weight[:, None]
-        # torch computes the products, not NumPy: the bits depend on the number of threads, and the run sets only
-        # torch's.
+        # torch computes the products instead of NumPy, because the run sets torch's number of threads.
         product = (torch.from_numpy(rows).T @ torch.from_numpy(weighted)).numpy()
         moments[label] = np.concatenate([[weight.sum()], weighted.sum(axis=0), triangle_of(product)])
     return moments

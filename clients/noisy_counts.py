@@ -40,7 +40,8 @@ def counting_cost(protection: ClientProtection, times: int) -> RoundCost:
     """Return the cost of one noisy count, in a run with ``times`` counts of each client.
 
     ``protection.noise_multiplier``: the standard deviation of the noise on a count; None means the least noise with
-    which all counts together cost at most epsilon, by the RDP accountant. Raises UserError if no noise reaches epsilon.
+    which all counts together cost at most epsilon, by the RDP accountant. Raises UserError if no noise is enough for
+    epsilon.
     """
     return cost_of_round(replace(protection, accountant="rdp"), 1.0, 1.0, times, 1)
 

@@ -84,8 +84,8 @@ def cost_of_round(protection: ClientProtection, sensitivity: float, rate: float,
     """Return the cost of a round of ``steps`` noisy steps, in a run of ``rounds`` rounds.
 
     ``sensitivity``: the sensitivity of a step's sum, in clipping norms. ``rate``: the probability with which a record
-    joins a step. If ``protection`` has no noise multiplier, the round has the least noise with which all rounds cost
-    at most epsilon. Raises UserError if no noise reaches epsilon.
+    joins a step. If ``protection`` has no noise multiplier, the round has the least noise with which all rounds cost at
+    most epsilon. Raises UserError if no noise is enough for epsilon.
     """
     noise = protection.noise_multiplier
     relative = replace(protection, clipping_norm=1.0, noise="secret", noise_multiplier=noise and noise / sensitivity)
@@ -173,7 +173,7 @@ def ticket_of(noise: Noise) -> Ticket:
 
 
 def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
-    """Return the round of a client that has no records or may not use them. It trains nothing and sends zeros."""
+    """Return the round of a client that has no records or may not use them. It sends zeros without training."""
     idle = {
         name: replace(job, records=job.records.none(), task=replace(job.task, num_examples=0))
         for name, job in jobs.items()

@@ -91,7 +91,7 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise reaches epsilon and delta, or if its rounding is too coarse for ``size`` numbers."""
+    """Raise UserError if no noise is enough for epsilon, or its rounding is too coarse for ``size`` numbers."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 

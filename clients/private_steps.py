@@ -37,7 +37,7 @@ def round_cost(
     """Return the cost of a round of a client with ``num_records`` records, in a run of ``rounds`` rounds.
 
     ``num_steps``: the number of private steps in a round, of all models of the client together. The sensitivity of a
-    step's sum is one clipping norm. Raises UserError if no noise reaches epsilon.
+    step's sum is one clipping norm. Raises UserError if no noise is enough for epsilon.
     """
     return cost_of_round(protection, 1.0, sampling_rate(settings, num_records), rounds, num_steps)
 

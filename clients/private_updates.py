@@ -40,7 +40,8 @@ SENSITIVITY: Final = 2.0
 def update_cost(protection: ClientProtection, rounds: int) -> RoundCost:
     """Return the cost of one update, in a run of ``rounds`` rounds. Adjacency: all records of the client are replaced.
 
-    This cost is an upper bound of the cost for each record of the client. Raises UserError if no noise reaches epsilon.
+    This cost is an upper bound of the cost for each record of the client. Raises UserError if no noise is enough for
+    epsilon.
     """
     return cost_of_round(protection, SENSITIVITY, 1.0, rounds, 1)
 

@@ -97,7 +97,7 @@ def network_votes(
 def votes_of(logits: torch.Tensor) -> NDArray[np.int64]:
     """Return the class of the largest logit in each row. Raises RunError if a logit is not finite.
 
-    The error message does not quote logits: a teacher's outputs are as private as its records.
+    The error message does not quote logits, because a teacher's outputs may reveal its records.
     """
     if not bool(torch.isfinite(logits).all()):
         raise RunError(

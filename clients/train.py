@@ -220,8 +220,8 @@ def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
     own |= {f"client state {name!r}": group for name, group in client.state.items()}
     guards = [client.broadcast.write_guard]
     if own:
-        # fl-sim's algorithms are not checked by bits here, because a checksum of a large pool takes time per client.
-        # fl_sim.testing.check has tested them.
+        # For fl-sim's own algorithms, no checksum is computed here: with a large pool it takes time for each client.
+        # Instead, fl_sim.testing.check has tested that these algorithms write to no argument.
         guards.append(WriteGuard.of(own, by_bits=is_own_kind(client.runtime.algorithm)))
     return guards
 

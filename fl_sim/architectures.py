@@ -30,7 +30,7 @@ _CONFIG: Final = "config.json"
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A classifier of images in a library, with random weights and a head for the classes of the data."""
+    """An image classifier from a library, with random weights and a head for the classes of the data set."""
 
     name: str
     kind: str
@@ -57,7 +57,7 @@ class ImageModel:
 
 @dataclass(frozen=True)
 class TorchVision(ImageModel):
-    """A classifier of torchvision, such as resnet18.
+    """An image classifier from torchvision, such as resnet18.
 
     The first convolution takes as many channels as the images have.
     """
@@ -88,7 +88,7 @@ class TorchVision(ImageModel):
 
 @dataclass(frozen=True)
 class Timm(ImageModel):
-    """A classifier of timm (PyTorch Image Models), for images of any size."""
+    """An image classifier from timm (PyTorch Image Models), for images of any size."""
 
     kind: Literal["timm"] = "timm"
 
@@ -117,9 +117,9 @@ class Timm(ImageModel):
 class HuggingFace:
     """A model of transformers in a local folder, or in a folder of an installed package.
 
-    If the folder has a model for sequence classification, this model is used. Otherwise the model is the folder's
-    encoder, the mean of its outputs over all tokens (as in sentence transformers), and a linear head. The initial
-    weights are those in the folder.
+    If the folder has a model for sequence classification, this model is used. Otherwise the model has three parts: the
+    folder's encoder, the mean of its outputs over all tokens (as in sentence transformers), and a linear head. The
+    initial weights are those in the folder.
     """
 
     name: str

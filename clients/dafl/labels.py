@@ -124,8 +124,7 @@ class _Selection(Settings):
             return np.zeros_like(held)
         _check(gamma, largest)
         first, second = noise.uniform(4 * len(held), purpose="label selection", server_round=0).reshape(2, 2, -1)
-        # Each uniform number uses two random words. So probabilities down to 2^-107 are possible, not only down to
-        # 2^-53.
+        # Two random words for each uniform number allow probabilities down to 2^-107 (one word: 2^-53).
         coins = first + second * 2.0**-53 + 2.0**-107
         drawn = self._draw(coins, held, gamma, largest)
         least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
@@ -193,8 +192,7 @@ class Geometric(_Selection):
         """Return the probabilities of the numbers 0..R before thresholding, shape (R + 1,)."""
         _check(gamma, largest)
         top, bottom = Fraction(gamma).as_integer_ratio()
-        # For each r in 1..R: the smallest value m of the noisy count that is rounded to r. It is computed exactly: the
-        # smallest m with gamma m >= r - 1/2.
+        # For each r in 1..R: the smallest noisy count m that gives r, so the smallest m with gamma m >= r - 1/2.
         least = [-((1 - 2 * count) * bottom // (2 * top)) - num_records for count in range(1, largest + 1)]
         edges = np.array([-math.inf, *least, math.inf])
         above, below = np.maximum(edges, 1), np.minimum(edges, 1)

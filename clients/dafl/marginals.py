@@ -10,7 +10,7 @@ the synthetic records are drawn from this model.
 Sensitivity, if one record is added or removed: the record is in exactly one cell of each of k tables. So the counts of
 all k tables together change by exactly sqrt(k) in Euclidean norm. The score of a pair of columns is the sum of absolute
 differences between the pair's counts and the expected counts of independent columns. The expected counts are computed
-from noisy counts that are already private, so they do not change. One count of the pair changes by 1. So the score
+from noisy counts that are already released, so they do not change. One count of the pair changes by 1. So the score
 changes by at most 1.
 
 The estimator is that of McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
@@ -40,7 +40,7 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-_UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
+_UP: Final = 1 + 2.0**-50  # a factor for the noise: after rounding, it is never smaller than in the bill
 _STEPS: Final = 1000  # steps of mirror descent
 _GROWTH, _CUT = 1.2, 0.5  # learning rate factors: the first after a step that does not raise the loss, else the second
 
@@ -176,7 +176,7 @@ def score(table: CellTable, ones: Sequence[Array], pair: Edge) -> float:
     """Return the dependence of two columns: the sum over classes and pairs of cells of |count - expected count|.
 
     The expected counts are those of independent columns. They are computed from ``ones``, the noisy counts of single
-    columns, which are already private. Adding or removing one record changes the score by at most 1.
+    columns, which are already released. Adding or removing one record changes the score by at most 1.
     """
     left, right = (np.maximum(ones[column], 0.0) for column in pair)
     number = np.maximum(right.sum(axis=1), 1.0)

@@ -30,11 +30,11 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-_UP: Final = 1 + 2.0**-50  # with this factor, rounding never makes the noise smaller than in the bill
+_UP: Final = 1 + 2.0**-50  # a factor for the noise: after rounding, it is never smaller than in the bill
 _COUNT: Final = (
     0.25  # the weight of the record count in the first sums of images; the largest norm of a record has the weight 1
 )
-_SPREAD: Final = 0.5  # the weight of a record's squared norm in these sums
+_SPREAD: Final = 0.5  # the weight of a record's squared norm in the first sums of images
 _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 
 

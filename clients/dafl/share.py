@@ -1,4 +1,4 @@
-"""DA-FL on one client: the client makes its share, which is its part of the pool of synthetic records.
+"""DA-FL on one client: the client makes its share of the pool, which is its set of synthetic records.
 
 The method is that of Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic records of
 each class. The private generator (PSG) makes the records. The privacy unit is one record, which is added or removed.

@@ -211,8 +211,7 @@ class _ConvolutionGradients:
         self.e = error.flatten(2)  # shape (2 pairs, outputs, positions); self.a has shape (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # The norms follow from scalar products of all rows. If these products take longer than the gradients of the
-        # pairs, each pair's gradient is computed in float32. Norm and sum then use this rounded gradient.
+        # Norms are computed from scalar products of all rows, or from each pair's float32 gradient if that is faster.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)

@@ -6,8 +6,8 @@ Only the discriminator D reads records. It is trained by DP-SGD. Each step sampl
 probability q, and pairs each sampled record with a fake. The gradient of loss(D(real), 1) + loss(D(fake), 0) is clipped
 as one vector to norm C. The step sums the gradients of all pairs, and adds noise from N(0, (z C)^2). It divides the
 result by qn, which is public (n is the client's number of records). The generator G reads no records. It is trained
-against D, and the weights of D are already private. The noise multiplier z and the number of steps follow from the
-privacy budget, before the first record is read.
+against D, and the weights of D are already differentially private. The noise multiplier z and the number of steps
+follow from the privacy budget, before the first record is read.
 
 The sampling of records uses secret random numbers. In a step of D, the latent vectors and the classes of the fakes use
 secret random numbers, too. With public random numbers, an attacker would know the latent vector of each position in the
@@ -16,7 +16,7 @@ records.
 
 Many clients train together as one tensor computation, a stack (``clients.dafl.dpcgan.nets``). Each client has its own
 records, sampling, noise, privacy cost and random generator. The stack only saves the overhead of starting operations. A
-client that trains alone gets the same bits.
+client gets the same bits without a stack.
 """
 
 from __future__ import annotations

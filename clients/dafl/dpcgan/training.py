@@ -43,7 +43,7 @@ _ALIGNMENT: Final = 64  # the number of floats in an aligned block
 _WARM_UP: Final = 0.2  # the fraction of the training before the first sample is drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
-_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # a small number, so that the drawn numbers stay in the processor's cache
+_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # few steps, so that their random numbers fit into the processor's cache
 
 
 class GanClient:
