@@ -184,8 +184,8 @@ def leaderboard_text(leaderboard: Leaderboard, entries: Sequence[Entry]) -> str:
     for question in leaderboard.questions:
         _check([question.folder], list(by_name), "folder", question.title)
         lines += _answer(question, by_name[question.folder])
-    lines += ["## All tables\n", "| table | runs |", "|---|---|"]
-    lines += [f"| [{one.about.title}]({one.name}/{TABLE}) | {_progress(one.table)} |" for one in entries]
+    lines.append("## All tables, and their numbers of runs\n")
+    lines += [f"- [{one.about.title}]({one.name}/{TABLE}): {_progress(one.table)}" for one in entries]
     return "\n".join(lines) + "\n"
 
 

@@ -59,8 +59,7 @@ def test_the_best_rows_come_first_then_the_named_ones_with_their_published_figur
         "# Leaders\n\nWhat this is.\n\n## Which?\n\n"
         "| | X |\n|---|---|\n| Four | **40.1 ± 0.1** |\n| Three | 30.1 ± 0.1 |\n| the second | 20.1 ± 0.1 |\n"
         "| *A paper (read)* | *50* |\n\nAn answer. [The whole table](one/table.json).\n\n"
-        "## All tables\n\n| table | runs |\n|---|---|\n"
-        "| [A table](one/table.json) | 12 |\n"
+        "## All tables, and their numbers of runs\n\n- [A table](one/table.json): 12\n"
     )
 
 
