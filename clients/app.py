@@ -104,7 +104,7 @@ def train_together(
                 for job, message in zip(jobs, messages, strict=True)
             ]
             for job in {id(job.guards[0]): job for job in jobs}.values():
-                job.check_bits()  # once for each broadcast, because clients share the broadcast
+                job.check_bits()  # this check runs once for each broadcast, because clients share the broadcast
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:

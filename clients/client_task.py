@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fl_sim.training.stacked import StackedTrainer
 
 
-_OWN_TRAINER_LOCK = Lock()  # held while a user's own trainer runs, because it may not be thread-safe
+_OWN_TRAINER_LOCK = Lock()  # this lock is held while a user's own trainer runs: the trainer may not be thread-safe
 
 
 @dataclass(frozen=True)

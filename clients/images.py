@@ -19,8 +19,8 @@ _CORNER: Final = 2.0  # a frequency, in half periods per image; below it, the pu
 _COLOUR: Final = 3  # one frequency step along the channels counts as this many half periods per image
 
 _TURN: Final = math.radians(10)
-_STRETCH: Final = 0.1  # the largest scaling, as a share of a side's length
-_MOVE: Final = 0.05  # the largest shift, as a share of a side's length
+_STRETCH: Final = 0.1  # the largest scaling, as a fraction of a side's length
+_MOVE: Final = 0.05  # the largest shift, as a fraction of a side's length
 _AT_A_TIME: Final = 1000  # the number of images that are processed at a time
 
 
@@ -100,7 +100,7 @@ def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -
     variance = float(np.trace(wanted)) / size
     if variance <= 0 or size > 400:
         return mean, root
-    least = 1e-4 * variance * np.eye(size)  # added, because the variance in some directions may be zero
+    least = 1e-4 * variance * np.eye(size)  # added to covariances, because some variances may be zero
     target = _power(wanted + least, 0.5)
     draws = np.random.default_rng(0).standard_normal((max(1000, 4 * size), size))
     # With sample mean 0 and sample covariance identity, the draws add no random error to the moments.

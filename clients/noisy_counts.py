@@ -111,7 +111,7 @@ class CountPrivately:
 
 
 def _answer(num_records: int, right: int) -> RecordDict:
-    counts = [num_records, num_records, right]  # records, predictions and correct predictions of one class
+    counts = [num_records, num_records, right]  # one class: records, predictions, correct predictions
     return RecordDict({"counts": MetricRecord({f"{OWN}/{TESTED}": counts})})
 
 

@@ -238,15 +238,15 @@ def _target(gamma: float, num_records: int) -> tuple[int, float]:
 def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: float, highest: float) -> Floats:
     """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one r per class.
 
-    ``whole``, ``rest``: the whole number and the fraction of the target, which is their sum. On each side of the
-    target, the distribution is a truncated geometric one. ``coins``: uniform random numbers. ``coins[0]`` decides the
-    side of the target, ``coins[1]`` the distance from it.
+    The target is ``whole`` + ``rest``, a whole number plus a fraction. On each side of the target, the distribution is
+    a truncated geometric distribution. ``coins``: uniform random numbers. ``coins[0]`` determines the side of the
+    target, ``coins[1]`` the distance from it.
     """
     from scipy.special import expit  # noqa: PLC0415 (slow, and most runs need no label selection)
 
     start = np.minimum(whole, highest)
     sides = start - lowest + 1, np.maximum(highest - whole, 0)
-    with np.errstate(divide="ignore"):  # log 0 = -inf, if a side of the target is empty
+    with np.errstate(divide="ignore"):  # log 0 = -inf, if a side of the target has no numbers
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
     # The uniform number is compared with the smaller of the two probabilities: floats near 0 have a finer resolution.
@@ -259,7 +259,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
     """Return one number j in {0..length-1} for each uniform coin, with probability proportional to exp(-rate j)."""
     lost = np.exp(-rate * lengths)
-    reached = coins + (1 - coins) * lost  # exp(-rate x) for a real number x; the result j is x rounded down
+    reached = coins + (1 - coins) * lost  # this is exp(-rate x) for a real number x; the result j is x rounded down
     with np.errstate(divide="ignore"):
         log_reached = np.where(reached < 0.5, np.log(reached), np.log1p((1 - coins) * np.expm1(-rate * lengths)))
     steps: Floats = np.clip(np.ceil(-log_reached / rate) - 1, 0, lengths - 1)

@@ -41,7 +41,7 @@ from fl_sim.types import Column
 Edge: TypeAlias = tuple[int, int]
 
 _UP: Final = 1 + 2.0**-50  # a factor for the noise: after rounding, it is never smaller than in the bill
-_STEPS: Final = 1000  # steps of mirror descent
+_STEPS: Final = 1000  # the number of steps of mirror descent
 _GROWTH, _CUT = 1.2, 0.5  # learning rate factors: the first after a step that does not raise the loss, else the second
 
 
@@ -116,7 +116,7 @@ class Marginals(Settings):
         table = CellTable(cells, labels, len(present), tuple(column.cells for column in columns))
         z = bill.noise_multiplier
         z_of_twos = z / math.sqrt(1 - self.columns_share - self.pairs_share)
-        most = max(1, len(table.sizes) - 1)  # edges of a forest
+        most = max(1, len(table.sizes) - 1)  # a forest has at most this number of edges
         ones, std_of_ones = released(table.ones(), z / math.sqrt(self.columns_share), noise, "columns")
         epsilon = math.sqrt(8 * self.pairs_share * _rho(z) / most)
         edges = chosen_pairs(table, ones, z_of_twos * math.sqrt(most), epsilon, noise)
@@ -352,7 +352,7 @@ def _parents_first(edges: Sequence[Edge]) -> list[Edge]:
             continue
         seen.add(root)
         waiting = [root]
-        for parent in waiting:  # the loop below appends to this list
+        for parent in waiting:  # the loop appends to ``waiting``
             children = [one for one in neighbours[parent] if one not in seen]
             ordered += [(parent, child) for child in children]
             seen.update(children)

@@ -205,7 +205,7 @@ def _without_quotes(error: Exception) -> Exception:
     if isinstance(error, RunError | UserError):
         return error
     if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
-        return RunError(explain(error))  # a message of the operating system about a file
+        return RunError(explain(error))  # an error of the operating system about a file
     kept = RunError(f"making synthetic records failed with {type(error).__name__}, whose message may quote records")
     kept.__cause__ = error
     return kept

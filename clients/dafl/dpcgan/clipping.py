@@ -208,10 +208,10 @@ class _ConvolutionGradients:
         assert not isinstance(layer.padding, str)
         self.num_pairs = len(entered) // 2
         self.a = functional.unfold(entered, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-        self.e = error.flatten(2)  # shape (2 pairs, outputs, positions); self.a has shape (2 pairs, inputs, positions)
+        self.e = error.flatten(2)  # e: (2 pairs, outputs, positions); a: (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # Norms are computed from scalar products of all rows, or from each pair's float32 gradient if that is faster.
+        # Norms and sums use scalar products of all rows, or each pair's float32 gradient if that is faster.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
