@@ -93,8 +93,7 @@ class RandomFeatures(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, *input_shape) to (batch, classes)."""
         unit = _to_root(inputs.flatten(1))
-        # The rounding of a product may depend on the batch size. So the product is computed in float64. Its rounding to
-        # float32 hides these differences.
+        # float64, because the last bits of a product depend on the batch size; rounding to float32 removes these bits
         random = torch.relu(unit.double() @ self.directions.double()).to(unit.dtype)
         logits: torch.Tensor = self.head(_to_root(torch.cat([unit, random], dim=1)))
         return logits

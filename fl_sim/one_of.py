@@ -120,7 +120,7 @@ class OneOf:
         )
 
     def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
-        """Return the settings class that the ``kind`` of ``table`` names; None for an unknown name."""
+        """Return the settings class with the name in ``table["kind"]``; None for an unknown name."""
         kind = str(table.get("kind"))
         path = self._path_of(kind)
         return self._load(path) if path else self.known(union).get(kind)

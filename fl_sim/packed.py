@@ -33,7 +33,7 @@ With error feedback, the stored tensors are the part of the update that was not 
 
 
 class Compressor(Protocol):
-    """A compressor of updates: a settings object without other state. Client and server each have a copy."""
+    """A compressor of updates: a settings object without further state. Client and server each have a copy."""
 
     @property
     def keeps_error(self) -> bool:

@@ -47,11 +47,11 @@ class FlatParams(Params):
         return len(self.layout)
 
     def items(self) -> ItemsView[str, torch.Tensor]:
-        """Return names and tensors."""
+        """Return the pairs (name, tensor), as a dict does."""
         return self._by_name().items()
 
     def values(self) -> ValuesView[torch.Tensor]:
-        """Return the tensors."""
+        """Return the tensors, as a dict does."""
         return self._by_name().values()
 
     def _by_name(self) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def layout_of(params: Params) -> Layout:
 def check_layout(what: str, params: Params, layout: Layout) -> None:
     """Raise ValueError if names or shapes of ``params`` differ from those of ``layout``; the order may differ.
 
-    ``what``: the subject of the error message.
+    ``what``: the name of ``params`` in the error message, such as "the weights".
     """
     had = layout_of(params)
     if had == layout or dict(had) == dict(layout):
@@ -172,7 +172,7 @@ def is_finite(payloads: Payloads) -> bool:
 
 
 def num_parameters(params: Params) -> int:
-    """Return the number of elements in ``params``."""
+    """Return the number of elements in all tensors of ``params``."""
     return num_in(layout_of(params))
 
 
@@ -403,14 +403,14 @@ class WriteGuard:
     def check(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError if PyTorch has counted a write to a tensor.
 
-        ``methods``: the code that the message names.
+        ``methods``: the methods that may have written to it; the message names them.
         """
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
                 raise self._write_error(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if the bits of a tensor have changed. ``methods``: the code that the message names."""
+        """Raise RunError if the bits of a tensor have changed. ``methods``: as for ``check``."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
                 raise self._write_error(name, methods)

@@ -109,9 +109,9 @@ class FrozenBody:
         return found
 
     def place(self, dataset: Dataset) -> tuple[Path, str]:
-        """Return the path of the cache file, and a digest of the body's tensors and the inputs of the features.
+        """Return the path of the cache file, and a digest of all inputs of the features, except the body's code.
 
-        The digest does not contain the body's code.
+        The inputs are the records, the body's tensors and the way in which the features are computed.
         """
         device = next(self.model.parameters()).device.type
         facts = [_VERSION, torch.__version__, device, self.batch, dataset.mean, dataset.std, dataset.vocabulary]

@@ -113,7 +113,7 @@ class Model(Settings):
         }
         for name, (value, is_refused) in refused.items():
             if is_refused:
-                raise ValueError(f"{what}, and {name}={value} needs a common one: leave {name} out, or give one model")
+                raise ValueError(f"{what}, and {name}={value} needs equal ones: leave {name} out, or give one model")
 
     def sealed(self, name: str = "") -> Self:
         """Return a copy with the digest of the weights file. Raises UserError if the file cannot be read.

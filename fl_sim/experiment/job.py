@@ -175,7 +175,7 @@ class Job:
             experiment.model.name, dataset.input_shape, dataset.num_classes, experiment.local.batch_norm,
             dataset.vocabulary, _Preparation.of(self, experiment.seed_of_model),
         ):  # fmt: skip
-            _ = self.body  # builds the model without a copy
+            _ = self.body  # this access builds and tests the model
 
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         dataset, prepare = self.dataset, _Preparation.of(self, seed)
@@ -330,7 +330,10 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
 
 
 def _uses_records(experiment: Experiment) -> str:
-    """Return a phrase that names a setting whose code reads the records in every round; empty if there is none."""
+    """Return a phrase with a setting that needs the records in every round, so that features cannot replace them.
+
+    The phrase is empty if there is no such setting.
+    """
     if experiment.local.augment != "none":
         return f"local.augment={experiment.local.augment} changes the records"
     if isinstance(experiment.partition, FeatureSkew | EvaluationSkew | RecordSkew) and experiment.num_clients > 1:
@@ -449,8 +452,8 @@ def _weights(experiment: Experiment) -> Params:
     common = {*parts_of(experiment.data)} & {*parts_of(records_of(model.weights))} if model.weights else set()
     if experiment.is_private and common:
         raise UserError(
-            f"model.weights={model.weights} holds a run on {', '.join(sorted(common))}, the data of this run, which "
-            "promises privacy: its epsilon would not cover what these weights reveal about the records; start from "
+            f"model.weights={model.weights} was trained on {', '.join(sorted(common))}, and this run promises privacy "
+            "for the same data: its epsilon would not cover what these weights reveal about the records; start from "
             "weights of other data, or leave model.weights out"
         )
     return read_weights(model.name, model.weights, model.digest)

@@ -69,7 +69,8 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
     architecture = architecture or platform.machine()
     if architecture not in ARCHITECTURES:
         raise NoCompiler(
-            f"it supports {' and '.join(ARCHITECTURES)}, but this machine's architecture is {architecture or 'unknown'}"
+            f"its code is for {' and '.join(ARCHITECTURES)}, but this machine's architecture is "
+            f"{architecture or 'unknown'}"
         )
     compiler = [*_compiler(), *options]
     partial = library.with_name(f".{library.name}.{os.getpid()}.part")

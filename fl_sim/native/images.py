@@ -15,7 +15,7 @@ _SIDE, _MOST_CHANNELS = 32, 4  # the same constants as in images.h
 
 
 class _Painters(ctypes.Structure):
-    """The two networks: the C structure ``Painters`` of images.h."""
+    """A discriminator and a generator of images: the C structure ``Painters`` of images.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("discriminator", ctypes.c_void_p), ("generator", ctypes.c_void_p),
@@ -24,7 +24,7 @@ class _Painters(ctypes.Structure):
 
 
 def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
-    """Return True if the compiled code supports these two networks.
+    """Return True if the compiled code supports this discriminator and this generator of images.
 
     The shapes of all weights and the slopes of LeakyReLU must be those of the compiled networks.
     """
@@ -44,7 +44,7 @@ def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
 
 
 class _Images:
-    """One of the two networks. Its weights must be consecutive parts of one vector, and keep their addresses.
+    """A compiled network of images. Its weights must be consecutive parts of one vector, and keep their addresses.
 
     Raises ValueError for other weights.
     """

@@ -129,7 +129,7 @@ class Kernel:
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        weights, records = params.contiguous(), inputs.contiguous()  # named, because the C++ code reads their memory
+        weights, records = params.contiguous(), inputs.contiguous()  # variables, because the C++ code reads this memory
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows

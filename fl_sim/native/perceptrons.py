@@ -13,7 +13,7 @@ from torch import nn
 from fl_sim.native.kernel import Kernel
 
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_STRANGE = 3  # the value of ``Outcome`` in gan.cpp for rows or classes that do not exist
+_STRANGE = 3  # the error code (``Outcome`` in gan.cpp) for indices of rows or classes that do not exist
 
 _LEAST = 1e-8  # the constant epsilon of Adam
 

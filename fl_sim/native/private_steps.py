@@ -22,13 +22,13 @@ _EXACTLY = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64, ctypes.c_int64)
 
 
 class _Bounds(ctypes.Structure):
-    """The C structure ``Bounds`` of private.h."""
+    """The bounds on a record's gradient: the C structure ``Bounds`` of private.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("limit", _DOUBLE), ("stability", _DOUBLE), ("of_layers", _POINTER)]
 
 
 class _PrivateSteps(ctypes.Structure):
-    """The C structure ``PrivateSteps`` of private.h."""
+    """The keys, bounds and scales of private steps: the C structure ``PrivateSteps`` of private.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("batch_keys", _POINTER), ("noise_keys", _POINTER), ("below", ctypes.c_uint64), ("everybody", ctypes.c_int64),

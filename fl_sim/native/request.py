@@ -342,7 +342,7 @@ def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> 
 
 
 def check_tensor(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``values`` have this type and shape and are in main memory.
+    """Raise ValueError unless ``values`` have the type ``dtype`` and this ``shape``, and are in main memory.
 
     ``what``: the name of the tensor in the message, such as "the labels".
     """

@@ -130,7 +130,7 @@ def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
 
 
 def epsilon_of_curve(curve: Curve, delta: float) -> float:
-    """Return the smallest epsilon at ``delta`` that the Renyi curve ``curve`` proves; ``inf`` where it proves none."""
+    """Return the smallest epsilon at ``delta`` that follows from the Renyi ``curve``; ``inf`` if none follows."""
     return float(epsilons_of_curves(checked(curve), valid_delta(delta)))
 
 

@@ -98,8 +98,7 @@ def audit_profile(
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Bonferroni correction over 4 probabilities, 2 for each direction (P1 above P0, P0 above P1), for every epsilon and
-    # for the lower bound on epsilon
+    # Bonferroni: for each epsilon, and for the lower bound on epsilon, 2 probabilities in each of 2 directions
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -130,7 +129,7 @@ def audit_ratios(
     the ratios above epsilon, and the ratios below minus epsilon. A formula for a different mechanism would give weaker
     bounds, but no false bounds.
     """
-    level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: 2 probabilities for each of 2 directions
+    level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: for each epsilon, 2 probabilities in 2 directions
     bounds, estimates, epsilon_bounds = [], [], [0.0]
     for epsilon in epsilons:
         found = []
@@ -318,8 +317,7 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # Even for a set without any output of world 0, the upper bound on P0 is above 0. So the sets are ranked by the
-    # epsilon that they could prove with such bounds.
+    # choose the set with the largest bound on epsilon; 3 / count and 7 / count stand for its confidence intervals
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

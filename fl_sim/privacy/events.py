@@ -46,7 +46,7 @@ class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
 
 @dataclass(frozen=True)
 class IntegerNoiseDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes without types
-    """The event of a sum of integer vectors plus integer noise. The two distributions of the noise are its subclasses.
+    """The event of a sum of integer vectors plus integer noise: base class for Skellam and discrete Gaussian noise.
 
     ``variance``: the variance of the noise on each number of the sum. ``l1`` and ``l2``: the largest L1 norm and L2
     norm of the vector of one unit. ``vectors``: 1 if adjacency replaces the unit's data by nothing; 2 if it replaces

@@ -40,7 +40,7 @@ from fl_sim.store.files import sync_folder
 
 _FORMAT: Final = 2
 _LONGEST_LINE: Final = 64 * 1024  # maximum length of a line in bytes; a line of fl-sim has a few hundred bytes
-_PAUSE: Final = 0.01  # seconds between two tries for the lock
+_PAUSE: Final = 0.01  # seconds between two attempts to lock the log
 _LARGEST: Final = 256 * 1024**2  # maximum size of the charge log in bytes, enough for about a million charges
 _CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which is charged again"
 
@@ -278,8 +278,8 @@ class ChargeLog:
     def locked(self) -> Iterator[tuple[list[Charge], Callable[[Charge], None]]]:
         """Lock the log; yield the charges since the last call, and a function that appends one charge.
 
-        When this function returns, the charge is on the disk. Raises RunError where earlier lines of the log have
-        changed since the last call.
+        When the yielded function returns, the charge is on the disk. Raises RunError where earlier lines of the log
+        have changed since the last call.
         """
         with self._opened() as file:
             news, self._unseen = [*self._unseen, *self._catch_up(file)], []

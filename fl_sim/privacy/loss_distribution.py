@@ -29,8 +29,7 @@ _MOST_STEPS: Final = 10**6
 _MOST_NOISE: Final = 1e50  # maximum noise multiplier; the square of a larger one may overflow
 _LEAST_RATE: Final = 1e-15  # minimum sampling rate; the inverse of a smaller one may overflow
 _MOST_EPSILON: Final = 200.0
-# Rounding errors of delta, for each kind of event and for each release: at least 20 times the largest errors that were
-# measured in 1,568 compositions.
+# bounds on rounding errors of delta: at least 20 times the largest errors that were measured in 1,568 compositions
 _ERROR_OF_EVENT: Final = 2.0**-40
 _ERROR_OF_RELEASE: Final = 2.0**-50
 _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", default=None)

@@ -57,10 +57,10 @@ CLOSE: Final = 2.0**-43
 U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
-_GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with the digits of U
+_GUARD: Final = 32  # number of binary digits by which a boundary's probability is more precise than U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest standard deviation, in clipping norms; its epsilon is already above 10^11
-_ZEROS: Final = memoryview(bytes(2**19))  # plain text of zeros, which ChaCha20 encrypts to its key stream
+_ZEROS: Final = memoryview(bytes(2**19))  # zeros, because ChaCha20 encrypts zeros to its key stream
 _BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20; its counter counts blocks
 _STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes, half of what ChaCha20's counter allows
 
@@ -150,8 +150,8 @@ class Noise:
         first, second = self._words(2 * count, purpose, server_round).reshape(2, count)
         if self.normals:
             return self.normals.draw(first, second)
-        # A small uniform number U begins with zeros, so its 63 digits contain fewer than 53 significant digits. The
-        # second word adds digits. Without them, the tail of the normal numbers would be coarse and end at 9 sigma.
+        # A small uniform number U begins with zeros, so its 63 digits have fewer than 53 significant digits.
+        # The digits of the second word are added. Without them, the tail would be coarse and end at 9 sigma.
         normal = (first >> np.uint64(1)).astype(np.float64)
         small = np.flatnonzero(normal < 2.0**53)
         normal[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54

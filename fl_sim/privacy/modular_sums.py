@@ -5,10 +5,10 @@ sends the result modulo 2^bits. Secure aggregation gives the server the sum modu
 shifts the sum into a range around 0, and undoes scale and rotation. These are algorithms 1 and 2 of Kairouz, Liu,
 Steinke 2021.
 
-* The rotation is a random sign for each number, then a Hadamard matrix. Signs are public. The rotation spreads a vector
-  evenly over all numbers, so few bits are enough. The vector is filled up with zeros to a power of two.
-* Random rounding may lengthen a vector. So rounding is repeated until the norm is within a bound. At least 39 % of the
-  tries reach this bound (in the paper: conditional rounding with beta = e^(-1/2)). The bound is the sensitivity: a
+* The rotation multiplies each number by a random sign, and the vector by a Hadamard matrix. The signs are public. The
+  rotation spreads a vector evenly over all numbers, so few bits are enough. The vector is zero-padded to a power of 2.
+* Random rounding may increase the norm of a vector. So rounding is repeated until the norm is within a bound. At least
+  39 % of the tries succeed (in the paper: conditional rounding with beta = e^(-1/2)). The bound is the sensitivity: a
   client without data sends a rounded vector of zeros.
 * The scale is chosen so that ``headroom`` standard deviations of the sum fit into half of the modulus, even if all
   clients send the same vector.
@@ -46,7 +46,8 @@ class SumGrid:
     ``dimension``: the length of a client's vector. ``shares``: the number of clients whose noise adds up to the planned
     noise. ``clipping_norm``: the largest L2 norm of a client's vector. ``noise_multiplier``: the planned standard
     deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``mechanism``: the distribution of
-    the noise. ``bits``: the number of bits of a sent number. ``headroom``: see the module.
+    the noise. ``bits``: the number of bits of a sent number. ``headroom``: the number of standard deviations of the sum
+    that fit into half of the modulus.
     """
 
     dimension: int
@@ -94,7 +95,7 @@ class SumGrid:
         """Return the largest squared L2 norm of a rounded vector, in grid steps."""
         length, d = self.scale * self.clipping_norm, self.padded
         certain = (length + math.sqrt(d)) ** 2
-        # The last two terms have the factor sqrt(2 log(1 / beta)), which is 1.
+        # in the paper, the last two terms have the factor sqrt(2 log(1 / beta)), which is 1 here
         probable = length**2 + d / 4 + length + math.sqrt(d) / 2
         return math.floor(min(certain, probable))
 

@@ -150,7 +150,7 @@ def test_private_runs_say_what_epsilon_assumes_and_refuse_weights_of_the_same_re
     first: Path, tmp_path: Path
 ) -> None:
     private = {"aggregator": {"kind": "global-dp", "noise_multiplier": 2.0, "clipping_norm": 1.0}, "clients": 20}
-    with pytest.raises(UserError, match=r"holds a run on digits, the data of this run, which promises privacy"):
+    with pytest.raises(UserError, match=r"was trained on digits, and this run promises privacy for the same data"):
         job_of(made(model={"name": "mlp", "weights": str(first)}, **private))
     save_file(load_file(first / "model.safetensors"), tmp_path / "start.safetensors")
     file = str(tmp_path / "start.safetensors")
