@@ -317,7 +317,7 @@ class Sharing(Protocol):
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors by name that one client shares; the server concatenates the tensors of all clients."""
+        """Return the tensors that one client shares, by name; the server concatenates those of all clients."""
 
 
 @runtime_checkable

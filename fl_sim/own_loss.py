@@ -40,7 +40,7 @@ class OwnLoss(Protocol):
     def loss_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> Outcome:
         """Return the outcome for inputs (n, *input shape) with labels (n,), which the model may ignore.
 
-        The losses are differentiable. The numbers of a record must not depend on other records.
+        The losses are differentiable. A record's loss and counts must not depend on the other records.
         """
         ...
 

@@ -355,7 +355,8 @@ def statistics_of(model: torch.nn.Module) -> Params:
 def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
     """Copy ``statistics`` into the BatchNorm layers of ``model``; reset the layers if ``statistics`` is empty.
 
-    The count of batches, which may be a mean over clients, is rounded. Raises ValueError if names or shapes differ.
+    BatchNorm's count of batches may be a mean over clients, so it is rounded. Raises ValueError if names or shapes
+    differ.
     """
     if not statistics:
         for layer in norms_in(model).values():

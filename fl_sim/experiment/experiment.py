@@ -287,7 +287,7 @@ class Experiment(Settings):
 
     @property
     def is_private(self) -> bool:
-        """True if the run promises privacy. Such a run shows neither facts about single clients nor their times."""
+        """True if the run promises privacy. Such a run shows no facts about single clients, not even training times."""
         return bool(self._promising)
 
     @property

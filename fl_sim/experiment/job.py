@@ -168,7 +168,7 @@ class Job:
     def check_model(self) -> None:
         """Raise UserError if the job's model cannot be trained.
 
-        A model of a library is built only once, not once for each seed.
+        A model of a library is not checked again in a process that has checked it with another seed.
         """
         experiment, dataset = self.experiment, self.dataset
         if not models.is_tried(
@@ -272,7 +272,7 @@ class _Preparation:
         return cls(settings, part, job.weights, chosen.origin, alone)
 
     def __call__(self, model: nn.Module) -> None:
-        """Change ``model`` in place.
+        """Prepare ``model`` in place: copy the weights, add adapters, and freeze parameters.
 
         Raises UserError if the weights or the names of trained parameters do not fit the model.
         """
@@ -478,7 +478,7 @@ def _check_tested(experiment: Experiment) -> None:
 
 
 def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
-    """Raise UserError if the data set lacks required validation records, or if it has unused validation records."""
+    """Raise UserError if required validation records are missing, or if the settings do not use existing ones."""
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(

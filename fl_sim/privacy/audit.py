@@ -261,11 +261,11 @@ def power_limit(num_canaries: int, delta: float) -> float:
 
 
 def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> float:
-    """Return an estimate of epsilon at ``delta``, without confidence (Andrew et al. 2024).
+    """Return an estimate of epsilon at ``delta``, which is no proven bound (Andrew et al. 2024).
 
     The estimate is the epsilon of two Gaussians whose distance equals the distance between the scores of two groups of
     canaries: the canaries that took part in the run, and the canaries that did not. ``scores``, ``taking_part``: shape
-    (canaries,). Returns 0 if the canaries in the run have no higher scores, and infinity above 500.
+    (canaries,). Returns 0 if the canaries in the run have no higher scores, and infinity for an estimate above 500.
     """
     members, others = scores[taking_part], scores[~taking_part]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))

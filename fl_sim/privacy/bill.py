@@ -375,7 +375,7 @@ def _stated_under(payment: Payment) -> frozenset[Adjacency]:
 
 
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
-    """Return (epsilon, delta) of payments whose events have the same adjacencies, by composing all events.
+    """Return the joint (epsilon, delta) of payments by composing all their events, which have the same adjacencies.
 
     A single payment keeps its own epsilon and delta.
     """

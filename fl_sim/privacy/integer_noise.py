@@ -30,7 +30,7 @@ VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
 _DIGITS: Final = 127  # number of binary digits of a threshold in the table
-_WORKING: Final = 320  # number of binary digits of all numbers while the table is computed
+_WORKING: Final = 320  # number of binary digits of the arithmetic that computes the table
 _MASK: Final = 2**64 - 1
 _TAIL: Final = 100.0  # the tail beyond the table is below 2 exp(-100) < 2^-130
 
@@ -89,7 +89,7 @@ def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
     assert numerator == variance * VARIANCE_STEPS
-    # the index of the last entry; by Bernstein's inequality, the tail beyond it is below 2 exp(-_TAIL)
+    # by Bernstein's inequality, the tail beyond the entry ``last`` has a probability below 2 exp(-_TAIL)
     last = math.ceil(_TAIL / 3 + math.sqrt((_TAIL / 3) ** 2 + 2 * _TAIL * variance)) + 1
     weights = (_skellam_weights if mechanism == "skellam" else _gaussian_weights)(numerator, last)
     total, cumulative = weights[0] + 2 * sum(weights[1:]), -weights[0]

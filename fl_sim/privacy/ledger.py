@@ -258,7 +258,9 @@ class ChargeLog:
         self._end = 0  # the offset, in bytes, of the end of this last line
         self._unseen: list[Charge] = []
         if receipt is not None and not path.exists():
-            raise RunError(f"{path} is missing, but {holder} was paid for with its {receipt.charges} charges: {_CURE}")
+            raise RunError(
+                f"{path} is missing, but {holder} was paid for with {receipt.charges} charges in this file: {_CURE}"
+            )
         with self._opened() as file:
             self._unseen = self._catch_up(file)
             if not self._digests:
@@ -445,6 +447,6 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _digest(before: list[str], value: Mapping[str, Any]) -> str:
-    """Return the chain digest of the line ``value``, from the line and the last of the earlier digests ``before``."""
+    """Return the chain digest of the line ``value``: the SHA-256 of the last digest in ``before`` and this line."""
     unchained = {key: part for key, part in value.items() if key != "chain"}
     return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()

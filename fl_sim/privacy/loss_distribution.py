@@ -84,7 +84,7 @@ def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
 
 @lru_cache(maxsize=256)
 def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
-    """Return the epsilon of the releases ``steps`` at ``delta`` by PLD; ``inf`` where the grid proves none.
+    """Return the epsilon of the releases ``steps`` at ``delta`` by PLD; ``inf`` if the PLD proves no epsilon.
 
     ``reason_against`` must return "" for the same arguments. ``by_rdp``: the epsilon of ``steps`` by RDP. Raises
     NoTimeError where ``begun_only_if`` forbids the computation.

@@ -57,7 +57,7 @@ CLOSE: Final = 2.0**-43
 U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
-_GUARD: Final = 32  # number of binary digits by which a boundary's probability is more precise than U
+_GUARD: Final = 32  # number of binary digits by which the probability of a boundary is more precise than U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest standard deviation, in clipping norms; its epsilon is already above 10^11
 _ZEROS: Final = memoryview(bytes(2**19))  # zeros, because ChaCha20 encrypts zeros to its key stream
@@ -345,9 +345,9 @@ def next_clipping_norm(
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Write the noise numbers of the random ``words``, rounded to whole grid steps, to ``out``.
+    """Compute a noise number from each of ``words``, round it to whole grid steps, and write it to ``out``.
 
-    Return the indices of numbers that may be rounded wrongly.
+    Return the indices of the numbers whose rounding may be wrong.
     """
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5

@@ -265,7 +265,8 @@ def hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
     The matrix is symmetric, so it is its own inverse.
     """
     half, found, other = len(vector) // 2, vector.astype(np.float64), np.empty(len(vector))
-    for _ in range(len(vector).bit_length() - 1):  # the first half gets sums of neighbours, the second differences
+    # in each step, the first half gets the sums of neighbouring numbers, and the second half their differences
+    for _ in range(len(vector).bit_length() - 1):
         np.add(found[0::2], found[1::2], out=other[:half])
         np.subtract(found[0::2], found[1::2], out=other[half:])
         found, other = other, found
