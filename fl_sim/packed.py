@@ -85,7 +85,7 @@ class Packing:
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
-            # if one number of an update is not finite, all become NaN, so that the server detects the divergence
+            # if one number of a group is not finite, all become NaN, so that the server detects the divergence
             if not is_finite({name: update}):
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
             on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)

@@ -226,7 +226,7 @@ class Experiment(Settings):
 
     @property
     def is_synchronous(self) -> bool:
-        """True if the server waits in every round until all clients of the cohort have answered."""
+        """True if the server waits in every round for the answers of the cohort."""
         return not path_in(type(self.server), "procedure")
 
     @property

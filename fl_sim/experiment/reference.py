@@ -88,7 +88,7 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
             takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
-            # a partition may contain an inner partition; the groups of the partitions are listed only once
+            # an aggregator may contain an inner aggregator; the groups of the aggregators are listed only once
             if settings not in choices.values():
                 inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [

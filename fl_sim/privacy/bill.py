@@ -63,7 +63,7 @@ class Payment:
 class RunPayments:
     """The payments for all releases of one run.
 
-    ``data``: the name of the data set, "" if it is unknown. ``clients``: a name of the partition of the records.
+    ``data``: the name of the data set, "" if it is unknown. ``clients``: the partition, as a text.
     ``payments``: None if the releases are unknown. ``bare``: True if the run published something about the records
     without a guarantee. ``content``: a digest of the records, whatever the data set's name is; "" if it is unknown.
     ``by_name``: True if these records can be compared with those of other runs only by the name ``data``.
