@@ -71,7 +71,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the null device gets the lowest free file number, which is ``number``
+            os.open(os.devnull, os.O_RDWR)  # the null device gets the lowest free file number, here ``number``
             file = open(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, file)
 

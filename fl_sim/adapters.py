@@ -60,16 +60,22 @@ class Adapted(nn.Module):
 
     @property
     def is_turned(self) -> bool:
-        """Return True for an embedding. Its weights W have the shape (inputs, outputs), and its inputs are tokens."""
+        """Return True for an embedding, whose weights W have the transposed shape: (inputs, outputs).
+
+        The inputs of an embedding are tokens, so W has one row for each token.
+        """
         return isinstance(self, nn.Embedding)
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Return True if the adapter has dropout. Trainers read this attribute of every layer."""
+        """Return True if the adapter has dropout.
+
+        Trainers read this attribute of every layer, to learn whether training draws random numbers.
+        """
         return self.lora_dropout > 0
 
     def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of the adapter, after its dropout."""
+        """Return ``inputs`` after the adapter's dropout. Only the matrices A and B use the result."""
         return functional.dropout(inputs, self.lora_dropout, self.training) if self.lora_dropout else inputs
 
     def _own(self, name: str) -> torch.Tensor:
@@ -82,7 +88,11 @@ class LoraLinear(Adapted, nn.Linear):  # type: ignore[override]  # its weight is
     """A linear layer with an adapter."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (..., inputs) to (..., outputs). In evaluation mode, the weights are W + (alpha / r) B A."""
+        """Map (..., inputs) to (..., outputs).
+
+        In evaluation mode, the layer computes with the weights W + (alpha / r) B A. In training mode, it computes the
+        outputs of W and of the adapter separately, because only the adapter has dropout.
+        """
         if not self.training:
             return functional.linear(inputs, self.weight, self.bias)
         inner = functional.linear(self.dropped(inputs), self.a)
@@ -93,7 +103,11 @@ class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is
     """A convolution with an adapter (Conv-LoRA): A is a convolution to r channels, and B is a 1 x 1 convolution."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (n, channels, h, w) to (n, outputs, h', w'). In evaluation mode, the weights are W + (alpha / r) B A."""
+        """Map (n, channels, h, w) to (n, outputs, h', w').
+
+        In evaluation mode, the layer computes with the weights W + (alpha / r) B A. In training mode, it computes the
+        outputs of W and of the adapter separately. A grouped convolution without dropout has one computation.
+        """
         if not self.training or (self.groups > 1 and not self.lora_dropout):
             whole: torch.Tensor = self._conv_forward(inputs, self.weight, self.bias)
             return whole
@@ -114,7 +128,11 @@ class LoraEmbedding(Adapted, nn.Embedding):  # type: ignore[override]  # its wei
     factors: ClassVar[tuple[str, str]] = ("lora_embedding_A", "lora_embedding_B")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (n, length) tokens to (n, length, width). In evaluation mode, the weights are W + (alpha / r) B A."""
+        """Map (n, length) tokens to (n, length, width).
+
+        In evaluation mode, the layer computes with the weights W + (alpha / r) B A. In training mode, it computes the
+        outputs of W and of the adapter separately, because only the adapter has dropout.
+        """
         if not self.training:
             return functional.embedding(inputs, self.weight, self.padding_idx)
         kept = functional.embedding(inputs, self.base, self.padding_idx)
@@ -158,15 +176,15 @@ def adapt(
     ]  # fmt: skip
     if not places:
         raise UserError(
-            "model.trainable=lora adds adapters to nn.Linear, nn.Conv2d and nn.Embedding, and this model has none of "
-            "these layers with weights that no other layer shares: take model.trainable=head, or all"
+            "model.trainable=lora adds adapters to nn.Linear, nn.Conv2d and nn.Embedding, but this model has no such "
+            "layer, or only layers that share their weights: take model.trainable=head, or all"
         )
     for target in targets:
         if not any(_is_called(name, target) for name, _ in places):
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in places))
             raise UserError(
-                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, and no layer that can have "
-                "an adapter has a name with this end; such layers are "
+                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, but no layer that can have "
+                "an adapter has a name that ends so; the layers that can have an adapter are "
                 f"{shortened(', '.join(name for name, _ in places))}"
             )
     places = [place for place in places if not targets or any(_is_called(place[0], target) for target in targets)]

@@ -156,9 +156,9 @@ class HuggingFace:
         return (folder / _CONFIG, *found)
 
     def weights(self) -> Params:
-        """Return the weights in the folder, without the weights of a new head.
+        """Return the pretrained weights in the folder, as {parameter name in the model of ``build``: tensor}.
 
-        Their names are the parameter names of the model that ``build`` returns.
+        If ``build`` adds a new linear head to the encoder, the result has no weights for this head.
         """
         transformers, folder = self._library(), self._folder()
         is_classifier = self._is_classifier(self._config(transformers, folder))
@@ -219,7 +219,8 @@ class MeanOfTokens(nn.Module):
     def __init__(self, body: nn.Module, width: int, num_classes: int) -> None:
         super().__init__()
         if getattr(body, "pooler", None) is not None:
-            body.register_module("pooler", None)  # the pooler, a layer for pretraining that has no effect on the mean
+            # removes the pooler: it is a layer for pretraining, and the mean over tokens does not use its output
+            body.register_module("pooler", None)
         self.body = body
         self.config = body.config
         self.head = nn.Linear(width, num_classes)
@@ -240,7 +241,10 @@ def _missing(library: str, model: str, extra: str) -> UserError:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Switch off the warnings and progress bars of transformers in this block: fl-sim itself checks the model."""
+    """Switch off the warnings and progress bars of transformers within a ``with`` block.
+
+    They are not needed, because fl-sim itself checks the model.
+    """
     say, before = transformers.utils.logging, transformers.utils.logging.get_verbosity()
     say.set_verbosity(logging.ERROR)
     say.disable_progress_bar()
@@ -264,7 +268,10 @@ def _unknown(library: str, name: str, names: list[str]) -> UserError:
 
 
 def _take_channels(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution of ``model``, made for three colours, by one for ``channels`` channels."""
+    """Replace the first convolution of ``model`` if it does not take images with ``channels`` channels.
+
+    The models of torchvision take three channels. The new convolution has random weights.
+    """
     name, first = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
     if first.in_channels == channels:
         return

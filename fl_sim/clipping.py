@@ -26,9 +26,10 @@ class Clipping:
     stability: float = 0.0
 
     def norm(self, clipping_norm: float, names: Iterable[str]) -> float:
-        """Return the clipping norm C of a record's gradient, by ``layer_norms`` if it is given.
+        """Return the clipping norm C of a record's whole gradient.
 
-        ``names``: the names of the trained parameters. ``clipping_norm``: the result if ``layer_norms`` is empty.
+        If ``layer_norms`` is given, C is computed from the norms of all layers. Otherwise C is ``clipping_norm``.
+        ``names``: the names of the trained parameters.
         """
         if not self.layer_norms:
             return clipping_norm

@@ -148,7 +148,7 @@ def _self_test() -> dict[str, Any]:
             "two runs with the same seed ended in different models: report this with the output of 'fl-sim doctor "
             "--json'"
         )
-    accuracy = first.final_accuracy or 0.0  # None means an accuracy of NaN, which JSON does not have
+    accuracy = first.final_accuracy or 0.0  # the accuracy is None if it was NaN, because JSON has no NaN
     if accuracy < _LEAST_ACCURACY:
         problems.append(
             f"the accuracy of the self-test is {accuracy:.2f}, which is less than {_LEAST_ACCURACY}: report this with "

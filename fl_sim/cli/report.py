@@ -108,7 +108,10 @@ def write_report(
 
 
 def _privacy_of(found: Found) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return the privacy bills of all runs, and figures of delta over epsilon. Add problems to ``found.problems``."""
+    """Return the privacy bills of all runs, and figures of delta over epsilon.
+
+    Add an entry to ``found.problems`` for each run whose privacy cost is unknown.
+    """
     if not found.has_statements:
         return [], []
     from fl_sim.report.figures.delta import delta_pictures  # noqa: PLC0415 (the accountants load slowly)
@@ -229,10 +232,10 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
 
 
 def _with_titles(found: Found) -> Found:
-    """Add titles of the measures of stages to the tables in ``found`` that older versions wrote without titles.
+    """Add column titles to the tables in ``found`` that an older version of fl-sim wrote without titles.
 
-    They are the titles of the stages in an experiment with default settings. In older versions, no other stage had
-    measures in a table.
+    The columns contain measures of stages, such as the accuracy after calibration. The titles are taken from the stages
+    of an experiment with default settings, because in older versions only these stages had columns.
     """
     older = [place for place, table in found.tables.items() if table.titles is None]
     if older:

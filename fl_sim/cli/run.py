@@ -203,7 +203,9 @@ def show_plan(
 
 
 def show_settings(name: str | None, *, json_output: bool) -> None:
-    """Print the documentation of ``name``: a setting, a group of settings, or a kind such as ``fedprox``.
+    """Print the documentation of ``name``: a setting, a group of settings, or a value with settings of its own.
+
+    An example of such a value, called a kind, is ``fedprox`` in ``algorithm=fedprox``.
 
     If ``name`` is None, print the documentation of the most common settings.
     """
@@ -265,7 +267,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # a run without preprocessing has only the field "kind"
+    if len(result["preprocess"]) > 1:  # without preprocessing, this dictionary has only the entry "kind"
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))
@@ -386,8 +388,9 @@ def _planned_table(
 def _find(name: str, every: Sequence[Group]) -> list[Group]:
     """Return the groups of settings with the given ``name``, from ``every``, the list of all groups.
 
-    ``name``: a kind (``fedprox``), a setting with a kind (``algorithm=fedprox``), a setting, or the start of several
-    settings (``local``). A single setting becomes a group with only this setting. Raises UserError for an unknown name.
+    ``name``: the name of a setting (``local.epochs``), the common start of several settings (``local``), a setting with
+    its value (``algorithm=fedprox``), or only the value (``fedprox``). For a single setting, the result is a group with
+    only this setting. Raises UserError for an unknown name.
     """
     setting, _, kind = name.partition("=")
     kind = re.sub(r"-\d+$", "-k", kind.partition(":")[0])
@@ -415,4 +418,4 @@ def _lines_of(group: Group, width: int) -> list[str]:
         default = f" (default: {setting.default})" if setting.default else ""
         lines += ["", *wrapped(f"{setting.name}: {setting.takes}{default}", initial_indent="  ")]
         lines += wrapped(setting.meaning.replace("``", ""), initial_indent="      ")
-    return lines if lines[0] else lines[1:]  # removes an empty line at the beginning
+    return lines if lines[0] else lines[1:]

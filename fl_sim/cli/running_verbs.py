@@ -205,8 +205,9 @@ def plan(
     """Forecast one run or the runs of a table: time, bytes, and the total privacy cost.
 
     The command shows finished rounds, the remaining time on this machine, the bytes of messages, and the total privacy
-    cost of all runs. It times a few training steps of each kind on public test records. Nothing else is trained, and no
-    file is written. FILE has the settings of a run, or defines a table (with [base] or [grid]).
+    cost of all runs. For the times, it trains a few steps on public test records, for each different model and method.
+    Nothing else is trained, and no file is written. FILE has the settings of a run, or defines a table (with [base] or
+    [grid]).
 
     For example:
 

@@ -210,10 +210,11 @@ def attack_labels(
 def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
     """Prove a lower bound on the epsilon of a finished run, with its training records as canaries.
 
-    The run must have left_out=0.5, so that each record was used with probability 1/2. The command guesses which records
-    were used, from the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the lower bound of epsilon
-    that follows from the right guesses with 95 % confidence, and the epsilon that the run claims. Ordinary records are
-    weak canaries, so the bound is usually far below the claim. Records with wrong labels are stronger canaries.
+    Canaries are records about which an attacker guesses whether the model was trained on them. The run must have
+    left_out=0.5, so that each record was used with probability 1/2. The command guesses which records were used, from
+    the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the lower bound of epsilon that follows from
+    the right guesses with 95 % confidence, and the epsilon that the run claims. Ordinary records are weak canaries, so
+    the bound is usually far below the claim. Records with wrong labels are stronger canaries.
 
     For example:
 

@@ -169,7 +169,10 @@ def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> 
 
 
 def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well LiRA recognises training records of ``run``, with ``shadows`` shadow runs."""
+    """Print how well the attack LiRA recognises training records of ``run``.
+
+    ``shadows``: the number of shadow runs. A shadow run trains the same model on a random part of the records.
+    """
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.lira import attack, check_shadows  # noqa: PLC0415
@@ -239,7 +242,10 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
 
 
 def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print two epsilons of ``run``: a lower bound, with its records as canaries, and the epsilon that it claims."""
+    """Print a lower bound on the epsilon of ``run``, and the epsilon that the run claims.
+
+    The bound follows from guesses which records (canaries) the run used for training.
+    """
     with importing():
         from fl_sim.threats.canaries import audit  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
@@ -265,7 +271,10 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
 
 
 def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how accurately clients' classes can be guessed from the synthetic records of ``run``, and the epsilon."""
+    """Print how accurately an attacker guesses clients' classes from their synthetic records in ``run``.
+
+    Also print the epsilon of the label selection, and the privacy statements of ``run``.
+    """
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.property import held_by_clients, infer, pool_of  # noqa: PLC0415

@@ -159,8 +159,8 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
     """Return True if ``shape`` of an array of images is probably (records, channels, height, width).
 
-    This is so in three cases: axis 1 has length 1 or 3, and the last axis is longer than 4; axis 1 has at most length
-    4, and axes 2 and 3 are longer; axes 2 and 3 are equal (square images), and axis 1 is shorter.
+    The result is True in three cases: (1) axis 1 has length 1 or 3, and the last axis is longer than 4; (2) axis 1 has
+    at most length 4, and axes 2 and 3 are longer; (3) axes 2 and 3 are equal (square images), and axis 1 is shorter.
     """
     _, first, second, last = shape
     return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last
@@ -209,10 +209,11 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return the entry of ``Dataset.read_off`` for a list of classes that was read from the private records.
+    """Return a note for ``Dataset.read_off`` that the list of classes was read from the private records.
 
-    ``Dataset.read_off`` lists facts from private records, for the privacy statement. ``listed``: the classes in the
-    setting ``data.classes``. If it is not empty, the classes are public, and the result is empty.
+    ``Dataset.read_off`` collects such notes, and the privacy statement prints them. ``listed``: the classes in the
+    setting ``data.classes``. If it is not empty, the user stated the classes, so they are public and the result is
+    empty.
     """
     return () if listed else (CLASSES_READ_OFF,)
 
@@ -220,8 +221,8 @@ def read_off_classes(listed: object) -> tuple[str, ...]:
 def unlisted(where: str, cure: str = "") -> UserError:
     """Return the error for a record whose class is not in ``data.classes``.
 
-    The message does not name the class, because the name would reveal something about a private record. ``cure``:
-    another way to remove the error, which is added to the message; empty for none.
+    The message does not name the class, because the name would reveal something about a private record. It tells the
+    user how to correct the settings. ``cure``: one more way to correct them, as text that is added to the message.
     """
     return UserError(
         f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"
@@ -245,8 +246,9 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
     """Return a summary of a data set, ready for JSON: number of records, classes, clients, columns.
 
-    ``with_records``: True to include the first five training records of a table (as models receive them) or texts, and
-    the minimum and maximum of each number. These values reveal training records.
+    ``with_records``: True to include the first five training records (texts, or the numbers that models receive), and
+    the minimum and maximum of each number in the records of a table. These values reveal training records. Images are
+    never included.
     """
     train, test = dataset.train, dataset.test
     is_image = train.inputs.ndim == 4

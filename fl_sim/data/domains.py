@@ -114,9 +114,10 @@ def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
 
 
 def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Examples:
-    """Draw ``count`` records of ``part`` at random, with the class distribution and in the order of ``part``.
+    """Draw ``count`` records of ``part`` at random, so that the class proportions stay the same.
 
-    The number of records of a class is rounded down, or rounded up for the classes with the largest remainders.
+    The drawn records keep their order. The number of records of a class is rounded down, or rounded up for the classes
+    with the largest remainders.
     """
     if count == len(part):
         return part
@@ -130,7 +131,10 @@ def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Exampl
 
 
 def _as_one(images: NDArray[np.uint8], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
-    """Scale ``images`` (n, c, height, width) to ``size`` (width, height), and give all ``channels`` channels."""
+    """Scale ``images`` (n, c, height, width) to ``size`` (width, height), and repeat grey channels if needed.
+
+    The result has ``channels`` channels: grey images get three equal ones if other parts have colour.
+    """
     images = scaled(images, size)
     return images if images.shape[1] == channels else np.repeat(images, channels, axis=1)
 

@@ -71,7 +71,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 def _library() -> Any:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if os.environ.get("FL_SIM_OFFLINE"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library ``datasets`` reads this variable during its import
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # must be set before ``datasets`` is imported, which reads it once
     try:
         import datasets  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:
@@ -126,10 +126,10 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _table(where: str, part: Any, first: Any) -> TableReader:
-    """Return the part ``part`` as a table whose class codes have the same meaning as in the training part ``first``.
+    """Return a table with the records of ``part`` and the class codes of the training part ``first``.
 
-    Codes are converted by class names, because two parts may number their classes differently (cat 0 and dog 1, or dog
-    0 and cat 1).
+    Two parts may number their classes differently: cat 0 and dog 1, or dog 0 and cat 1. Therefore the codes of ``part``
+    are converted by the names of the classes.
     """
     arrow = pyarrow()
     schema = part.features.arrow_schema.remove_metadata()
@@ -151,9 +151,10 @@ def _batches(where: str, part: Any, first: Any, columns: Sequence[str]) -> Itera
 
 
 def _recoded(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
-    """Convert the class codes in ``cells`` to the codes of the training part ``first``.
+    """Convert the classes in ``cells``, a column of ``part``, to the class codes of the training part ``first``.
 
-    A cell without a class gets the code -1. If the training part has no class codes, the result is class names.
+    A cell without a class gets the code -1. If the training part contains class names in place of codes, the result is
+    class names, too.
     """
     arrow = pyarrow()
     compute, kinds = arrow.compute, arrow.types
@@ -188,9 +189,10 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the name of the only column of type ``kind``; "" if there is none.
+    """Return the name of the column of type ``kind``, to find the image or label column without a setting.
 
-    If several columns have this type, the result is ``usual`` (such as "label") if one has this name, else "".
+    If several columns have this type, the result is the column with the name ``usual`` (such as "label"). The result is
+    "" if there is no such column.
     """
     found = [name for name, feature in columns.items() if isinstance(feature, kind)]
     return usual if usual in found else found[0] if len(found) == 1 else ""
@@ -247,9 +249,10 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Convert class codes to class names if the column type ``label`` has names; else return ``classes`` unchanged.
+    """Return the names of ``classes``, which are class codes as texts.
 
-    ``classes``: the codes as texts. Raises UserError for the code -1, which marks records without a label.
+    ``label``: the type of the label column. If this type has no class names, ``classes`` are returned unchanged. Raises
+    UserError for the code -1, which marks records without a label.
     """
     names = getattr(label, "names", None)
     if names and "-1" in classes:

@@ -33,12 +33,12 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-# All channels of an image share one random component with standard deviation 1.
-# In addition, each channel of an image has an independent random component with standard deviation ``_OWN``.
+# Standard deviation of each channel's own random component. The component that all channels of an image share has
+# standard deviation 1.
 _OWN: Final = 0.35
 
-_MADE: Final = 300  # number of artificial images per kind, for the regression; there are three kinds
-_SEED: Final = 1  # seed of the regression's artificial images; those for whitening have another seed
+_MADE: Final = 300  # number of artificial images of each of the three kinds (see ``made_images``), for the regression
+_SEED: Final = 1  # seed of the artificial images for the regression; images for whitening are made with another seed
 _RIDGE: Final = 0.1  # ridge penalty of the regression, relative to the mean squared length of the feature vectors
 _BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and standard deviation of the image at which a search starts
 _DARKEST: Final = 0.02  # pixels of the start image are in 0.02 .. 0.98, because logit(0) and logit(1) are infinite
@@ -83,7 +83,7 @@ def images_of(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread in this block, so that results are bit-identical for any number of threads."""
+    """Limit torch to one thread within a ``with`` block, so that results do not depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -167,10 +167,10 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return a symmetric matrix M, (channels, channels), that correlates independent channels as in photographs.
+    """Return a symmetric matrix M, (channels, channels), that mixes channels of noise to colours as in photographs.
 
-    The covariance of the resulting channels is M squared: all channels share one brightness, and each channel has a
-    small independent component (``_OWN``).
+    The product of M and independent channels has the covariance M squared: all channels share one brightness, and each
+    channel has a small independent component (``_OWN``).
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

@@ -50,7 +50,7 @@ def kept_arrays(
     with readable_os_errors():
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         with folder_lock(folder):
-            # Old versions let all users read private files; this is corrected here.
+            # An old version of fl-sim may have made this file readable for all users: correct its permissions.
             for place, mode in ((folder, 0o700), (path, 0o600)) if private else ():
                 if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
                     place.chmod(mode)

@@ -59,7 +59,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     Records of 784 numbers from 0 to 1 are images (FEMNIST) and become bytes. Other numbers are unchanged. Classes are
     the labels in the files, or the classes that ``data.classes`` lists, in numerical order. Texts with single
     characters as labels (Shakespeare) become sequences of tokens; each character of the alphabet is a class. The
-    alphabet is LEAF's, or ``data.alphabet``. All other characters together are one more class and token.
+    alphabet is LEAF's, or ``data.alphabet``. One additional class and token stands for all other characters.
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]
@@ -115,8 +115,8 @@ def _of_texts(
 ) -> Dataset:
     """Return a data set of texts. Every character of ``alphabet`` is a class, even if it does not occur.
 
-    All other characters together are one more class and token. This class exists only if such characters occur: if
-    texts contain only LEAF's characters, the classes are the same as in LEAF.
+    If the texts contain other characters, one additional class and token stands for all of them. If the texts contain
+    only characters of LEAF's alphabet, the classes are the same as in LEAF.
     """
     train, test = parts
     foreign = sum(int((part.inputs > len(alphabet)).sum() + (part.labels == len(alphabet)).sum()) for part in parts)

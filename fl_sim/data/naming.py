@@ -109,7 +109,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
 class KnownSet:
     """The published facts of a public data set.
 
-    ``torchvision_class``: the name of its class in torchvision.datasets; empty if torchvision cannot download the set.
+    ``torchvision_class``: the class for this set in torchvision.datasets; empty if torchvision cannot download the set.
     ``layout``: the file format. ``files``: {path below the data folder: MD5 of the unpacked file, or None if
     torchvision has the MD5}. ``mean`` and ``std``: the published constants of the training images, one float per
     channel; pixel values are between 0 and 1. ``merged``: only for a set that merges classes of another set, as
@@ -401,7 +401,10 @@ def without_settings(name: str) -> str:
 
 
 def short_label(name: str) -> str:
-    """Return ``name`` for the heading of a table of results. A hash of four characters replaces its settings."""
+    """Return a short form of ``name`` for the heading of a table of results.
+
+    A hash of four characters replaces the settings in the name: ``csv:patients.csv [1f3a]``.
+    """
     place = without_settings(name)
     return name if place == name else f"{place} [{hashlib.sha256(name.encode()).hexdigest()[:4]}]"
 

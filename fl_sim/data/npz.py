@@ -189,9 +189,10 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
 def with_clients(
     path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
 ) -> tuple[Examples, Examples]:
-    """Return the training and the test records, with the client of each record as a number in ``Examples.groups``.
+    """Return copies of ``train`` and ``test`` that contain the client of each record, as a number in ``groups``.
 
-    If the file has no arrays of clients, the records are returned unchanged.
+    The clients are in the arrays client_train (or groups) and client_test of the file. Without these arrays, the
+    records are returned unchanged.
     """
     given = [name for name in CLIENTS if name in arrays]
 
@@ -397,9 +398,10 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
-    """Return a memory map of an uncompressed uint8 array in the npz file; None if it cannot be memory-mapped.
+    """Return a memory map of the uncompressed array ``info`` in the npz file; None if it cannot be memory-mapped.
 
-    Arrays of other types are not mapped: a zip file does not align its members, and torch needs aligned memory.
+    Only uint8 arrays are mapped. Arrays with larger elements may start at an address that is no multiple of the
+    element's size, because a zip file does not align its members. torch needs aligned arrays.
     """
     with path.open("rb") as file:
         file.seek(info.header_offset)

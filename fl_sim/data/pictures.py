@@ -31,7 +31,7 @@ class ImageSettings:
     """The settings ``data.size`` and ``data.values`` for image files.
 
     ``size``: the (width, height) to which images are scaled; None keeps the original size. ``values``: for images with
-    16 bits per pixel, the two pixel values that become 0 and 255; None refuses such images.
+    16 bits per pixel, the two pixel values that become 0 and 255. With None, such images are refused.
     """
 
     size: tuple[int, int] | None = None
@@ -45,10 +45,10 @@ class ImageSettings:
 
     @property
     def read_off(self) -> tuple[str, ...]:
-        """The facts about private images that determine the model's input shape, for ``Dataset.read_off``.
+        """The facts that were read from the private images and determine the model's input shape.
 
-        Every privacy statement lists these facts. They are the presence of colour in any image and, without ``size``,
-        the size of the images.
+        They are the presence of colour in any image, and the size of the images if ``size`` is None. ``Dataset`` stores
+        these facts in its field ``read_off``, and every privacy statement lists them.
         """
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
@@ -84,7 +84,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             if (pages := getattr(image, "n_frames", 1)) > 1:
                 raise UserError(f"{where} holds {pages} pages or frames; save each of them as a separate file")
             is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-            image.load()  # for a TIFF file, ``load`` already rotates the image
+            image.load()  # Pillow's ``load`` rotates TIFF images; ``exif_transpose`` rotates images of other formats
             image = ImageOps.exif_transpose(image)
             if _has_transparency(image):
                 raise UserError(
@@ -99,7 +99,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             else:
                 raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
             if settings.size is not None and image.size != settings.size:
-                image = image.resize(settings.size, resample=2)  # 2 means bilinear interpolation with antialiasing
+                image = image.resize(settings.size, resample=2)  # in Pillow, 2 is bilinear interpolation, antialiased
             return np.asarray(image), is_turned
 
 

@@ -45,9 +45,10 @@ class Root:
 class DataSource:
     """The location of a data set that was found.
 
-    ``layout``: the file format; "own" for a user's own Python function. ``path``: the file or folder to read; None for
-    the digits, which need no data folder. For "own", ``path`` is the data root or None, and the user's function gets it
-    as argument. For "domains", ``path`` is the data root or None, and the joined data sets are searched there first.
+    ``layout``: the file format, "own" for a user's own Python function, or "domains" for several joined data sets.
+    ``path``: the file or folder to read; None for the digits, which need no data folder. With the layouts "own" and
+    "domains", ``path`` is the data root (or None): the user's function gets this folder as argument, and joined data
+    sets are first searched there.
     """
 
     layout: Layout | OwnKind

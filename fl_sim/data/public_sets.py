@@ -10,8 +10,9 @@ Models for Adult (Becker and Kohavi 1996) predict whether a person earns over 50
 hospitals (Strack et al. 2014) predict whether a patient returns to hospital within 30 days. Numbers are divided by
 published maxima. For Adult these maxima are the top codes of the census form. For Diabetes they are the largest values
 in the publication. The categories are published, too. A value that is not a published category ("?") becomes zeros.
-``Dataset.columns`` lists round numbers up to the maxima, to which generators of synthetic records may round. Maxima,
-categories and round numbers are not computed from the records, so their use has no privacy cost.
+``Dataset.columns`` lists round numbers from 0 to the maximum of each column. Generators of synthetic records may round
+their numbers to these. Maxima, categories and round numbers are not computed from the records, so their use has no
+privacy cost.
 """
 
 import csv
@@ -79,7 +80,7 @@ _DIABETES_NUMBERS = {
     "time_in_hospital": 14, "num_lab_procedures": 132, "num_procedures": 6, "num_medications": 81,
     "number_outpatient": 42, "number_emergency": 76, "number_inpatient": 21, "number_diagnoses": 16,
 }  # fmt: skip
-_FEW: Final = 20  # maximum number of rounding steps from 0 to the maximum of a column of Diabetes
+_FEW: Final = 20  # a column of Diabetes has at most this many rounding steps from 0 to its maximum
 _ICD9 = (
     ("circulatory", ((390, 460), (785, 786))), ("respiratory", ((460, 520), (786, 787))),
     ("digestive", ((520, 580), (787, 788))), ("diabetes", ((250, 251),)), ("injury", ((800, 1000),)),
@@ -171,10 +172,10 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``total`` records among classes in proportion to the counts ``held``.
+    """Return how many of ``total`` records are drawn from each class, in proportion to the class counts ``held``.
 
-    Numbers are rounded down; the classes with the largest remainders then get one record more. Among equal remainders
-    the choice is random, as in scikit-learn.
+    The exact numbers are rounded down. The classes with the largest remainders then get one record more. Among equal
+    remainders the choice is random, as in scikit-learn's stratified split.
     """
     exact = held / held.sum() * total
     whole = np.floor(exact)
@@ -268,10 +269,10 @@ def _adult_record(row: Row) -> list[float]:
 def _adult_columns() -> tuple[Column, ...]:
     """Return the public facts of Adult's columns (names, categories, rounding steps), in the order of the input vector.
 
-    Generators of synthetic records may round years and hours to steps of 5, and amounts of money to powers of about
-    1.6.
+    Generators of synthetic records may round numbers to the values that a column lists: years and hours in steps of 5,
+    and amounts of money in steps that grow by a factor of about 1.6.
     """
-    money = (0.0, *(step / 25 for step in range(10, 26)))  # 0, and 16 amounts of money from 100 to 100,000 dollars
+    money = (0.0, *(step / 25 for step in range(10, 26)))  # 0, and 16 amounts, 100 to 100,000 dollars, as logarithms
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
     amounts = Column("capital-gain", money), Column("capital-loss", money)
     return (*_numbers(values, _ADULT_NUMBERS), *amounts, *_categories(_ADULT))
@@ -303,8 +304,8 @@ def _diabetes_record(row: Row) -> list[float]:
 def _diabetes_columns() -> tuple[Column, ...]:
     """Return the public facts of Diabetes' columns (names, categories, steps), in the order of the input vector.
 
-    Generators of synthetic records may round numbers to these steps. A step is 1 if the maximum of the column is at
-    most 20. Otherwise it is larger, so that there are at most 20 steps.
+    Generators of synthetic records may round the numbers of a column to multiples of its step. The step is 1 if the
+    maximum of the column is at most 20. Otherwise the step is larger, so that a column has at most 20 steps.
     """
     values = {name: range(0, most + 1, -(-most // _FEW)) for name, most in _DIABETES_NUMBERS.items()}
     numbers = _numbers({"age": range(0, 91, 10), **values}, {"age": 90, **_DIABETES_NUMBERS})

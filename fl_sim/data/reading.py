@@ -146,7 +146,7 @@ def content_of(name: str, data_root: Path | None) -> str:
     signature = _signature(place) if place else ()
     try:
         return _of_records(without_settings(name), data_root, signature)
-    except UserError:  # such a file can only be read with settings such as the label column
+    except UserError:  # without the settings in its name (such as the label column), the file cannot be read
         return _of_records(name, data_root, signature)
 
 
@@ -219,7 +219,7 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # ``stamps`` is only a part of the cache key, so that changed files are read again
+    del stamps  # only a part of the cache key: if a file has changed, its stamp differs, and the file is read again
     return read(name, source)
 
 
@@ -407,9 +407,10 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 
 @lru_cache(maxsize=8)
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
-    """Return the digest of the training inputs.
+    """Return a digest of the training inputs of the data set ``name``, for ``content_of``.
 
-    ``signature`` changes with the file. It is only a part of the cache key, so that a changed file has a new digest.
+    ``signature`` describes the file (size, time of change). It is only a part of the cache key, so that the digest of a
+    changed file is computed again.
     """
     return _of_inputs(load(name, data_root).train.inputs)
 

@@ -41,18 +41,18 @@ _LONGEST: Final = 7  # maximum number of positions along a side of a map; longer
 _SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
 _PADDING: Final = 2  # minimum number of mirrored pixels that are added at each edge of an image
 _SEED: Final = 0  # seed of the projection's random directions
-_BATCH: Final = 64  # number of image channels per batch, so that a batch fits into the processor's cache
-_EPSILON: Final = 1e-5  # small constant in the variance of a group of maps, against a division by zero
+_BATCH: Final = 64  # number of image channels per batch; a batch of this size fits into the processor's cache
+_EPSILON: Final = 1e-5  # is added to the variance of a group of maps, to avoid a division by zero
 
-_NUM_MADE: Final = 2500  # number of artificial images per kind, for whitening; there are three kinds
+_NUM_MADE: Final = 2500  # number of artificial images of each of the three kinds (see ``made_images``), for whitening
 _MADE_SEED: Final = 0
 _RIDGE: Final = 0.1  # ridge of the covariance in whitening, as a fraction of the mean variance
 WITHIN: Final = 0.9  # fraction of the artificial images whose whitened features have norm at most 1
 _ROWS: Final = 5000  # number of records that are whitened in one batch
 
 _EXPONENTS: Final = (1.0, 1.5)  # exponents of two kinds of pink noise; photographs have an exponent of about 1
-# All channels of an artificial image share one noise with standard deviation 1.
-# In addition, each channel of an artificial image has independent noise with standard deviation ``_OWN``.
+# Standard deviation of each channel's own noise in an artificial image. The noise that all channels of the image share
+# has standard deviation 1.
 _OWN: Final = 0.35
 _CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean (pixels: 0 to 1)
 
@@ -161,9 +161,9 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``. Norms above 1 are scaled to 1.
+    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``.
 
-    ``centre`` (d,) and ``matrix`` (d, d) are float64.
+    A result with an L2 norm above 1 is scaled down to norm 1. ``centre`` (d,) and ``matrix`` (d, d) are float64.
     """
 
     centre: torch.Tensor
@@ -182,7 +182,7 @@ class Whitening:
         in_threads(fill, len(features), _ROWS)
         norms = np.linalg.norm(whitened.astype(np.float64), axis=1, keepdims=True)
         shortened: NDArray[np.float32] = np.where(norms > 1, whitened * np.float32(1 - 2.0**-20), whitened)
-        return shortened  # rounding to float32 can make a vector slightly longer than 1
+        return shortened  # the factor is needed because rounding to float32 can make a norm slightly larger than 1
 
     def applied(self, features: torch.Tensor) -> torch.Tensor:
         """Return the whitened ``features`` as float64, of L2 norm at most 1. The method is differentiable."""
@@ -204,7 +204,10 @@ def whitening_of(shape: tuple[int, int, int]) -> Whitening:
 
 
 def public_images(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Return the artificial images for the computation of whitening. They are the same in all processes."""
+    """Return the artificial images from which the whitening transform is computed.
+
+    Their seed is public and fixed, so all processes compute the same images and the same transform.
+    """
     return made_images(shape, _NUM_MADE, _MADE_SEED)
 
 
@@ -304,10 +307,11 @@ def _gabor(
 
 
 def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """Filter images and subsample them by 2 in both directions, in the Fourier domain.
+    """Filter images, keep every second row and column of the results, and return their Fourier transforms.
 
     ``spectrum``: the Fourier transform of the images, (..., 1, height, width). ``filters``: the real Fourier transforms
-    of the filters, (8, height, width). In the Fourier domain, subsampling is the mean of the four ``_aliases``.
+    of the filters, (8, height, width). All is computed on Fourier transforms: to filter is to multiply, and to keep
+    every second row and column is to average the four quarters (``_aliases``).
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
     # computed with pairs of real numbers, because products of complex numbers are slow
@@ -320,9 +324,9 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(values: torch.Tensor) -> torch.Tensor:
-    """Split ``values`` (..., height, width) into four quarters: (..., 4, height / 2, width / 2).
+    """Split a Fourier transform (..., height, width) into its four quarters: (..., 4, height / 2, width / 2).
 
-    Subsampling by 2 in both directions is the mean of these quarters in the Fourier domain.
+    If only every second row and column of an image is kept, its Fourier transform is the mean of the four quarters.
     """
     down, across = values.shape[-2] // 2, values.shape[-1] // 2
     return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
@@ -346,10 +350,10 @@ class _Modulus(torch.autograd.Function):
 
 
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
-    """Smooth ``maps`` with a Gaussian and sample the result at the positions of the output.
+    """Smooth ``maps`` with a Gaussian, and return the smoothed values at the positions of a scattering map.
 
-    ``maps`` contain every ``spacing``-th pixel of padded images. ``height`` and ``width``: the size of the image
-    without padding.
+    ``maps`` contain only every ``spacing``-th pixel of the padded images, in both directions. ``height`` and ``width``:
+    the size of the images without padding.
     """
     down, across = (torch.from_numpy(_smoothing(side, spacing)) for side in (height, width))
     return down @ (maps @ across.T)
@@ -357,11 +361,11 @@ def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torc
 
 @lru_cache(maxsize=16)
 def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
-    """Return the matrix that smooths one axis of ``side`` pixels, shape (positions, padded side / spacing).
+    """Return the matrix that smooths one axis of an image, shape (positions, padded side / spacing).
 
-    The product of the matrix and the padded pixels is the smoothed axis. Each row is a Gaussian with standard deviation
-    1.6 pixels. Its centre is the middle of 4 neighbouring pixels. While there are more than 7 rows, pairs of
-    neighbouring rows are averaged.
+    ``side``: the length of the axis in pixels, without padding. The matrix is multiplied by the padded axis. Each row
+    is a Gaussian with standard deviation 1.6 pixels, centred on a block of 4 pixels. If the matrix has more than 7
+    rows, neighbouring rows are averaged in pairs until at most 7 are left.
     """
     padded = _padded_side(side)
     before = (padded - side) // 2

@@ -60,7 +60,10 @@ class TestPart:
     other: str = ""
 
     def check(self, *, has_column: bool) -> None:
-        """Raise UserError unless exactly one setting, or a split column (``has_column``), defines the test records."""
+        """Raise UserError unless the test records are defined in exactly one way.
+
+        The ways are a share, a separate table, and a split column. ``has_column``: True if there is a split column.
+        """
         ways = (self.share > 0) + bool(self.other) + has_column
         if ways == 1:
             return
@@ -75,9 +78,9 @@ class TestPart:
     def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
         """Draw the test records at random; return a mask, shape (records,), that is True for test records.
 
-        ``count``: the number of records. ``clients``: the index of each record's client (or class). If it is given, the
-        share is drawn from the records of each client (or class). At least one record is for testing, and at least one
-        for training. A single record of a client (or class) is for training.
+        ``count``: the number of records. ``clients``: the index of each record's client (or class). With ``clients``,
+        ``share`` of the records of each client (or class) is drawn: at least one record, and at most all but one. If a
+        client (or class) has a single record, this record is for training.
         """
 
         def size(records: int) -> int:
@@ -128,12 +131,12 @@ def test_part_by_setting(own: OwnName) -> TestPart:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The interpretation of a table: roles and encodings of its columns.
+    """The rules for the conversion of a table to records: the roles and encodings of its columns.
 
-    It is fixed before records are converted. ``tables``: the table, or a training and a test table. ``survey``: facts
-    about the contents of the columns. ``clients``: the names of all clients, sorted. ``drops``: True if records with
-    empty cells are removed. ``listed``: True if ``data.classes`` lists the classes. ``filling``: a description of the
-    values for empty cells. ``left_out``: {column: reason} of the columns that cannot be features.
+    ``tables``: the table, or a training and a test table. ``survey``: facts about the contents of the columns.
+    ``clients``: the names of all clients, sorted. ``drops``: True if records with empty cells are removed. ``listed``:
+    True if ``data.classes`` lists the classes. ``filling``: a description of the values for empty cells. ``left_out``:
+    {column: reason} of the columns that cannot be features.
     """
 
     tables: tuple[TableReader, ...]
@@ -155,7 +158,7 @@ class TablePlan:
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """The columns that only number the rows, such as the index that pandas writes."""
+        """The feature columns that only number the rows, such as the index that pandas writes. The user is warned."""
         if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
@@ -163,7 +166,7 @@ class TablePlan:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The columns of categories with a different text in every row, which are probably IDs."""
+        """The columns of categories with a different text in every row. They are probably IDs; the user is warned."""
         rows = sum(self.survey.rows)
         categories = [one for one in self.features if one.categories and not one.is_given]
         return tuple(one.name for one in categories if len(one.categories) == rows >= columns.ROWS_TO_COUNT)
@@ -434,7 +437,7 @@ def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell's text in ``values``, such as the class names.
+    """Return the index of each cell's text in ``values``, the names of the classes or of the clients.
 
     An empty cell gets the index 0. This has no effect, because records with an empty cell are removed later.
     """
@@ -442,7 +445,7 @@ def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(0)).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # the arrays are cached, because each batch needs all names of classes and clients
+@lru_cache(maxsize=2)  # every batch of rows needs the same two arrays: the names of classes, and of clients
 def _texts(values: tuple[str, ...]) -> Any:
     return pyarrow().array(values, pyarrow().string())
 

@@ -38,7 +38,7 @@ MOST_CATEGORIES: Final = 200
 MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
 
-_SAMPLES: Final = 200  # maximum number of texts that are kept to infer the notation of numbers
+_SAMPLES: Final = 200  # maximum number of texts per column (such as 0,5) from which the notation of numbers is inferred
 ROWS_TO_COUNT: Final = 10  # in a table with fewer rows than this, a column 0, 1, 2 ... is a feature, not row numbers
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
@@ -393,9 +393,10 @@ class Feature:
         return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
 
     def column(self) -> Column:
-        """Return the values to which generators of synthetic records may round, or the number of categories.
+        """Return the public facts of this column for generators of synthetic records.
 
-        Call this method only if ``is_public``.
+        For a column of categories, these are their number. For a column of numbers, they are the values to which a
+        generator may round. Call this method only if ``is_public``.
         """
         if self.categories:
             return Column(self.name, categories=len(self.categories))
@@ -406,9 +407,9 @@ class Feature:
         return Column(self.name, tuple(step / steps for step in range(steps + 1)))
 
     def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
-        """Encode ``cells`` and write the numbers into ``rows``, shape (cells, numbers per record).
+        """Encode the ``cells`` of this column, and write the results into ``rows``, the vectors of the records.
 
-        Before the call, ``rows`` must be zeros.
+        ``rows``: shape (cells, numbers per record). The elements of this column must be 0 before the call.
         """
         if self.categories:
             values = pyarrow().array(self.categories)

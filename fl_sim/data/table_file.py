@@ -94,7 +94,7 @@ class TableReader:
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                # this dictionary is faster than pyarrow's own search for a column name, which takes linear time
+                # pyarrow's own search for a column name reads all names; a dictionary is faster for many columns
                 places = {name: place for place, name in enumerate(batch.schema.names)}
                 yield {
                     name: _cleaned(batch.column(places[written[name]]), is_text=name in self.texts) for name in columns
@@ -257,8 +257,8 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 def cure_of(texts: Iterable[str]) -> str:
     """Return the cure for an error message about ``texts`` that look like numbers in another notation, such as 0,5.
 
-    The cure is a setting that makes all these texts numbers, such as ``data.decimal=comma``, or else a change of the
-    file.
+    The cure is a setting with which all ``texts`` are read as numbers, such as ``data.decimal=comma``. If there is no
+    such setting, the cure is to change the file.
     """
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
@@ -326,7 +326,10 @@ def in_order(text: str) -> tuple[float, str]:
 
 
 def texts_of(cells: Any) -> Any:
-    """Convert a pyarrow array to texts. Whole numbers have the same text in all types: the text 1.0 becomes 1."""
+    """Convert a pyarrow array to texts. If a text is a whole number with ``.0``, such as 1.0, it becomes 1.
+
+    So a class or client has the same name in a column of integers and in a column of texts.
+    """
     if not are_texts(cells):
         return cells.cast(pyarrow().string())
     return pyarrow().compute.replace_substring_regex(cells, _WHOLE, r"\1")
@@ -380,7 +383,11 @@ def _declared(part: Any) -> Declared:
 
 
 def _cleaned(cells: Any, *, is_text: bool) -> Any:
-    """Replace empty cells by None. ``is_text``: True if only blank texts count as empty, not words such as NaN."""
+    """Replace empty cells by None, and remove spaces around texts.
+
+    Words such as NaN count as empty, too. ``is_text``: True for a column of texts that must not be changed; only blank
+    texts then count as empty.
+    """
     arrow = pyarrow()
     kinds, compute = arrow.types, arrow.compute
     if kinds.is_dictionary(cells.type):
@@ -395,7 +402,7 @@ def _cleaned(cells: Any, *, is_text: bool) -> Any:
             cells = compute.utf8_normalize(cells, form="NFC")
         cells = compute.utf8_trim_whitespace(cells)
         missing = compute.is_in(cells, value_set=arrow.array(MISSING))
-        # This check saves time: compiling the regular expression takes longer than processing a thousand cells.
+        # The regular expression is slow, so it is used only if a cell contains letters of such a word.
         if b"nan" in letters or b"1.#" in letters:
             is_nan = compute.match_substring_regex(cells, _NAN)
             missing = compute.or_(missing, compute.fill_null(is_nan, fill_value=True))

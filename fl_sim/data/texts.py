@@ -84,12 +84,12 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 
 
 def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
-    """Return the column of texts that become tokens; empty if the records are vectors.
+    """Return the name of the column of texts that become tokens; "" if the records are vectors of numbers.
 
-    A column of texts is the only column in ``data.text``, and contains words. In addition, one of three conditions must
-    hold: (1) ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set; (2) the column contains no numbers;
-    (3) it has over 200 different texts. Any other column in ``data.text`` contains names, such as postal codes. Raises
-    UserError if a setting of (1) is set, but ``data.text`` names no column of texts.
+    The setting ``data.text`` has two uses: a column of texts, or columns of names such as postal codes. It means a
+    column of texts if it lists a single column, if this column contains words, and if one of three conditions holds:
+    (1) ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set; (2) the column contains no numbers; (3) the
+    column has over 200 different texts. Raises UserError if a setting of (1) is set without a column of texts.
     """
     listed, first = listed_columns(own, "text", tables[0]), tables[0]
     settings = [key for key in _OF_TEXTS if own.option(key)]
@@ -133,7 +133,10 @@ def _texts(plan: TablePlan, rows: Rows) -> Iterator[str]:
 
 
 def _of_length(rows: NDArray[np.float32], length: int, plan: TablePlan) -> NDArray[np.float32]:
-    """Return ``rows`` with padding up to ``length``. Raises UserError for a row without a token."""
+    """Pad the tokens of each text with zeros up to ``length``. Raises UserError for a text without a token.
+
+    Also raises UserError if the padded tokens need more than half of the machine's memory.
+    """
     if not rows.shape[1] or not rows[:, 0].all():
         number = int((rows[:, 0] == 0).argmax()) + 1 if rows.shape[1] else 1
         raise UserError(

@@ -121,8 +121,8 @@ class Bytes:
 class Vocabulary:
     """The tokenizer in the file ``path``. ``written``: the value of ``data.tokenizer``. ``digest``: the file's SHA-256.
 
-    If token 0 of the file is padding, tokens have the same numbers as in the file. A pretrained model of this tokenizer
-    expects these numbers. Otherwise all numbers are increased by 1, because token 0 is padding in fl-sim.
+    If the token 0 of the file is padding, all tokens keep their numbers, because pretrained models with this tokenizer
+    expect them. Otherwise 1 is added to the number of every token, because the token 0 is padding in fl-sim.
     """
 
     written: str

@@ -29,8 +29,8 @@ class Clock:
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
     ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client ID, and
-    returns the bytes and the relative computation of one turn of this client. ``seed``: the seed of the random
-    availability and jitter.
+    returns the load of one turn of this client: the bytes of its messages, and a factor for its computing time if it
+    trains a smaller model. ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet
@@ -46,7 +46,7 @@ class Clock:
     def seconds(self, client: int, server_round: int, steps: int) -> float:
         """Return the simulated seconds that ``client`` needs for download, ``steps`` local steps and upload.
 
-        ``server_round`` selects the random jitter (a factor of the duration).
+        The duration is multiplied by a random factor (jitter). ``server_round`` determines this factor.
         """
         fleet, (traffic, work) = self.fleet, self.load_of(client)
         sending = traffic.down / fleet.download[client] + traffic.up / fleet.upload[client]
@@ -85,7 +85,8 @@ class Clock:
     def available(self, attempt: int) -> NDArray[np.bool_]:
         """Draw at random which clients are available now; return a mask, shape (clients,).
 
-        ``attempt``: the number of the draw. There is a new draw each time that the server looks for clients.
+        The server makes a new draw each time that it looks for clients. ``attempt``: the number of this draw; it
+        determines the random numbers.
         """
         availability = self.fleet.availability
         if (availability == 1).all():
@@ -176,13 +177,13 @@ class Schedule:
     """Simulates asynchronous training.
 
     The schedule determines when clients start and finish, and which updates each server step merges. ``order_of``: a
-    function that takes the number of a server step, and returns all clients in a certain order. Before this step, the
-    server asks the clients in this order to train. ``concurrency``: the number of clients that train at the same time.
-    ``buffer``: the number of updates that one server step merges, at most the number of clients. ``now``: the simulated
-    time. ``steps``: the number of server steps so far.
+    function that takes the number of a server step, and returns the order in which the server asks clients to train
+    before this step. ``concurrency``: the number of clients that train at the same time. ``buffer``: the number of
+    updates that one server step merges, at most the number of clients. ``now``: the simulated time. ``steps``: the
+    number of server steps so far.
 
-    When a client finishes, the next available client in this order starts at once with the current global model. No
-    client trains the same global model twice, because it would send the same update twice.
+    When a client finishes, the next available client in the order of ``order_of`` starts at once with the current
+    global model. No client trains the same global model twice, because it would send the same update twice.
     """
 
     clock: Clock
@@ -206,7 +207,8 @@ class Schedule:
         number, before, arrived, started = self.steps + 1, self.now, list[ClientTurn](), 0
         self._candidates = deque(self.order_of(number))
         while len(arrived) < self.buffer:
-            # New turns start only after all turns that end now are processed, so that their order has no effect.
+            # If several turns end at the same time, new turns start only after all of them are processed. So the order
+            # in which they are processed has no effect on the new turns.
             if not self._running or self._running[0].ends > self.now:
                 started += self._start(number)
             if self._running:
@@ -220,7 +222,10 @@ class Schedule:
         return ServerStep(number, tuple(arrived), started, self.now - before)
 
     def _start(self, number: int) -> int:
-        """Start turns of available clients until ``concurrency`` clients train; return the number of new turns."""
+        """Start turns of available clients until ``concurrency`` clients train; return the number of new turns.
+
+        ``number``: the number of the next server step.
+        """
         if len(self._running) >= self.concurrency:
             return 0
         self._num_attempts += 1

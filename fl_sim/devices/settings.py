@@ -39,11 +39,11 @@ BYTES_PER_MEGABIT = 125_000
 class Fleet:
     """The devices of all clients; all arrays have the shape (clients,).
 
-    ``step_seconds``: seconds per local step, 0 if the time depends on the number of records. ``record_seconds``:
-    seconds per record, 0 if the time depends on the number of steps. ``download`` and ``upload``: bytes per second to
-    and from the client. ``availability``: the probability, in (0, 1], that the client is available when the server
-    looks for clients. ``jitter``: each duration is multiplied by exp(jitter * z), where z is a standard normal number;
-    0 for no jitter.
+    The computing time of a client is proportional to its steps or to its records. ``step_seconds``: seconds per local
+    step; 0 if the time depends on records. ``record_seconds``: seconds per record that is processed in training; 0 if
+    the time depends on steps. ``download`` and ``upload``: bytes per second to and from the client. ``availability``:
+    the probability, in (0, 1], that the client is available when the server looks for clients. ``jitter``: each
+    duration is multiplied by exp(jitter * z), where z is a standard normal number; 0 for no jitter.
     """
 
     step_seconds: NDArray[np.float64]
@@ -54,9 +54,9 @@ class Fleet:
     jitter: float = 0.0
 
     def wrong(self, num_clients: int) -> str:
-        """Describe the first error in these arrays; return "" if their lengths and numbers are valid.
+        """Describe the first error in the arrays and the jitter, for an error message; return "" if all are valid.
 
-        ``num_clients``: the required length of the arrays.
+        ``num_clients``: the number of clients, which is the required length of the arrays.
         """
         computing = self.step_seconds + self.record_seconds
         for name, numbers, is_good in (

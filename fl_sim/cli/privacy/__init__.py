@@ -256,7 +256,11 @@ def plan_labels(
     ] = 0.01,
     json_output: _Json = False,
 ) -> None:
-    """Compute the record-level epsilon of DA-FL's labels, and the distribution of a class's noisy number of labels.
+    """Compute the privacy cost of DA-FL's labels, and how many synthetic records a class gets at random.
+
+    In DA-FL, a client makes about gamma synthetic records for each private record of a class. The exact number is
+    noisy, so that it hides single records. The command prints the distribution of this number and the record-level
+    epsilon.
 
     For example:
 
@@ -416,7 +420,10 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return distribution, mean, standard deviation and privacy cost of the noisy number of a class's labels."""
+    """Return the privacy cost and the distribution of the noisy number of synthetic records of one class.
+
+    The result also has the mean and the standard deviation of the distribution, as JSON values.
+    """
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")
     if not 0 < epsilon < math.inf:

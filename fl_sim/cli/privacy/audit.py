@@ -106,7 +106,11 @@ def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> 
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
-    """Audit several rounds with sampled cohorts. The claimed guarantee includes privacy amplification by sampling."""
+    """Audit runs of several rounds in which random cohorts take part.
+
+    The audit tests the claimed guarantee with privacy amplification by sampling. It also tests a faulty variant, which
+    samples the cohorts from a public seed.
+    """
     chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
     if not chosen:
         return []
@@ -119,9 +123,9 @@ def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: 
 
 
 def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism}: the real aggregator and faulty variants.
+    """Return {name: mechanism}: the real Global DP aggregator, and its variants with planted faults.
 
-    Each mechanism returns the noisy SUM of the updates of one round.
+    A mechanism simulates one round with or without the audited client. It returns the noisy SUM of all updates.
     """
     std = noise_multiplier * CLIPPING_NORM
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)

@@ -97,7 +97,7 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
     cost = request.cost()
     found = labelling_cost.analyse(counts, cost, request.delta)
     confident = request.mechanism == "confident"
-    # each teacher has at least one record, so the number of teachers is a lower bound of the number of records
+    # A safe delta depends on the number of records. Each teacher has at least one, so teachers are counted instead.
     advice = delta_advice(request.delta, float(counts[0].sum()))
     bill = {
         "unit": "record", "mechanism": request.mechanism, **asdict(cost),

@@ -223,12 +223,15 @@ def _check(request: BudgetRequest) -> None:
 
 
 def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
-    """Return the parameter mu of Gaussian DP for all releases combined; None if any release uses sampling."""
+    """Return the privacy of all releases together as mu, the parameter of Gaussian DP (Dong et al. 2022).
+
+    The result is None if privacy units are sampled for any release.
+    """
     if any(events.sampling_rate(event) != 1 for event in counts):
         return None
     total = 0.0
     for event, number in counts.items():
-        # the sensitivity of a release in clipping norms: 1 if a unit is added or removed, 2 if its data are replaced
+        # sensitivity of a release, divided by the clipping norm: 1 for add or remove one unit, 2 for replace one unit
         moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2
         total += number * (moved / event.noise_multiplier) ** 2
     return math.sqrt(total)
