@@ -63,7 +63,7 @@ def test_the_layers_with_adapters_can_be_named() -> None:
             names or {*dict(model.named_children()), "body.linear", "body.other"} - {"body"}
         )
     with pytest.raises(
-        UserError, match=r"model\.target_modules names 'quer', and no .*such layers are embedding, conv"
+        UserError, match=r"model\.target_modules names 'quer', but no .*can have an adapter are embedding, conv"
     ):
         TrainedPart("lora", target_modules="conv,quer")(network())
 
@@ -165,7 +165,7 @@ def test_layers_that_share_their_weights_and_unknown_layers_are_left_alone() -> 
     tied[1].weight = tied[0].weight
     adapt(tied, 2, 2.0, 0.0, 0)
     assert set(adapted_in(tied)) == {"3"}
-    with pytest.raises(UserError, match=r"lora adds adapters to nn\.Linear, .* this model has none"):
+    with pytest.raises(UserError, match=r"lora adds adapters to nn\.Linear, .* this model has no such layer"):
         adapt(nn.Sequential(Mine(4, 4)), 2, 2.0, 0.0, 0)
 
 
