@@ -1,4 +1,4 @@
-"""``check`` and ``check_compressor``: tests of the laws that every algorithm and every compressor must keep.
+"""Functions that test an algorithm (``check``) or a compressor (``check_compressor``) against laws that all must keep.
 
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
@@ -182,7 +182,10 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 
 
 def _architecture(algorithm: Algorithm) -> str:
-    """Return the name of the model for a test: one with several layers if clients receive only a part of the model."""
+    """Return the name of a model for tests of ``algorithm``.
+
+    The model has several layers if the algorithm sends clients only a part of the model, and else one layer.
+    """
     return "mlp" if isinstance(algorithm, Sending | Sizing) else "logistic"
 
 

@@ -15,7 +15,7 @@ import pytest
 
 
 class SetFineness(Protocol):
-    """The type of a function that makes the privacy accountants faster, by a coarser resolution."""
+    """The type of a function that makes the two privacy accountants (PLD and RDP) faster and less precise."""
 
     def __call__(self, *, losses: int = 1, orders: int = 1) -> None:
         """Set the resolution of both accountants.
@@ -27,7 +27,7 @@ class SetFineness(Protocol):
 
 
 class FewerImages(Protocol):
-    """A function that makes the module ``fl_sim.data.images_of_features`` faster and coarser, and clears its caches.
+    """A function that makes ``fl_sim.data.images_of_features`` faster and less precise, and clears its caches.
 
     The module fits a regression to artificial images, and improves images by gradient descent steps.
     """
@@ -94,7 +94,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def set_fineness() -> Iterator[SetFineness]:
-    """Yield a function that makes the PLD and the RDP accountant coarser and faster. Epsilons are then larger.
+    """Yield a function that makes the privacy accountants PLD and RDP faster and less precise: epsilons become larger.
 
     Each change clears the caches of the accountants.
     """
@@ -118,7 +118,7 @@ def set_fineness() -> Iterator[SetFineness]:
 
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
-    """Yield a function that makes ``fl_sim.data.images_of_features`` faster and coarser for one test."""
+    """Yield a function that makes ``fl_sim.data.images_of_features`` faster and less precise for one test."""
     from fl_sim.data import images_of_features, reading, scattering, scattering_maps  # noqa: PLC0415
 
     remembered = (

@@ -1,4 +1,4 @@
-"""``check_run`` tests a user's own layer or stage: it checks laws that every run must keep. Also an engine for tests.
+"""``check_run`` tests whether runs with a user's own layer or stage keep the laws of all runs; an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
@@ -45,7 +45,7 @@ _MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_lo
 
 @dataclass(frozen=True)
 class Without:
-    """The partition ``iid``, but the client with the ID ``client`` has an empty shard. -1: no shard is empty."""
+    """The partition ``iid``, except that the client with the ID ``client`` has no records (-1: no exception)."""
 
     kind: ClassVar[str] = "fl_sim.testing_runs:Without"
     client: int = -1
@@ -183,7 +183,10 @@ def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
 
 
 def _num_charges(folder: Path) -> int:
-    """Return the number of entries in all privacy ledgers in ``folder``: one line per entry, after a header line."""
+    """Return the total number of entries in all privacy ledgers in ``folder``.
+
+    The file of a ledger has one header line, then one line per entry.
+    """
     lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
     return sum(max(0, number - 1) for number in lines)
 
@@ -203,8 +206,8 @@ def _expect_as_shown(one: _Output, other: _Output) -> None:
 def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
     """Return the path and values of the first difference between two JSON values; empty if there is none.
 
-    Two floats may differ, because they measure a model with noise. ``apart``: names of fields that may differ, at any
-    depth.
+    Floats are not compared: they are measures of a model that was trained with random noise. ``apart``: names of fields
+    that are not compared, at any depth.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:

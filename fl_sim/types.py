@@ -17,7 +17,7 @@ from fl_sim.importing import torch
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
-    # without torch.Tensor in the type: settings are read before torch is imported
+    # The type at run time does not contain torch.Tensor: this module must not import torch, which takes seconds.
     Params = Mapping
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
@@ -137,14 +137,14 @@ class Dataset:
     such as the number of ignored records; shown only if the run promises no privacy. ``columns``: the columns of a
     table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the names of the
     classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (column or part of a
-    file, its use). ``read_off``: facts that were computed from the records and are visible in results or in the model's
-    shape, each with the setting that makes it public, if there is one. Every privacy statement lists these facts.
-    ``inferred``: assumptions about a file that no setting states, such as its decimal separator, one line each.
-    ``vocabulary``: if above 0, records are sequences of whole numbers below it (tokens). ``validation``: validation
-    records that come with the data set, for ``evaluate.validation=given``; no client holds them. ``image_shape``: the
-    shape of the original images if features have replaced the images; else empty. ``sources``: the names of the sources
-    of records, if known. The source with the ID i (in ``Examples.groups``) is ``sources[i]``. ``text_of``: if records
-    are texts, a function from one record (a row of tokens) to its text.
+    file, how the data set uses it), to be shown to the user. ``read_off``: facts that were computed from the records
+    and are visible in results or in the model's shape, each with the setting that makes it public, if there is one.
+    Every privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such as
+    its decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
+    (tokens). ``validation``: validation records that come with the data set, for ``evaluate.validation=given``; no
+    client holds them. ``image_shape``: the shape of the original images if features have replaced the images; else
+    empty. ``sources``: the names of the sources of records, if known. The source with the ID i (in ``Examples.groups``)
+    is ``sources[i]``. ``text_of``: if records are texts, a function from one record (a row of tokens) to its text.
     """
 
     name: str
@@ -202,8 +202,8 @@ class LocalSettings:
     least 1; the last batch of an epoch may be smaller. ``epochs``: the number of epochs, which may have a fraction: a
     part of the last epoch. ``steps``: if not 0, the number of steps, in place of ``epochs``. When all records have been
     used, the records are shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over
-    all classes. ``clip_norm``: the maximum L2 norm of a step's gradient over all parameters (0: no maximum). The
-    gradient is clipped after the local plan's corrections are added, and before weight decay and momentum. So a
+    all classes. ``clip_norm``: the maximum L2 norm of the gradient of a step, all parameters together (0: no maximum).
+    The gradient is clipped after the local plan's corrections are added, and before weight decay and momentum. So a
     correction that cancels the gradient at the optimum is clipped together with the gradient, and still cancels it.
     FedDyn's released code does the same, because its correction is part of the loss. (That code adds one term of
     FedDyn's gradient, alpha w for parameters w, as weight decay, and so does not clip this term.) ``augment``: the
@@ -241,7 +241,7 @@ class LocalSettings:
 
 @dataclass(frozen=True)
 class LocalTask:
-    """The request to one client in one round, with everything that its algorithm may read.
+    """The request to one client in one round: everything that the client half of an algorithm may read.
 
     ``server_round``: from 1. ``client``: the client ID, from 0 to ``num_clients`` - 1. ``settings``: the settings of
     the client's training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``:
@@ -356,7 +356,8 @@ class Cohort:
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
     number of replies. ``num_holders``: the number of clients with records to train on, among all ``num_clients``
     clients; None means all clients. ``seed``: the run's seed. ``memory``: the tensors that the aggregator stored after
-    the last round. ``own``: the payloads of the server's own update of the round, for aggregators that compare with it.
+    the last round. ``own``: the payloads of an update that the server itself trained, for aggregators that compare
+    updates with it.
     """
 
     server_round: int

@@ -32,7 +32,7 @@ STATES, LAYOUT = "states.bin", "layout.json"
 """The names of two files: all client states, and the schema of one state."""
 
 _PAGE = 4096
-# the header of a stored state: its round (0: nothing is stored), and the checksum of its numbers
+# The header of a stored client state has two integers: the round (0: no state is stored) and a checksum of the state.
 _HEAD = struct.Struct("<qq")
 
 SEAL = "seal.json"
@@ -44,7 +44,7 @@ _MODULUS = 1 << 256
 def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
     """Write tensors to a safetensors file named by the hash of its content, and return its path.
 
-    Two files with the same name thus have the same content. ``mode``: the file's permissions, as for ``write_whole``.
+    So two files with the same name have the same content. ``mode``: the permissions of the file, such as 0o600.
     """
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -78,9 +78,9 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     """Save the state of ``client`` after ``server_round``, and keep the state from before this round.
 
     All clients of a run have states of the same names, shapes and type. The file has two slots for each client: for the
-    newest state and for the state before it. So a round can be repeated: it reads the same older state and writes the
-    same numbers, even if a process died while it wrote. Several processes may save at once, each for its own clients.
-    Raises RunError, with the cure, if the file cannot be written.
+    newest state and for the state before it. So a round can be repeated, even if a process died while it saved a state:
+    the repeated round starts from the same older state, and saves the same new state. Several processes may save at
+    once, each for its own clients. Raises RunError, with the cure, if the file cannot be written.
     """
     if not state:
         return
@@ -93,7 +93,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
-        # A header of zeros marks the slot as empty until all numbers are written.
+        # Until the whole state is written, a header of zeros marks the slot as empty.
         _write(file, place, bytes(_HEAD.size))
         _write(file, place + _HEAD.size, numbers.data)
         _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
@@ -128,7 +128,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
 def state_checksums(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
     """Yield (client, round, checksum) of each client's newest state from before ``server_round``.
 
-    Clients without a state are left out. The checksum is computed from the state, so the checksum is private, too.
+    Clients without a state are left out. The checksums are computed from private states, so they are private, too.
     """
     if (slots := _slots_in(state_dir)) is None:
         return
@@ -238,11 +238,11 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the first offset, ``place`` or later, that is not in a hole of the sparse file.
+    """Return the offset of the first data in the sparse file, from the offset ``place`` on.
 
-    If there is no such offset, return the size of the file, or ``place`` if this is larger.
+    If there are only holes after ``place``, return the size of the file, or ``place`` if ``place`` is larger.
     """
-    if not hasattr(os, "SEEK_DATA"):  # for example on Windows
+    if not hasattr(os, "SEEK_DATA"):  # some systems, such as Windows, cannot search for data in a sparse file
         return place
     try:
         return os.lseek(file.fileno(), place, os.SEEK_DATA)
@@ -254,9 +254,9 @@ def _next_data(file: FileIO, place: int) -> int:
 
 @dataclass(frozen=True)
 class _Slots:
-    """The schema of a client state, and the position of each client's two slots in the file.
+    """The schema of a client state (type, names and shapes), and the positions of all states in the file.
 
-    A slot contains one stored state: a header (round and checksum), then the numbers of the state.
+    Each client has two slots in the file. A slot contains one state: a header (round and checksum), then all numbers.
     """
 
     dtype: str
@@ -267,12 +267,15 @@ class _Slots:
         return sum(num_in(layout) for _, layout in self.groups)
 
     def place(self, client: int, slot: int) -> int:
-        """Return the position of a slot's first byte. Two slots never share a memory page."""
+        """Return the position in the file of the first byte of ``slot`` (0 or 1) of ``client``.
+
+        Each slot starts on a new memory page, so two slots never share a page.
+        """
         pages = -(-(_HEAD.size + np.dtype(self.dtype).itemsize * self.size) // _PAGE)
         return (2 * client + slot) * pages * _PAGE
 
     def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
-        """Return (round, checksum) of the two states stored for the client. Round 0 means that a slot is empty."""
+        """Return the headers, (round, checksum), of the client's two slots. Round 0 means that a slot is empty."""
         heads = []
         for slot in (0, 1):
             file.seek(self.place(client, slot))
@@ -280,7 +283,7 @@ class _Slots:
         return heads
 
     def named(self, numbers: torch.Tensor) -> Payloads:
-        """Return ``numbers``, the vector of a client state, as named groups of named tensors."""
+        """Convert ``numbers``, a client state as one vector, to named groups of named tensors."""
         parts = numbers.split_with_sizes([num_in(layout) for _, layout in self.groups])
         return {name: FlatParams(part, layout) for (name, layout), part in zip(self.groups, parts, strict=True)}
 
@@ -333,9 +336,9 @@ def _read_layout(content: bytes) -> _Slots:
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
-    """Return the sum of all numbers, read as 32-bit integers.
+    """Return a checksum of a client state: the sum of all its numbers, with their bits read as 32-bit integers.
 
-    This fast checksum detects pages of the file that did not reach the disk before a crash.
+    The checksum is fast. It detects pages of the file that were not yet on the disk when the machine crashed.
     """
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 

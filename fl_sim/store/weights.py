@@ -45,7 +45,7 @@ _MOST_NAMED: Final = 2000
 
 @dataclass(frozen=True)
 class Placed:
-    """The differences between a model's tensors and the tensors in its file of weights.
+    """The differences between the tensors of a model and those in its file of weights.
 
     ``new``: the names of the tensors of a new head, which keep their random values. ``classes``: the number of classes
     of the head in the file, 0 if the file has no head. ``summed``: the names of convolution weights for grey images.
@@ -76,7 +76,7 @@ class Placed:
 
 
 def records_of(path: str) -> str:
-    """Return the data set of the run in the directory ``path``; empty if it is unknown, as for a file of weights."""
+    """Return the name of the data set of the run in the directory ``path``; empty if ``path`` is no run directory."""
     config = Path(path).expanduser() / CONFIG
     return str(read_table(config).get("data", "")) if config.is_file() else ""
 
@@ -118,7 +118,7 @@ def digest_of(model: str, path: str) -> str:
 
 @lru_cache(maxsize=8)
 def _digest(file: Path, size: int, changed: int) -> bytes:  # noqa: ARG001 (another version has another digest)
-    """Return the SHA-256 of the content of ``file``. It is cached, because every run of a table needs it."""
+    """Return the SHA-256 of the content of ``file``, cached, because every run of a table needs it."""
     return hashlib.sha256(_content(file)).digest()
 
 
@@ -220,7 +220,7 @@ def _parsed(content: bytes, file: Path) -> object:
         if file.suffix == ".safetensors" or content[8:9] == b"{":
             return load(content)
         with warnings.catch_warnings():
-            # these warnings are about other versions of pickle; unreadable content raises an error below
+            # Warnings about the pickle version are not shown. Content that cannot be read raises an error below.
             warnings.simplefilter("ignore")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except SafetensorError as error:
@@ -260,9 +260,10 @@ def _named(found: object, file: Path) -> Params:
 
 
 def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Parameter], weights: Params) -> bool:
-    """Return True if a file need not contain the tensor ``name``.
+    """Return True if the model's tensor ``name`` may be missing in a file of weights.
 
-    Such tensors are constants, the batch counts of norm layers, and tied parameters with another name in the file.
+    Three kinds of tensors may be missing: constants, the batch counts of norm layers, and a tied parameter that the
+    file contains under another name.
     """
     if name in named:
         return any(other in weights for other, weight in named.items() if weight is named[name])
@@ -271,9 +272,9 @@ def _may_be_missing(name: str, model: nn.Module, named: Mapping[str, nn.Paramete
 
 
 def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
-    """Return the names of the head's tensors if the model needs a new head; else an empty set.
+    """Return the names of the head's tensors if the model needs a new head (last layer); else an empty set.
 
-    It needs one if the file has no head, or a head for another number of classes.
+    The model needs a new head if the file has no head, or a head for another number of classes.
 
     ``missing``: the names that the file lacks. ``other``: the file's tensors whose shapes differ from the model's.
     """
@@ -290,14 +291,15 @@ def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
 
 
 def _is_grey(here: torch.Size, there: torch.Size) -> bool:
-    """Return True if ``here`` and ``there`` are shapes of equal convolutions, for one and for three channels."""
+    """Return True if two weight shapes differ only in the input channels: one in ``here``, three in ``there``."""
     return len(here) == 4 and here[1] == 1 and there == torch.Size((here[0], 3, *here[2:]))
 
 
 def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weights: Params, source: str) -> None:
-    """Raise UserError if a constant buffer or a tied parameter has other values in ``weights``.
+    """Raise UserError if constants or tied parameters in ``weights`` contradict the model.
 
-    A run saves no constants, because the architecture defines them.
+    A constant buffer must have the same values as in ``model``. All names of one tied parameter must have equal values.
+    The check of the constants is needed because a run does not save them: they come from the model's architecture.
     """
     norms = all_norms_in(model)
     for name, buffer in model.named_buffers():

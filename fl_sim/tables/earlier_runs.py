@@ -1,4 +1,4 @@
-"""Earlier runs of a table on disk: results of runs and of hyperparameter trials, runs to extend, runs to repeat."""
+"""Earlier runs on disk, when a table is filled: read their results, extend them, or decide to repeat them."""
 
 import shutil
 import tempfile
@@ -75,7 +75,7 @@ class TrialOutcome:
 
 
 def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None) -> Path:
-    """Return the run directory in ``folder`` of a trial of the hyperparameter search.
+    """Return the directory in ``folder`` where a trial of the hyperparameter search has its run.
 
     ``experiment``: the trial on one rung (stage) of successive halving. Trials with equal settings share one run, even
     if the trials belong to different rows of the table. The next rung usually extends this run in the same directory.
@@ -92,7 +92,11 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 
 
 def can_extend(experiment: Experiment) -> bool:
-    """Return True if a trial's run can be extended, because its training does not depend on the number of rounds."""
+    """Return True if the run of a trial can later be extended by more rounds.
+
+    This is the case if the planned number of rounds does not influence the training of each round. Private runs cannot
+    be extended.
+    """
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
@@ -122,7 +126,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return TrialOutcome(result.get("validation", result)["final_accuracy"], *cost)
     if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return TrialOutcome(None, *cost, str(result["error"]))
-    if len(records) >= experiment.rounds:  # a later rung may have extended the run
+    if len(records) >= experiment.rounds:  # a later rung (stage) may have added rounds
         record = records[experiment.rounds - 1]
         accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
         assert accuracy is not None, "every round of a trial is evaluated"
@@ -131,10 +135,11 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
 
 
 def check_earlier(runs: Mapping[str, Experiment], folder: Path, data_root: Path | None, *, again: bool) -> list[str]:
-    """Check that the runs in ``folder`` fit the planned ``runs``, {name: experiment}; return messages for the user.
+    """Check that earlier runs in ``folder`` fit the planned ``runs``, {name: experiment}; return messages for the user.
 
-    A run does not fit if it was made from other records or with other code. ``again``: True moves such a run to another
-    directory, so that it is repeated; False raises UserError. A run with other settings always raises UserError.
+    An earlier run does not fit if its records or its code differ from those of the planned run. ``again``: True moves
+    such a run to another directory, so that it is repeated; False raises UserError. A run with other settings always
+    raises UserError.
     """
     differing: dict[str, str] = {}
     trusted = []

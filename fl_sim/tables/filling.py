@@ -71,7 +71,7 @@ class TableState:
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Store the results of the hyperparameter search, and the plan of the table with the chosen values."""
         self.choices, self.plan = choices, plan
-        for name in ("_flat_settings", "_titles"):  # delete the cached values that were computed from the old plan
+        for name in ("_flat_settings", "_titles"):  # these cached values were computed from the old plan
             vars(self).pop(name, None)
 
     @cached_property
@@ -87,7 +87,7 @@ class TableState:
         plan = self.plan
         alone = self._alone()
         results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
-        # model_dump could return inf, which does not exist in JSON
+        # not model_dump, because its result may contain infinity, which JSON does not have
         settings = json.loads(self.settings.model_dump_json())
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,
@@ -101,7 +101,10 @@ class TableState:
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _alone(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """Return {(column, seed): result} of the runs without federation, in which each client trains alone."""
+        """Return {(column, seed): result} of the runs without federation.
+
+        In such a run, each client trains a model only on its own records.
+        """
         return {
             (cell.column, cell.seed): outcome.result
             for cell in self.plan.cells
@@ -112,8 +115,8 @@ class TableState:
     def _result(self, cell: Cell, alone: Mapping[str, Any] | None) -> SeedResult:
         """Return the result of a cell for one seed.
 
-        ``alone``: the result of the run with the same partition but without federation, in which each client trains
-        alone; None if there is no such run.
+        ``alone``: the result of the run with the same partition but without federation (each client trains only on its
+        own records); None if there is no such run.
         """
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
@@ -373,7 +376,7 @@ def _reached(result: Mapping[str, Any]) -> str:
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
     chosen_on = result.get("best_chosen_on", "test")
-    if chosen_on == "last":  # "last": only the last round was tested
+    if chosen_on == "last":  # "last": test records were used only after the last round
         return f"{100 * last:.1f} %"
     records = "the test set" if chosen_on == "test" else "validation"
     return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"

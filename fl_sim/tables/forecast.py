@@ -194,7 +194,7 @@ def search_forecasts(
         assert settings.tune is not None, "a table that tunes nothing"
         trials = [proposed_trial(search, settings.tune, number, ()) for number in trial_batches(settings.tune)[0]]
         shortest = search.rungs[0].rounds
-        directories = dict.fromkeys(  # without the later trials of Optuna, whose values are not known yet
+        directories = dict.fromkeys(  # not Optuna's later trials: their values are not known yet
             trial_directory(experiment_of(settings, trial, shortest), out / TRIALS, data_root) for trial in trials
         )
         rounds, before = 0, 0
@@ -231,10 +231,11 @@ def _in_parallel(jobs: int) -> str:
 
 
 class _Untimed(NamedTuple):
-    """The forecast of a run before its time is estimated. ``known``: the forecast without time.
+    """What is needed to estimate the time of a run. ``known``: the forecast of the run without a time.
 
-    ``works``: the amounts of computation of the run, such as local training, which are then timed. ``made``: the keys
-    of stage outputs that already exist and so take no time. ``traffic``: the bytes that the run transmits.
+    ``works``: the run's computations, such as local training, each with its amount. ``made``: the keys of stage outputs
+    that already exist and so take no time. ``traffic``: the bytes that the run transmits. ``watch``: the stopwatch that
+    times each kind of computation.
     """
 
     known: Forecast
@@ -261,7 +262,7 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
 
 
 def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Work, ...]:
-    """Return the amounts of computation of a run.
+    """Return the computations of a run, such as local training, each with its amount.
 
     ``known``: a cache, because building a model from a library takes a second. Runs without stages share an entry if
     they differ only in their seeds. The small differences between their numbers of local steps are ignored.
@@ -307,7 +308,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # raised if a note needs a PLD computation that ``may_begin`` forbids
+        with suppress(NoTimeError):  # raised for a PLD computation that ``may_begin`` forbids; then no notes
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)
@@ -318,9 +319,10 @@ def _never_called(*_: int) -> Callable[[], object]:
 
 
 def _available_outputs(job: Job, seen: set[str]) -> frozenset[str]:
-    """Return the keys of those stage outputs of the job that already exist, or that an earlier run will make.
+    """Return the keys of the job's stage outputs (such as synthetic records) that the job need not compute.
 
-    ``seen``: the keys of the stage outputs of earlier runs. This function adds the keys of this job.
+    These outputs exist already, or an earlier run of the table will compute them. ``seen``: the keys of the outputs of
+    earlier runs. This function adds the keys of this job to ``seen``.
     """
     needed = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
     there = frozenset(key for key, stage in needed if key in seen or stage.is_made())

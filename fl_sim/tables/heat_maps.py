@@ -1,4 +1,4 @@
-"""The layout of a table's heat maps. It assigns a field of a heat map to each row of the table."""
+"""The layout of a table's heat maps: it assigns each row of the table to a cell of a heat map."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

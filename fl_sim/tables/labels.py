@@ -61,9 +61,9 @@ def data_label(name: str) -> str:
 
 @dataclass(frozen=True)
 class RowName:
-    """The name of a table's row, in parts.
+    """The parts of the name of a table's row.
 
-    ``method``: the full name of the method. ``further``: the other settings in the name, {setting: value}.
+    ``method``: the full name of the method. ``further``: {setting: value} of all other settings that the name states.
     ``experiment``: one experiment of the row. ``is_chosen``: True if the user chose the name.
     """
 
@@ -104,8 +104,8 @@ def row_labels(rows: Mapping[str, RowName]) -> dict[str, tuple[str, str]]:
 def method(experiment: Experiment, varied: Collection[str] = (), own: Collection[str] = ()) -> str:
     """Return the label of a method: its preprocessing, its algorithm, and its server if it is not the default.
 
-    The label states all parameters that differ from their defaults. ``varied``: parameters of the preprocessing that it
-    also states. ``own``: parameters of the algorithm and the server that it also states.
+    The label states all parameters that differ from their defaults, and the given further parameters. ``varied``:
+    further parameters of the preprocessing. ``own``: further parameters of the algorithm and the server.
     """
     name = label(experiment.algorithm, own)
     if experiment.server != default_of(Experiment, "server"):
@@ -116,14 +116,14 @@ def method(experiment: Experiment, varied: Collection[str] = (), own: Collection
 
 
 def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
-    """Return the names of the preprocessing parameters that are not equal in all ``experiments``."""
+    """Return the names of the preprocessing parameters whose values differ between ``experiments``."""
     chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, Captioned)]
     fields = {name for one in chosen for name in field_defaults(type(one))}
     return frozenset(name for name in fields if len({str(getattr(one, name, "")) for one in chosen}) > 1)
 
 
 def varied_parameters(chosen: Iterable[Any]) -> dict[type, frozenset[str]]:
-    """Return {settings class: names of the parameters that are not equal in all ``chosen`` settings of this class}."""
+    """Return {settings class: names of the parameters whose values differ between ``chosen`` objects of this class}."""
     kinds: dict[type, list[Any]] = {}
     for one in chosen:
         kinds.setdefault(type(one), []).append(one)
@@ -174,10 +174,13 @@ def caption(
     The first line says which accuracies the table shows. Each further line starts with a label, such as "Data:".
 
     ``notes``: {data set: note about the data set}. ``shares``: {data set: share of the most frequent class in its test
-    records}. ``has_bound``: True if the table has the row Centralized. ``places``: lists with one name per experiment,
-    such as row labels or column names. If a setting has several values, the caption gives the most frequent one, and
-    lists the experiments with other values. They are named by the first of these lists in which equal names always mean
-    equal values. ``settings``: {row label: settings that no other line of the caption states}.
+    records}. ``has_bound``: True if the table has the row Centralized. ``settings``: {row label: settings that no other
+    line of the caption states}.
+
+    If the experiments differ in a setting, the caption gives the most frequent value, then each other value with the
+    rows or columns that have it, such as "0.9 (0 for FedDyn)". ``places``: the possible names for this purpose, as
+    lists with one name per experiment: row labels, column names and so on. The first list is used in which the name of
+    an experiment determines its value of the setting.
     """
     show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -227,7 +230,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in _NOT_NAMED))
-    if experiment.evaluate == Evaluate():  # names of older runs lack ``evaluate``
+    if experiment.evaluate == Evaluate():  # older versions had no setting ``evaluate``, and their runs keep their names
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
@@ -291,7 +294,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the caption's text on the column "best": the records whose accuracy determines the best round."""
+    """Return the caption's text on the accuracies called "best": which records the best round is chosen on."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, because nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:

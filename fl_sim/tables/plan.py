@@ -244,7 +244,7 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        # None if centralized training does not use this seed setting
+        # If centralized training does not use this seed setting, its value is None, and ``seed`` is used instead.
         seed = getattr(one.experiment, over)
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
@@ -323,7 +323,7 @@ def is_bound(point: Point) -> bool:
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of the run at ``point``; for the row Centralized, those of centralized training."""
+    """Return the settings of the run at ``point``. In the row Centralized, this run is centralized training."""
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
@@ -369,7 +369,7 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
 def _heat_maps(
     axes: HeatMapAxes | None, plan: Plan, names: Mapping[str, RowName], spanned: Collection[str]
 ) -> tuple[HeatMap, ...]:
-    """Return the layouts of the heat maps; an empty tuple if ``axes`` is None.
+    """Return the layouts of the table's heat maps; an empty tuple if the table has none (``axes`` is None).
 
     ``spanned``: the names of the settings in [grid].
     """
@@ -425,14 +425,17 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 
 
 def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
-    """Return lists of names for the caption, one name per cell: rows and columns of heat maps, then of the table."""
+    """Return lists with one name per cell of the table, by which the caption can refer to the cells.
+
+    First come the names of the rows and the columns of heat maps, then those of the table's rows and columns.
+    """
     groups = row_groups(plan.heat_maps), column_groups(plan.heat_maps)
     lines = [[names.get(row, "") for row in rows] for names in groups if names]
     return [*lines, [plan.labels[row] for row in rows], [*columns]]
 
 
 def _left_out(plan: Plan) -> dict[str, str]:
-    """Return {label: settings that no other line of the caption states}, for rows of the table or of heat maps."""
+    """Return {label of a row: settings that the caption does not state elsewhere}, for the table or its heat maps."""
     groups, found = row_groups(plan.heat_maps), dict[str, dict[str, None]]()
     along = tuple(f"{one.columns}=" for one in plan.heat_maps)
     for row, left_out in plan.settings.items():
@@ -461,7 +464,8 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     if is_bound(point):
         job = job_at(settings.base, as_run(point), data_root)
     labels, note = job.dataset.test.labels, job.dataset.note
-    # job.predicts_classes builds the model, so it is used only for data sets of tokens
+    # Only a model for tokens may predict something other than classes. job.predicts_classes is slow: it builds the
+    # model.
     predicts = not job.dataset.vocabulary or job.predicts_classes
     largest_class = float(np.bincount(labels).max() / len(labels)) if predicts else None
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
@@ -503,7 +507,7 @@ def _row(
 def _further(point: Point, over: str) -> dict[str, str]:
     """Return {setting: value as text} of the settings of ``point`` that the row's name states after the method.
 
-    These are not the settings of the method or of the column, nor the setting ``over``: the seed setting over which the
+    Left out are the settings that belong to the method or to the column, and the seed setting ``over``, over which the
     table averages.
     """
     named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
@@ -512,7 +516,10 @@ def _further(point: Point, over: str) -> dict[str, str]:
 
 
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of one entry of ``grid.algorithm``, which is an algorithm or a table of several settings."""
+    """Return the settings of one entry of ``grid.algorithm``.
+
+    The entry is an algorithm, or a TOML table of an algorithm and further settings.
+    """
     if isinstance(entry, dict) and _LABEL in entry:
         others = {key: value for key, value in entry.items() if key != _LABEL}
         if not isinstance(entry[_LABEL], str) or not entry[_LABEL].strip():
@@ -530,9 +537,10 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` with the settings ``instead`` in place of its own.
+    """Return ``point`` updated with the settings ``instead``.
 
-    A setting of ``point`` is replaced if the first part of its dotted key is in ``instead``.
+    A setting of ``point``, such as "local.momentum", is removed if the first part of its name ("local") is in
+    ``instead``.
     """
     return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
 
@@ -547,7 +555,7 @@ def _naming(point: Point) -> Iterator[None]:
 
 
 def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """Return ``base`` updated with ``point``. A nested table without ``kind`` is merged, not replaced."""
+    """Return ``base`` updated with the settings ``point``. Nested settings are merged if they have no ``kind``."""
     merged = {**base, **point}
     for key, value in point.items():
         if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):

@@ -111,7 +111,7 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose best value is near an end of the search space: the space may be too narrow."""
+        """Return the settings whose best value is near an end of their search space, which may then be too narrow."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
@@ -162,7 +162,7 @@ def trial_batches(tune: Tune) -> list[range]:
 def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[TrialResult]) -> Trial:
     """Return the trial with index ``number`` (from 0) of a search.
 
-    ``tried``: the results of the earlier trials, from which Optuna proposes the values.
+    ``tried``: the results of the earlier trials. Optuna uses them to propose the hyperparameter values of the trial.
     """
     if number in trial_batches(tune)[0]:
         return Trial(search, number + 1, drawn(search.space, tune.seed, number))
@@ -237,7 +237,7 @@ def csv_text(tried: Iterable[TrialResult]) -> str:
 
 
 class _Unknown(Exception):  # noqa: N818 (not an error)
-    """Raised if a trial has no result yet."""
+    """Raised if a trial would have to be run, in a function that only reads finished searches."""
 
 
 @dataclass
@@ -261,7 +261,7 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    # parameters with changed values are part of the row's name, so the row fixes them, too
+    # The row's name states all parameters that differ from their defaults. So these parameters cannot be tuned, either.
     for part in ("algorithm", "preprocess"):
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
@@ -317,7 +317,7 @@ def _check_trials(settings: TableSettings, search: Search, data_root: Path | Non
 
 
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
-    """Return the settings of a trial: the settings of its cell, with the hyperparameter values of the trial.
+    """Return the settings of a trial: those of its cell of the table, updated with the trial's hyperparameter values.
 
     Trials are evaluated on validation records, or on the test records of the public data set ``tune.data``.
     """
@@ -376,9 +376,9 @@ def _results(
 ) -> list[TrialResult]:
     """Execute ``trials`` on their next rung (stage), and return the results of these trials.
 
-    ``earlier``: the results of previous rungs. Trials with equal settings share one run, which has the rounds of the
-    longest of them. The results of the shorter trials are read from its first rounds. Raises RunError, with the reason,
-    for a failed trial.
+    ``earlier``: the results of previous rungs. Trials that differ only in the number of rounds share one run, as long
+    as the longest of these trials. The results of the shorter trials are read from the first rounds of this run. Raises
+    RunError, with the reason, for a failed trial.
     """
     last = {one.trial: one for one in earlier}
     entries = [_entry_of(settings, trial, last.get(trial), folder, data_root) for trial in trials]

@@ -107,7 +107,7 @@ class ValueList:
         return self.values[int(rng(seed, f"tuning {key}", repeat).permutation(len(self.values))[place])]
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that are checked before the search: all values of the list."""
+        """Return the values that are validated before the search starts. A list of values is validated whole."""
         return self.values
 
     def is_at_end(self, value: Any) -> bool:
@@ -157,7 +157,7 @@ class Range(Settings):
         return min(max(short, self.low), self.high)
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that are checked before the search: the lower and the upper end of the range."""
+        """Return the values that are validated before the search starts: the lower and the upper end of the range."""
         return self.low, self.high
 
     def is_at_end(self, value: float) -> bool:
@@ -177,8 +177,9 @@ Space: TypeAlias = Mapping[str, Dimension]
 class Method:
     """A row of the table whose hyperparameters are tuned.
 
-    ``kind``: kind of the algorithm, such as "fedprox". ``spanned``: settings that cannot be tuned, because the grid or
-    the row fixes them. ``is_bound``: True for the row Centralized, which has no settings of federated learning.
+    ``kind``: kind of the algorithm, such as "fedprox". ``spanned``: settings that cannot be tuned, because the grid
+    varies them or the row's name states them. ``is_bound``: True for the row Centralized, which has no settings of
+    federated learning.
     """
 
     row: str
@@ -291,7 +292,7 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
-    def is_dimension(value: Any) -> bool:  # the result is False for a nested table of settings
+    def is_dimension(value: Any) -> bool:  # False: a group of settings
         return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
     return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}

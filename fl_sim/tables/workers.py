@@ -364,10 +364,10 @@ class _Reporter(Silent):
         self._connection.send(Preparing(self.name, what))
 
     def replied(self, replies: int) -> None:
-        """Do nothing: the parent shows whole rounds only."""
+        """Send nothing: the parent process shows no progress within a round."""
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Do nothing: ``_attempt`` returns the event for the end of the run."""
+        """Send nothing: ``_attempt`` returns the event for the end of the run."""
 
     def finished_round(self, record: RoundRecord) -> None:
         """Send the event ``RoundDone``. Raise ``_TimeIsUp`` if the next round would end after the deadline."""
@@ -381,7 +381,7 @@ def _attempt(
     observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, tracking: Tracking
 ) -> Event:
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
-        shutil.rmtree(directory)  # the file is missing if an earlier process was killed before it wrote the first file
+        shutil.rmtree(directory)  # left by a process that was killed before it wrote the configuration
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
         return Finished(observer.name, run(experiment, directory, data_root, tracking.of(directory, observer)))

@@ -72,9 +72,10 @@ def unlearn_approximately(
 
 
 def _against_exact(finished: FinishedRun, client: int, params: Params, before: Params, exact: Path) -> dict[str, Any]:
-    """Return the measures of the retraining without the client, and L2 distances to its model.
+    """Return a comparison with the retraining without the client, in the directory ``exact``; {} if it is not there.
 
-    Returns {} if the directory ``exact`` does not contain this retraining.
+    The comparison consists of the measures of the retraining, and of the L2 distances of the models before and after
+    unlearning to the retrained model.
     """
     experiment = settings_without(finished.job.experiment, client)
     try:

@@ -1,7 +1,8 @@
 """An attacker guesses which of k candidate records a noisy gradient comes from. No attacker can exceed a known bound.
 
-The attacker knows k candidates and all other records of the batch, and subtracts the gradients of these others. What
-remains is the clipped gradient of one candidate, chosen at random, with the noise of a DP-SGD step. The attacker
+A DP-SGD step publishes the sum of the clipped gradients of a batch, plus noise. The batch contains one of k candidate
+records, chosen at random. The attacker knows the candidates and all other records of the batch. It subtracts the
+gradients of the other records. What remains is the clipped gradient of the candidate, plus the noise. The attacker
 guesses the candidate with the nearest gradient. This candidate is the most likely one, so no attacker is right more
 often.
 
@@ -76,8 +77,8 @@ def recognised(
 ) -> Recognised:
     """Guess which of k records a noisy gradient comes from, ``draws`` times with new noise; count the right guesses.
 
-    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). The records take turns, because the bound holds on
-    average over the records, and not for the record that is easiest to recognise.
+    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). Each record is the right answer equally often (up to
+    one draw), because the bound holds on average over the records, and not for the record that is easiest to recognise.
     """
     each = [seen.summed(inputs[[one]], labels[[one]]) for one in range(len(labels))]
     names = seen.noisy(each[0], 0).keys()  # the attacker sees only parameters that leave the client
@@ -86,7 +87,7 @@ def recognised(
     right = 0
     for draw in range(draws):
         true = draw % len(labels)
-        found = _flat(seen.noisy(each[true], draw + 1))  # the attack itself has used the noise of draw 0
+        found = _flat(seen.noisy(each[true], draw + 1))  # noise 0 was used in the attack
         right += int((vectors @ found - halves).argmax()) == true
     return Recognised(len(labels), draws, right, draws * most_found(noise_multiplier, len(labels)))
 

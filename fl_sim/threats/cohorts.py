@@ -18,9 +18,9 @@ def cohorts_known(job: Job) -> bool:
 
 
 def cohort_of(job: Job, server_round: int) -> list[int]:
-    """Return the client IDs of round ``server_round``, ascending. The cohorts must be known (``cohorts_known``).
+    """Return the IDs of the clients that take part in round ``server_round``, ascending.
 
-    The round may be after the last round of the run.
+    The cohorts must be known (``cohorts_known``). The round may be after the last round of the run.
     """
     experiment = job.experiment
     coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
@@ -43,7 +43,7 @@ def num_steps(job: Job, client: int) -> int:
 
 
 def steps_in(job: Job, rounds: Iterable[int], without: int) -> int | None:
-    """Return the total number of local steps in ``rounds``, without client ``without``; None for unknown cohorts."""
+    """Return the number of local steps in ``rounds`` of all clients except ``without``; None for unknown cohorts."""
     if not cohorts_known(job):
         return None
     return sum(num_steps(job, one) for server_round in rounds for one in cohort_of(job, server_round) if one != without)

@@ -33,12 +33,15 @@ class FedEraser:
     calibration: float = 0.5
 
     def unlearned(self, replay: Replay, client: int, first: int) -> tuple[ServerState, LocalSteps]:
-        """Return the server state after unlearning ``client``, and the work. ``first``: the client's first round."""
+        """Return the server state after unlearning ``client``, and the amount of work.
+
+        ``first``: the first round in which the client took part.
+        """
         states = list(self.states(replay, client, stored_rounds(replay.finished, first)))
         return states[-1][0], sum((work for _, work in states), LocalSteps())
 
     def states(self, replay: Replay, client: int, kept: list[int]) -> Iterator[tuple[ServerState, LocalSteps]]:
-        """Repeat the round after each stored state in ``kept``; yield (new server state, work) for each."""
+        """Repeat the round after each stored state in ``kept``; yield pairs (new server state, amount of work)."""
         like, found = replay.finished.procedure.beginning(), replay.finished.out
         [group] = payload_template(replay.strategy.algorithm, like)
         server: ServerState | None = None

@@ -45,10 +45,11 @@ class FinishedRun:
 
     @classmethod
     def of(cls, out: Path, data_root: Path | None = None) -> Self:
-        """Return the finished run in the directory ``out``. ``data_root``: the first folder to look for data sets.
+        """Return the finished run in the directory ``out``.
 
-        Raises UserError if there is no finished run, if its records or code have changed, if it has no synchronous
-        rounds, or if its model is no classifier or has a frozen body.
+        ``data_root``: the folder in which data sets are searched first. Raises UserError if there is no finished run,
+        if its records or code have changed, if it has no synchronous rounds, or if its model is no classifier or has a
+        frozen body.
         """
         if not (out / run_directory.CONFIG).exists():
             raise UserError(
@@ -81,8 +82,8 @@ class FinishedRun:
     def covering(self) -> list[PrivacyStatement]:
         """The privacy statements with the unit "record" that cover the final model; empty if none does.
 
-        They cover the model if clients add noise in training, or train only on synthetic records. A model that is also
-        trained on raw records is not covered by a statement about synthetic records.
+        A statement covers the model if clients add noise in training, or train only on synthetic records. If clients
+        also train on raw records, a statement about the synthetic records does not cover the model.
         """
         experiment = self.job.experiment
         is_covered = replaces_records(experiment.preprocess) or not is_none(experiment.local.privacy)

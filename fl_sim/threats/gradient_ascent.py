@@ -43,7 +43,10 @@ class GradientAscent:
     rounds: int = 3
 
     def unlearned(self, replay: Replay, client: int, first: int) -> tuple[ServerState, LocalSteps]:
-        """Return the server state after unlearning ``client``, and the work. ``first`` is not used."""
+        """Return the server state after unlearning ``client``, and the amount of work.
+
+        ``first``, the client's first round, is not used by this method.
+        """
         del first
         server, after = replay.last, replay.num_rounds
         reference = self.reference(replay, client)
@@ -66,7 +69,7 @@ class GradientAscent:
         return {name: value - change[name] * (weight / (1 - weight)) for name, value in server.params.items()}
 
     def ascended(self, replay: Replay, client: int, reference: Params) -> tuple[Params, int]:
-        """Return the parameters after the ascent, and the number of ascent steps."""
+        """Return the parameters after gradient ascent on the client's records, and the number of ascent steps."""
         job = replay.finished.job
         local, model = job.experiment.local, job.model().to(job.device)
         inputs, labels = replay.finished.held_by(client)
@@ -91,7 +94,7 @@ class GradientAscent:
 
 
 def distance(left: Params, right: Params) -> float:
-    """Return the L2 distance of two models. Only tensors that both models have count."""
+    """Return the L2 distance of two models. A tensor that only one of the models has is ignored."""
     both = [name for name in left if name in right]
     gap = subtract({name: left[name] for name in both}, {name: right[name] for name in both})
     return math.sqrt(inner_product(gap, gap))

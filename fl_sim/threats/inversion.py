@@ -1,6 +1,6 @@
 """Gradient inversion: the reconstruction of training records from the gradient of one step of one client.
 
-The analytic form is for models whose first layer is linear. For a linear layer z = W x + b and one record, dL/dW =
+The analytic method is for models whose first layer is linear. For a linear layer z = W x + b and one record, dL/dW =
 (dL/dz) x^T and dL/db = dL/dz. So row c of dL/dW divided by entry c of dL/db is x, for each c with dL/db_c != 0 (Phong
 et al. 2018, section 3). For all other models, an optimiser searches for records with the observed gradient
 (``fl_sim.threats.gradient_matching``). Labels are inferred first (``fl_sim.threats.labels``).
@@ -29,7 +29,7 @@ from fl_sim.types import Params
 CANDIDATES = 10
 """The number of records among which the attacker searches for the record that made a noisy gradient."""
 _ANALYTIC, _OPTIMISED = 20, 4
-"""The default number of attacked records: for the analytic form, and for the optimiser."""
+"""The default number of attacked records: for the analytic method, and for the optimiser."""
 _STEPS, _VARIATION = 400, 0.1
 """The default number of steps of the optimiser, and its weight of the total variation."""
 _DRAWS, _MOST_NUMBERS = 100, 10**8
@@ -41,9 +41,9 @@ class Asked:
     """The user's options for the attack.
 
     ``records``: the number of attacked records; 0 means the default of the method. ``batch``: the number of records in
-    one gradient. ``method``: "auto" takes the analytic form where it is possible. ``steps``: the number of optimiser
-    steps; None for the default. ``variation``: the weight of the total variation; None for the default. ``at``: the
-    attacked model, before the first or after the last round.
+    one gradient. ``method``: "analytic", "optimise", or "auto" (the analytic method where it is possible, else the
+    optimiser). ``steps``: the number of optimiser steps; None for the default. ``variation``: the weight of the total
+    variation; None for the default. ``at``: the attacked model, before the first or after the last round.
     """
 
     records: int = 0
@@ -95,8 +95,8 @@ def _psnr(squared: float) -> float:
 class Attempt:
     """The attack on one gradient: the reconstructions of its records.
 
-    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: how often the attacker
-    correctly chooses the record of a noisy gradient from ``CANDIDATES`` records, None without noise.
+    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: the attacker's success
+    in another attack, None without noise: it guesses which of ``CANDIDATES`` records a noisy gradient comes from.
     """
 
     found: list[Inverted]
@@ -159,7 +159,7 @@ def _show_step(show: Callable[[str], object], said: str, step: int) -> None:
 
 
 def _layer(model: nn.Module, asked: Asked) -> str | None:
-    """Return the first layer for the analytic form; None for the optimiser."""
+    """Choose the method: return the name of the first layer for the analytic method, or None for the optimiser."""
     if asked.method == "analytic" and asked.batch > 1:
         raise UserError(
             f"--method analytic needs the gradient of one record, but --batch is {asked.batch}: leave one of them out"
@@ -216,7 +216,7 @@ def _compared(
     client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units",
     typical: torch.Tensor,
 ) -> list[Inverted]:  # fmt: skip
-    """Assign reconstructions to records so that the sum of squared errors is smallest; return one item per record."""
+    """Assign a reconstruction to each record, so that the sum of all squared errors is smallest; return all pairs."""
     from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 (the import takes half a second)
 
     distances = (true[0].double().flatten(1)[:, None] - made[0].double().flatten(1)[None]).square().sum(2)
@@ -231,9 +231,9 @@ def _compared(
 
 
 def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradients: int) -> Attempt:
-    """Return ``attempt`` with its fields about noise, if the steps have noise.
+    """Return ``attempt`` with values in its fields about noise; unchanged if the steps of the run have no noise.
 
-    ``gradients``: the number of gradients in the whole attack.
+    ``gradients``: the number of gradients in the whole attack, which limits the number of guesses for each of them.
     """
     if observed.private is None or observed.step is None:
         return attempt

@@ -94,7 +94,7 @@ def estimated_counts(summed: NDArray[np.float64], by_class: NDArray[np.float64],
 
 
 def whole(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Return whole numbers in proportion to ``shares``, with the sum ``total``, by the largest remainder method.
+    """Return whole numbers with the sum ``total`` and nearly the proportions of ``shares`` (largest remainder method).
 
     >>> whole(np.array([1.0, 1.0, 2.0]), 5).tolist()
     [1, 1, 3]

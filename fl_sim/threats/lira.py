@@ -61,8 +61,8 @@ Floats = NDArray[np.float64]
 class Audited:
     """The records of an audit: first all members, then all non-members.
 
-    ``members``, ``others``: the indices of the records, (m,) and (n,). Members are training records of the run. If
-    ``is_online`` is True, the non-members are training records that the run leaves out, else they are test records.
+    ``members``: their indices, (m,). Members are training records that the run used. ``others``: the indices of the
+    non-members, (n,). If ``is_online`` is True, they are training records that the run left out, else test records.
     """
 
     members: NDArray[np.int64]
@@ -238,9 +238,10 @@ def _examples(audited: Audited, job: Job) -> list[Examples]:
 
 
 def _taught(shadow: Job, audited: Audited) -> NDArray[np.bool_]:
-    """Return the mask of the records that the shadow run contains.
+    """Return the mask of the audit's records that a shadow run contains.
 
-    In the offline form, random test records also count as contained, so that they are ignored for this shadow run.
+    In the offline form, scores use only the shadow runs without the record. Therefore random test records are also
+    marked as contained: this shadow run is then not used for their scores.
     """
     members = np.isin(audited.members, shadow.shards.records)
     if audited.is_online:

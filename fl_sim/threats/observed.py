@@ -95,7 +95,7 @@ class Observed:
         return found
 
     def at(self, params: Params) -> "Observed":
-        """Return this client after it received other parameters, ``params``."""
+        """Return this client as if it had received the parameters ``params`` instead."""
         model = copied(self.model)
         model.load_state_dict({**params}, strict=False)
         return replace(self, model=model.eval())

@@ -21,10 +21,10 @@ from fl_sim.threats.finished import FinishedRun
 
 @runtime_checkable
 class SelectsLabels(Protocol):
-    """The interface of settings with which clients publish synthetic records, with privately selected labels.
+    """The interface of a preprocessing stage (settings) in which each client publishes synthetic records.
 
-    In ``result.json``, ``preprocess.clients[i].counts`` contains the number of published records of client i in each
-    class.
+    The labels of these records are selected with differential privacy. In ``result.json``,
+    ``preprocess.clients[i].counts`` contains the number of published records of client i in each class.
     """
 
     def labels_epsilon(self, num_classes: int) -> float | None:
@@ -55,7 +55,7 @@ class Guessed:
 
 
 def pool_of(finished: FinishedRun) -> tuple[SelectsLabels, NDArray[np.int64]]:
-    """Return the settings of the stage that made the pool, and the published numbers of records, (clients, classes).
+    """Return the settings of the preprocessing, and the number of published synthetic records, (clients, classes).
 
     Raises UserError if no client of the run published synthetic records.
     """
@@ -72,7 +72,7 @@ def pool_of(finished: FinishedRun) -> tuple[SelectsLabels, NDArray[np.int64]]:
 
 
 def held_by_clients(finished: FinishedRun) -> NDArray[np.int64]:
-    """Return the true numbers of records of each class, (clients, classes): SENSITIVE."""
+    """Return the true numbers of each client's records in each class, (clients, classes). These numbers are private."""
     num_classes, runtime = finished.job.dataset.num_classes, finished.runtime
     clients = range(finished.job.experiment.num_clients)
     return np.array([runtime.own_records(client).class_counts(num_classes) for client in clients], dtype=np.int64)

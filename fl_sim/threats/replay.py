@@ -26,12 +26,12 @@ from strategies.flower import FederatedStrategy
 
 
 def asks_clients(stage: Stage) -> bool:
-    """Return True if ``stage`` sends requests to clients, or has a method that runs before the first round."""
+    """Return True if ``stage`` may use clients outside of rounds: it has requests to them, or work before round 1."""
     return bool(stage.tasks()) or type(stage).before is not Stage.before
 
 
 def check_replayable(finished: FinishedRun) -> None:
-    """Raise UserError if a server state is not enough to repeat a round of the run."""
+    """Raise UserError if rounds of the run cannot be repeated from only a stored server state."""
     experiment, server = finished.job.experiment, finished.procedure.beginning()
     sent = [dict(layout_of(one)) for one in payload_template(finished.procedure.algorithm, server).values()]
     obstacles = {
@@ -66,9 +66,10 @@ class LocalSteps:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The server of a finished run, for repeating its rounds. The run directory is not changed.
+    """The server of a finished run, which can repeat the run's rounds. The run directory is not changed.
 
-    ``run``: the run as an object, with a temporary directory. ``last``: the server state after the run's last round.
+    ``run``: the run as an object, which writes into a temporary directory. ``last``: the server state after the run's
+    last round.
     """
 
     finished: FinishedRun

@@ -68,8 +68,8 @@ def check_client(finished: FinishedRun, client: int) -> None:
     if experiment.is_private:
         bill = "; ".join(f"unit {one['unit']}: {one['guarantee']}" for one in finished.facts["privacy"])
         raise UserError(
-            f"the run in {out} promises privacy ({bill}): its published models are nearly as likely without the unit, "
-            "so unlearning would change little. Published models stay published, so no privacy ledger is refunded; a "
+            f"the run in {out} promises privacy ({bill}): its published models depend little on one unit, so "
+            "unlearning would change little. Published models stay published, so no privacy ledger is refunded; a "
             f"run with forgotten={client} and another --out would publish further models, at a further privacy cost "
             "for all other clients"
         )
@@ -187,8 +187,8 @@ def further_in(out: Path) -> dict[str, Any]:
 def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int, out: Path) -> None:
     """Copy rounds 1 to ``last_round`` of a run, and their stored states, into the directory ``out``.
 
-    They become rounds of ``experiment``. Measures that depend on the records of all clients are left out, because they
-    could reveal something about the forgotten records.
+    The copy is the beginning of a run of ``experiment``, the retraining. Measures that depend on the records of all
+    clients are left out, because they could reveal something about the forgotten records.
     """
     job = job_of(experiment, finished.job.root)
     out.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ class Network:
         params: Params,
         anchor: Params,
     ) -> Batch:
-        """Return the ``Batch`` (records, logits, features and models) that the loss terms receive.
+        """Return the ``Batch`` that the loss terms receive: records, with their logits and features, and models.
 
         ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
         features, computed with ``params``. The field ``data`` is still empty: it is filled for each loss term. A loss
@@ -116,8 +116,8 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
     The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode. Only
-    methods that train the head separately need this number. Raises UserError if that is impossible: if the head has
-    other inputs than the features (n, d), or no trainable parameters.
+    methods that train the head separately need this number. Raises UserError if the head cannot be trained separately,
+    because it has other inputs than the features (n, d), or no trainable parameters.
     """
     model.eval()
     head = head_of(model)

@@ -72,7 +72,7 @@ def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Sour
 
 
 def stays_bytes(examples: Examples, device: torch.device) -> bool:
-    """Return True if ``resident`` keeps inputs as bytes: only on a GPU, because on a CPU the trainer needs float32."""
+    """Return True if ``resident`` keeps inputs as bytes: only on a GPU. The trainer for CPUs needs float32 inputs."""
     return device.type != "cpu" and examples.inputs.dtype == np.uint8
 
 

@@ -198,7 +198,8 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # Not own * previous - own * received: only with this form is the gradient exactly 0 if the two models are equal.
+    # If the previous and the received model are equal, this gradient is exactly 0, without rounding errors. The formula
+    # own * previous - own * received would not ensure this.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 

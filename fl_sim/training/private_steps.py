@@ -45,7 +45,7 @@ COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
 
 
 def unsupported(plan: LocalPlan, settings: LocalSettings) -> list[str]:
-    """Return the sorted names of the fields in use that private steps do not support."""
+    """Return the names, sorted, of the fields of ``plan`` and ``settings`` in use that private steps do not support."""
     return sorted((fields_in_use(plan) | fields_in_use(settings)) - TAKES - {"phases"})
 
 
@@ -63,7 +63,7 @@ def sampling_rate(settings: LocalSettings, num_records: int) -> float:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The constants of a client's private steps. They depend on the client's public number of records only.
+    """The constants of a client's private steps. They can be public: they depend only on the number of its records.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
     number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a clipped

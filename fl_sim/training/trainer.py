@@ -65,9 +65,9 @@ class LocalJob:
 
     @cached_property
     def asks_for(self) -> frozenset[str]:
-        """Return the names of the fields of settings and plan that are not at their defaults.
+        """Return the names of the fields of the job's settings and local plan that differ from their defaults.
 
-        A trainer of this job must support all these fields.
+        A trainer can execute this job only if it supports all these fields.
         """
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
 
@@ -295,10 +295,10 @@ class Trainer:
         return bool(linear) and head_of(self._model) is linear[-1]
 
     def _compiled(self, params: Params, inputs: torch.Tensor, rows: Rows = "logits") -> LogitsOf | None:
-        """Return a compiled function that computes the logits or the features of records.
+        """Return a function of the compiled code that computes the logits or the features of records.
 
-        ``rows``: "logits" or "features". Returns None if the compiled trainer does not support the model or the inputs,
-        or if ``params`` contain infinite numbers or NaN.
+        ``rows``: the result of the function, "logits" or "features". Returns None if the compiled trainer does not
+        support the model or the inputs, or if ``params`` contain infinite numbers or NaN.
         """
         stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
         if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
@@ -359,7 +359,7 @@ class Trainer:
             return None
         if asked & {"contrast", "pull", "class_features"} and not self._head_is_last:
             return None
-        if (mix := plan.mix) is not None:  # FedMix's loss needs second derivatives: only piecewise linear models
+        if (mix := plan.mix) is not None:  # FedMix's loss is compiled for piecewise linear models only
             is_known = _is_plain(mix.inputs) and _is_plain(mix.labels) and not asked & TERMS
             return stack if is_known and (not mix.linearise or stack.is_piecewise_linear) else None
         for _, values, dtype, _ in tensors_of(plan, stack):
@@ -419,7 +419,7 @@ class Completion:
         )
 
     def _with(self, params: Params) -> Params:
-        if id(params) not in self._shared:  # the cache also holds ``params``: no other object can get the same id
+        if id(params) not in self._shared:  # ``params`` stays alive in the cache, so no other object gets its id
             self._shared[id(params)] = (params, {**self.frozen, **params})
         return self._shared[id(params)][1]
 
