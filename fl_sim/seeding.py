@@ -1,18 +1,20 @@
-"""Random generators: each is derived from a seed, a purpose (a text such as "batches") and integers, and nothing else.
+"""Random generators for simulation.
+
+A generator depends only on a seed, a purpose (a text such as "batches") and integers, such as the round number.
 
 An experiment has several seeds. So the variance from one of them, such as the seed of the partition, can be measured
 separately. The purposes of each seed are:
 
-``partition_seed``: "partition", "validation", PATE's "public pool", and the partition's changes of records:
+``partition_seed``: "partition", "validation", PATE's "public pool", and two purposes of partitions that change records:
 "feature-noise" (also for test and validation records) and "client groups". ``model_seed``: "model" for initial weights,
 and "teacher" for the initial weights of PATE's networks. ``sampling_seed``: "sampler". ``seed``: all other purposes,
 such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a
 forest's "teacher" and students; and seeded noise. Secret noise and the cohorts of Global DP do not come from a seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. These generators are seeded for the
-purposes above, and for "data set" (with the seed 0). In a round, they are seeded before a client's "plan" and "finish",
-and before the server's "sampling", "merging" and "evaluation". They are not seeded for code that makes synthetic
-records.
+purposes above, and for "data set" (with the seed 0). In a round, they are seeded before an algorithm's methods ``plan``
+and ``finish`` on clients, and before the server's "sampling", "merging" and "evaluation". They are not seeded for code
+that makes synthetic records.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     Call this function only in a process that runs nothing but fl-sim, or inside ``torch_kept``. ``torch.manual_seed``
     is slower: it also queues a call with a stack trace for every unused GPU.
     """
-    number = _key(seed, purpose, keys) >> 193  # the seed has 63 bits
+    number = _key(seed, purpose, keys) >> 193  # keeps 63 of 256 bits
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
@@ -114,9 +116,9 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def process_alone() -> Iterator[None]:
-    """Lock the global generators of torch, NumPy and Python in this block, and restore their states afterwards.
+    """Lock the global generators of torch, NumPy and Python in a ``with`` block; restore their states afterwards.
 
-    This is for blocks that call a user's own code, because such code may draw from the global generators.
+    Such a block calls a user's own code, which may draw from the global generators.
     """
     with _LOCK, process_kept():
         yield
@@ -124,7 +126,7 @@ def process_alone() -> Iterator[None]:
 
 @contextmanager
 def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
-    """Lock and seed the global generators of torch, NumPy and Python in this block. Restore their states afterwards."""
+    """Lock and seed the global generators of torch, NumPy and Python in a ``with`` block; restore them afterwards."""
     with process_alone():
         seed_process(seed, purpose, *keys)
         yield
@@ -142,6 +144,6 @@ def process_state() -> tuple[object, ...]:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Lock the global generators in this block, and restore torch's generators afterwards. Models are built in it."""
+    """Lock the global generators in a ``with`` block that builds a model; restore torch's generators afterwards."""
     with _LOCK, torch_kept():
         yield

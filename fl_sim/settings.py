@@ -75,10 +75,11 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _completed_table(cls, table: Any) -> Any:
-        """Return ``table`` with all missing kinds, and with lists in place of comma-separated texts.
+        """Return ``table`` with default kinds, and with lists in place of comma-separated texts.
 
-        A kind is the name of a settings class. The setting ``generator.batch_size=64`` has no kind, so it belongs to
-        the default generator. ``classifiers=discriminant,mlp`` becomes a list.
+        A kind is the name of a settings class, such as the generator's. If a group of settings has no kind, it gets the
+        default kind. So ``generator.batch_size=64`` belongs to the default generator. ``classifiers=discriminant,mlp``
+        becomes a list.
         """
         if not isinstance(table, dict):
             return table
@@ -136,8 +137,8 @@ def spelt_out(field: FieldInfo | None, value: Any) -> Any:
 def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
     """Return the settings class that ``table`` chooses for the field ``name`` of ``settings``, such as FedProx.
 
-    ``table`` may contain a name, a table or an object. If it has no such entry, the default value decides. The result
-    is None for an unknown name, which validation reports later.
+    The entry ``name`` of ``table`` is the name of a class, a table of settings or an object. If the entry is missing,
+    the field's default value is used. The result is None for an unknown class, which validation reports later.
     """
     field = settings.model_fields[name]
     given, one_of = table.get(name, field.default), _one_of(field)
@@ -295,7 +296,7 @@ def parse_table(text: str, where: str) -> dict[str, Any]:
         table = tomllib.loads(text)
     except RecursionError:
         raise deep from None
-    except ValueError as error:  # ValueError is a TOMLDecodeError, or the error for a number with too many digits
+    except ValueError as error:  # TOMLDecodeError, and the error for too many digits, are ValueErrors
         raise UserError(f"{where} is not a TOML file: {error}") from error
     _check(table, where, MOST_LEVELS, deep)
     return table

@@ -59,7 +59,7 @@ def write_table(out: Path, table: Table) -> None:
 
     Each file is written atomically.
     """
-    remove_partial(out)  # an earlier process may have been killed while it wrote a file
+    remove_partial(out)  # a killed process may have left temporary files
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
     write_text(out / "table.tex", latex(table, out.resolve().name) + "\n")
@@ -138,7 +138,8 @@ def latex_further(table: Table, label: str) -> str:
 def as_json(table: Table) -> dict[str, Any]:
     """Return the content of ``table.json``, with accuracies in percent.
 
-    Lists in a cell have the order of its ``seeds``. Cells without any run are left out.
+    A cell of the table lists its ``seeds``. All its other lists have one entry for each seed, in the same order. Cells
+    without any run are left out.
     """
     comparisons = {column: compare(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
@@ -176,7 +177,9 @@ def csv_text(table: Table) -> str:
 
 
 def run_lines(table: Table) -> list[dict[str, Value | None]]:
-    """Return for each run {name: value}: its row, column and seed, status, settings, measures and directory.
+    """Return a line of ``table.csv`` for each run, as {name of the entry: value}.
+
+    The entries are the run's row, column, seed, status, settings, measures and directory.
 
     All runs have the same names. A value is None if the run has no such setting or measure. A run of centralized
     training belongs to several columns, but is returned once, with the names of all its columns.
@@ -272,7 +275,7 @@ def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> lis
 
 
 def _escape(text: str) -> str:
-    """Return ``text`` with escaped special characters for LaTeX. Parameters with Greek names become formulas."""
+    """Return ``text`` with escaped special characters for LaTeX. A text such as "alpha=0.1" becomes a formula."""
     line = in_a_line(text)
     parts, end = [], 0
     for found in _FORMULA.finditer(line):
@@ -291,7 +294,7 @@ def _formula(found: re.Match[str]) -> str:
 
 def _escape_words(text: str) -> str:
     escaped = "".join(_SPECIAL.get(character, character) for character in text)
-    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a hyphen before a number is replaced by a minus sign
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # negative numbers get a minus sign in place of a hyphen
 
 
 def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> dict[str, Any]:

@@ -206,7 +206,8 @@ def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = Fal
 def curve(accuracies: Sequence[float], blocks: str = _BLOCKS, width: int = _CURVE) -> str:
     """Return a bar chart of the accuracies as text of at most ``width`` block characters.
 
-    The lowest accuracy has the lowest block of ``blocks``, and the highest accuracy the highest block.
+    ``blocks``: the block characters, in ascending order. The lowest accuracy is drawn as the first character, and the
+    highest accuracy as the last character.
 
     >>> curve([0.1, 0.4, 0.9]), curve([0.5, 0.5]), curve([])
     ('▁▄█', '▁▁', '')
@@ -247,7 +248,7 @@ def _epsilon(run: SavedRun, state: State) -> str:
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
-    # the rounds record the epsilon per client; the epsilon per record is larger if synthetic records were released
+    # A round's epsilon is per client. Released synthetic records increase the epsilon per record.
     if spent:
         more = " per client, more per record" if isinstance(run.config.preprocess, PoolSettings) else ""
         return f"{rounded_up(max(spent), 3)}{more}"

@@ -3,13 +3,13 @@
 The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
 of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
 one data file, no matter how the file is read. A deal is one way to read the file and to assign its records to clients.
-The folder has one subfolder for each deal. The name of the subfolder is a digest of the deal. A run with other
-settings, another generator or a deleted pool uses the same ledger. Runs with another seed, label column, range or test
-part have another deal. The privacy costs of all deals are added up.
+The folder of the data file has one subfolder for each deal, named by a digest of the deal. A run with other settings,
+another generator or a deleted pool uses the same ledger. Runs with another seed, label column, range or test part have
+another deal. The privacy costs of all deals are added up.
 
-Earlier versions gave other names to both folders. The ledgers in folders with such names are still used. When a run
-needs a client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From
-then on, the privacy costs in the old folder are added, too.
+Earlier versions gave other names to these folders and subfolders. Old ledgers are still used. When a run needs a
+client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From then
+on, the privacy costs in the old folder are added, too.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ _EARLIER: Final = "earlier"
 
 @dataclass(frozen=True)
 class JointCost:
-    """The total privacy cost of one record: the cost of all published outputs about the records of a data set.
+    """The total privacy cost of one record, from all releases (published outputs) of all runs on a data set.
 
-    ``shares``: the largest number of releases (published outputs) about one record. A client's synthetic records for
-    one pool count as one release.
+    ``shares``: the largest number of releases about one record. A client's synthetic records for one pool count as one
+    release.
     """
 
     epsilon: float
@@ -62,7 +62,10 @@ def ledger_path(job: Job, client: int) -> Path:
 
 
 def names_of_deal(job: Job) -> tuple[str, str]:
-    """Return two names for the job's assignment of records to clients: the present name, and that of old versions."""
+    """Return two names of the job's deal (assignment of records to clients): the present name, and the old name.
+
+    Earlier versions of fl-sim used the old name.
+    """
     earlier = _earlier_deal(job)
     return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
@@ -70,9 +73,9 @@ def names_of_deal(job: Job) -> tuple[str, str]:
 def joint_cost(job: Job, delta: float) -> JointCost:
     """Return the joint privacy cost of all ledger entries about the job's data set, from runs with any settings.
 
-    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. So the cost of a
-    record in a deal is at most the maximum of the clients' Renyi divergences, at each order. The divergences of all
-    deals are added. Raises RunError if a ledger is damaged.
+    A deal is one assignment of the records to clients. In each deal, a record belongs to one client. So the Renyi
+    divergence of a record in a deal, at each Renyi order, is at most the maximum over the clients. The divergences of
+    all deals are added. Raises RunError if a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
@@ -129,7 +132,7 @@ def _link_earlier(folder: Path, earlier: Path) -> None:
 
 
 def _deal(job: Job) -> str:
-    """Return a digest of the records and of their assignment to clients."""
+    """Return a digest of the data set as it is read, and of the assignment of its records to clients."""
     data = job.experiment.data
     digest = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
     for array in (job.shards.records, job.shards.bounds):

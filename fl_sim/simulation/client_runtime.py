@@ -93,7 +93,7 @@ def runtime_for(
     initial = detached(trainable(model).items())
     model = model.to(job.device)
 
-    @lru_cache(maxsize=2**16)  # the numbers are cached, because each computation of them waits for the GPU
+    @lru_cache(maxsize=2**16)  # class counts are cached, because counting waits for the GPU
     def counted(client: int, synthetic: str, tamper: Tamper | None) -> tuple[int, ...]:
         return joined(client, synthetic, tamper).class_counts(job.dataset.num_classes)
 
@@ -111,7 +111,7 @@ def runtime_for(
         tasks=tasks,
         class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
-        # the settings are cached, because they are the same for all clients of a round
+        # cached, because all clients of a round have the same local settings
         local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -233,7 +233,7 @@ def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
     """Undo the normalisation of records, and scale images to [-1, 1], the value range of generators.
 
     The mean and the standard deviation are public constants of the data set. Feature vectors (the setting ``features``)
-    are not scaled. Their L2 norm is at most 1, so their numbers are in this range already.
+    are not scaled. Their L2 norm is at most 1, so their numbers are already in [-1, 1].
     """
     mean, std = _constants(job.dataset, inputs.ndim)
     records = inputs * std + mean
@@ -271,10 +271,11 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
 
 
 def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None], Records]:
-    """Return a function with the arguments (client, tamper) that returns the client's records from one large array.
+    """Load the records of all clients into one large array; return a function that looks up one client's records.
 
-    ``tampers``: {client: function that changes the client's records}. The array has the unchanged records of all
-    clients, then the changed records.
+    The arguments of the function are the client ID and ``tamper``: the attack's function that changes the records, or
+    None for unchanged records. ``tampers``: {client: function that changes the client's records}. The array has the
+    unchanged records of all clients, then the changed records of the attacked clients.
     """
     honest, bounds = _as_held(job.records.train.take(job.shards.records), job.shards, job), job.shards.bounds
     changed = list[Examples]()
@@ -306,10 +307,10 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
 
 
 def _tampers(job: Job) -> dict[int, tuple[Tamper, Callable[[int], bool]]]:
-    """Return {client: (tamper, applies)} for all clients whose records an attack changes.
+    """Return {client ID: (tamper, applies)} for all clients whose records an attack changes.
 
-    ``tamper``: the function that changes the records. ``applies``: a function that returns True for each round in which
-    the attack changes the records.
+    ``tamper``: a function that changes the client's records. ``applies``: a function of the round number. It returns
+    True if the attack changes the records in this round.
     """
     kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
     return {

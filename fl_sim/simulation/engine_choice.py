@@ -158,7 +158,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = max(num_parameters(dict(one.model().named_parameters())) for one in job.by_architecture)
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    # a StepByStep algorithm calls the trainer once for each step, for all clients of a batch
+    # A StepByStep algorithm calls the trainer in every step, so one call needs many clients to be worth its cost.
     if isinstance(job.experiment.algorithm, StepByStep):
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)
@@ -185,7 +185,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         return alone, f"engine inprocess: {why}"
     seconds, beforehand = estimated_seconds(job), seconds_of_stages(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
-    seconds += beforehand  # without Ray, the threads of this process share the computation of the stages
+    seconds += beforehand  # without Ray, threads of this process share the work of stages (outside of the rounds)
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -193,7 +193,7 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 
 def _why_alone(job: Job, workers: int) -> str:
-    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty if they can."""
+    """Return the reason why ``workers`` Ray actors cannot be faster than one process; empty if Ray may be faster."""
     if script := defined_in_script(job.experiment):
         return f"other processes cannot import {script}, which the running script defines"
     if job.device.type == "cuda":
@@ -272,7 +272,10 @@ def estimated_seconds(job: Job) -> float:
 
 
 def seconds_of_stages(job: Job) -> float:
-    """Estimate the seconds of the clients' computation in stages, one client after another, from short timings."""
+    """Estimate the seconds of all computation in stages (code before and after the rounds), from short timings.
+
+    The estimate assumes that clients compute one after another.
+    """
     return _seconds_of(work for stage in stages_of(job) for work in stage.work())
 
 

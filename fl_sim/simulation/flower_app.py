@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fl_sim.importing import importing
 
-with importing():  # in Flower's runtime, every process imports torch
+with importing():  # imports torch at once, because every process of Flower's runtime needs it
     from fl_sim.errors import UserError
     from fl_sim.experiment.experiment import Experiment, experiment_from
     from fl_sim.settings import parse_table, read_table

@@ -108,7 +108,7 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
-# Settings that do not change the seconds of a minibatch step: of the experiment, then of its section ``local``.
+# These settings do not change the seconds of a minibatch step. The second list has settings of the section ``local``.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
@@ -143,10 +143,10 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 
 
 def by_architecture(procedure: Procedure, work_of: Callable[[Procedure], Work]) -> tuple[Work, ...]:
-    """Return the amounts of the clients' computation, one for each model architecture.
+    """Return the amounts of the clients' computation, one ``Work`` for each model architecture.
 
-    ``work_of``: a function that returns the work of all clients for one procedure. It assumes that all clients have the
-    architecture of this procedure.
+    Each architecture has a procedure of its own. ``work_of``: a function of a procedure. It returns the computation of
+    all clients as if they all had the procedure's architecture.
     """
     procedures, clients = procedure.by_architecture, procedure.job.experiment.num_clients
     if len(procedures) == 1:
@@ -237,7 +237,10 @@ def features_work(job: Job, body: FrozenBody) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return a key (``Work.kind``). Two computations have the same key if their steps take equally long."""
+    """Return a key (``Work.kind``) under which the timing of a computation is stored.
+
+    Two computations have the same key if their steps take equally long.
+    """
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
     engine = experiment.engine.model_dump(mode="json", include={"stack", "threads", "graphs"})

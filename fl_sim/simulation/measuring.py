@@ -39,9 +39,9 @@ class Measured:
     ``test``: the scores on the test records. ``confusion``: the confusion matrix on the test records. Both fields are
     None if the model is not tested. ``confusion`` is also None if the model predicts no classes (fl_sim.own_loss).
     ``validation``: the scores on the validation records; None without validation records. ``clients``: statistics of
-    the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data from
-    which client accuracies are computed. These data are the owner of each test record, or the class counts of each
-    client. ``by_client``: the accuracy of each client, NaN if undefined. The list may end after the last defined
+    the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data that
+    turn test results into client accuracies: the owner of each test record, or each client's number of records of each
+    class. ``by_client``: the accuracy of each client, NaN if undefined. The list may end after the last defined
     accuracy.
     """
 
@@ -120,7 +120,7 @@ class Measuring:
         used, too.
         """
         validation = validation_records(job) if job.num_validated else None
-        # In a private run, the clients' class counts are private.
+        # A private run has no client accuracies, because they would reveal the clients' class counts.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         named = {f"metrics of observer {name}": function for name, function in own_metrics.items()}
         named |= metrics_at(job.experiment.evaluate.metrics)
@@ -179,8 +179,8 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
     """Return the data from which client accuracies are computed: owners of test records, or class counts of clients.
 
     An owner is the source of a record, such as its writer. Owners are used if both the data set and the partition
-    group records by owner. The result is None if one client holds all records: its accuracy is then the accuracy of the
-    model.
+    group records by owner. The result is None for centralized training: the accuracy of the only client is the accuracy
+    of the model.
     """
     if job.experiment.is_central:
         return None

@@ -164,11 +164,11 @@ class ClientStore:
     def _own(
         self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return the part of a message that only this client gets: its client state, or a signed ticket.
+        """Return the data that only this client gets in its message: its client state, or a signed ticket.
 
         A ticket is the proof that the client's privacy ledger contains the cost of a private output. If the client's
         answer is known already (stored synthetic records), the method returns this answer, and no worker computes
-        anything. ``content``: the part of the message that all clients share.
+        anything. ``content``: the data that all clients get in their messages.
         """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)

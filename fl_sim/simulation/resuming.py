@@ -56,7 +56,7 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
 
 
 def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
-    """Raise UserError if a finished ``result`` does not fit the stored rounds in the same directory ``out``."""
+    """Raise UserError if a finished run's ``result`` contradicts ``rounds.jsonl`` or ``config.toml`` in ``out``."""
     there, stated = len(run_directory.read_rounds(out)), result.get("rounds")
     if stated not in {None, there}:
         raise UserError(
@@ -243,10 +243,10 @@ def _has_other_file(now: object, then: object) -> bool:
 
 
 def _clear(out: Path) -> None:
-    """Remove the files of a run without a finished round.
+    """Remove the files of a run that stopped before the end of its first round, so that it can start again.
 
-    The privacy ledger stays, with the costs of all published outputs. If the run is repeated with other noise, its
-    privacy cost is added.
+    The privacy ledger stays, with the costs of all published outputs. The new start adds its privacy cost if it draws
+    other noise.
     """
     for folder in (run_directory.STATE, run_directory.KEPT):
         if (out / folder).exists():
@@ -385,8 +385,8 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
         for name in stays:
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
-        # If the process is killed between two moves, the next start must find a complete run or refuse the files.
-        # With another order of the moves, it could find a run without a finished round, and delete its files.
+        # The result is moved first and the checkpoint last. If the process is killed in between, the next start either
+        # finds a complete run or refuses the files. In another order, it could take the run as unstarted and delete it.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

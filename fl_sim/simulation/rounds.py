@@ -187,7 +187,7 @@ class Rounds(Procedure):
         return replace(server, params=self._whole(params)).model
 
     def _whole(self, params: Params) -> Params:
-        """Add the initial values of the parameters that stay on clients to ``params``, the server's parameters."""
+        """Return the server's ``params`` and the initial values of the parameters that never leave the clients."""
         for half in reversed(self.on_clients):
             params = half.model(params, {})
         return params
@@ -199,13 +199,13 @@ class Rounds(Procedure):
 
     @property
     def by_architecture(self) -> tuple[Procedure, ...]:
-        """A procedure for each architecture of the clients' models; this one if there is only one."""
+        """A procedure for each architecture of the clients' models; only ``self`` for a single architecture."""
         jobs = self.job.by_architecture
         return (self,) if len(jobs) == 1 else tuple(Rounds(job, self.algorithm) for job in jobs)
 
     @cached_property
     def _halves(self) -> list[tuple[ClientLayer, ...]]:
-        """The client-side objects of the layers, one tuple for each architecture of the clients' models."""
+        """The client-side objects of the layers, such as compression: a tuple for each model architecture."""
         jobs = self.job.by_architecture
         halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
         if len(jobs) == 1:
@@ -360,7 +360,7 @@ class Rounds(Procedure):
         warnings = [said for stage in stages_of(self.job) for said in stage.warnings()]
         if isinstance(self.algorithm, Advising) and (advice := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(advice)
-        # In a private run, the numbers of the clients' records are private.
+        # A private run has no warning about clients without records, because numbers of records are private.
         idle = [] if experiment.is_private else np.flatnonzero(self.job.shards.sizes == 0).tolist()
         for kind in layer_kinds(experiment):
             warnings += kind.warnings(experiment, len(log.rounds), idle)
@@ -398,7 +398,7 @@ def _named_settings(algorithm: object) -> Iterator[None]:
 def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord, keep_every: int = 0) -> None:
     """Write a finished round to the disk. The checkpoint is written last, after all files that it refers to.
 
-    ``keep_every``: a copy of the checkpoint stays after each round whose number is a multiple of this (0: no copy).
+    ``keep_every``: every so many rounds, a copy of the checkpoint is kept; 0 for no copies.
     """
     if log.seal is not None:
         log.seal.put(record.round, strategy.cohort.tolist())

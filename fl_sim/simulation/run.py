@@ -98,7 +98,7 @@ def _check_metrics(job: Job, observer: Observer) -> None:
 def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     """Write the final model, and ``clients.csv`` with one line for each client.
 
-    ``clients.csv`` is never written if the run promises privacy. It is also left out if no measure of single clients is
+    ``clients.csv`` is never written if the run promises privacy. It is also left out if no measures per client are
     known, or if there are more than ``run_directory.MOST_LISTED`` clients.
     """
     run_directory.write_model(out, job.whole({**log.fixed, **log.server.model}))
@@ -185,8 +185,8 @@ def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
     """Return the seconds that the run took in earlier processes.
 
-    The log of a private run contains no seconds. For a private run, the result is the time since its oldest file was
-    last written. This time includes all pauses between processes.
+    The log of a private run contains no seconds. For a private run, the result is the time since the oldest
+    modification of a file in ``out``. This time includes all pauses between processes.
     """
     if not experiment.is_private:
         return sum(record.seconds or 0.0 for record in log.rounds)

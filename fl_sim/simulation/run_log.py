@@ -43,14 +43,17 @@ class Pooled:
 
 
 class FactSource(Protocol):
-    """The methods of a stage whose results are written to ``result.json`` and ``clients.csv``."""
+    """The interface of a stage that adds fields to ``result.json`` and columns to ``clients.csv``."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return the fields that the stage adds to ``result.json``."""
         ...
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, which the stage may change, and the stage's own statements."""
+        """Return all privacy statements of the run: ``others``, which the stage may change, and the stage's own.
+
+        ``others``: the privacy statements of the rounds and of earlier stages.
+        """
         ...
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
@@ -67,7 +70,7 @@ class RunLog:
     the last measured model. ``measured_again``: the measures of a model that changed, or was first tested, after the
     last round. ``pooled``: the synthetic records that all clients train on. ``released``: the synthetic records that
     the server has received, even if clients do not train on them. ``layer``: the outermost layer. A layer, such as
-    Global DP, is code that wraps every round. ``layer_states``: {name of a layer: its state in the checkpoint}.
+    Global DP, is code that takes part in every round. ``layer_states``: {name of a layer: its state in the checkpoint}.
     ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all
     clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records.
     ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself.
@@ -414,7 +417,7 @@ def _bytes(log: RunLog) -> dict[str, Any]:
 
 
 def _sum(parts: Iterable[Traffic | None]) -> Traffic | None:
-    """Return the sum of all ``parts``; None if at least one part is None."""
+    """Return the total number of bytes of all ``parts``; None if the bytes of a part are unknown (None)."""
     total = Traffic(0, 0)
     for part in parts:
         if part is None:
@@ -424,7 +427,10 @@ def _sum(parts: Iterable[Traffic | None]) -> Traffic | None:
 
 
 def _by_clock(log: RunLog) -> dict[str, Any]:
-    """Return the simulated seconds of all rounds and the number of late updates; empty without a virtual clock."""
+    """Return the result fields of the virtual clock: simulated seconds of all rounds, and number of late updates.
+
+    The result is empty if the run simulates no time.
+    """
     timed = [record for record in log.rounds if record.virtual_seconds is not None]
     if not timed:
         return {}
@@ -433,11 +439,14 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 
 
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
-    """Return the result fields of all stages. A setting without a stage has only the field ``kind``."""
+    """Return the result fields of all stages (code before or after the rounds).
+
+    If the setting ``preprocess`` or ``calibrate`` has no stage, its only field is ``kind``.
+    """
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
-        # facts that are not JSON values are left out: run_stage has already raised an error for them
+        # The function run_stage has already raised an error for facts that are not JSON values.
         found |= facts if is_json(facts) else {}
     return found
 

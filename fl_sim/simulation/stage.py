@@ -67,7 +67,7 @@ RESULT: Final = frozenset({
 VALIDATION_ACCURACY: Final = "validation_accuracy"
 """The name of a stage's measure that replaces the validation accuracy of the server's model (``Stage.validates``)."""
 
-_SHARES: Final = "fl_sim.stages.shares:Shares"  # every algorithm with the interface Sharing has this stage
+_SHARES: Final = "fl_sim.stages.shares:Shares"  # the stage of all algorithms with the interface Sharing
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def order(self) -> TaskConfig:
-        """Return the task configuration that all messages of the run share."""
+        """Return the task configuration that all messages of the run share, such as the experiment and paths."""
         return self.strategy.order
 
     def ask(
@@ -114,9 +114,9 @@ class Run:
 
         ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
         sent. ``quoted``: True if an error message may quote a client's message. It must be False if answers are
-        private. ``order``: a task configuration that replaces the run's own. ``server``: if given, each client receives
-        the tensors of this state that it would receive in a round. Raises RunError, with the number of the first client
-        that has no valid answer.
+        private. ``order``: the task configuration of the messages; by default that of the run. ``server``: a server
+        state; each client then receives the tensors that this state sends to it in a round. Raises RunError, with the
+        ID of the first client without a valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
@@ -154,7 +154,7 @@ class Stage:
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return measures that compare a run with a run without federation, {name in ``table.csv``: number}.
+        """Return measures that compare a run with purely local training, {name in ``table.csv``: number}.
 
         ``result``: the content of the run's ``result.json``. ``alone``: the content of ``result.json`` of another run
         with the same partition, in which every client trains a separate model.
@@ -180,7 +180,7 @@ class Stage:
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
         """Return further measures of the models after a round, {name: number}; empty in most rounds.
 
-        ``is_last``: True after the last round, as far as the last round is known in advance.
+        ``is_last``: True after the last planned round. It is False if the run ends earlier.
         """
         del run, server_round, is_last
         return {}
@@ -205,15 +205,15 @@ class Stage:
         return False
 
     def num_server_steps(self) -> int:
-        """Return the number of minibatch steps of training at the server before the first round."""
+        """Return the number of minibatch steps for which the server trains the model before the first round."""
         return 0
 
     def work(self) -> "Sequence[Work]":
-        """Return the stage's amounts of computation for the time forecast, except the steps in ``num_server_steps``."""
+        """Return the stage's amounts of computation, for the time forecast, without its ``num_server_steps``."""
         return ()
 
     def key(self) -> str:
-        """Return the name of the stored result that several runs share; empty if the stage stores none."""
+        """Return the name of the stage's result on disk that several runs share; empty without such a result."""
         return ""
 
     def is_made(self) -> bool:
@@ -246,7 +246,10 @@ class Stage:
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return the privacy statements ``others``, which this stage may change, and the statements of this stage."""
+        """Return all privacy statements of the run: ``others``, which this stage may change, and its own statements.
+
+        ``others``: the privacy statements of the rounds and of earlier stages.
+        """
         return list(others)
 
 
@@ -283,7 +286,7 @@ class Procedure(ABC):
 
     @property
     def by_architecture(self) -> "tuple[Procedure, ...]":
-        """A procedure for each architecture of the clients' models, for forecasts; this one if there is only one."""
+        """A procedure for each architecture of the clients' models; only ``self`` for a single architecture."""
         return (self,)
 
     def payments(self) -> "tuple[Payment, ...] | None":
@@ -399,7 +402,7 @@ MOST_HELD = 10**9
 
 
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
-    """Return the task configuration that all messages of a run share.
+    """Return the task configuration that all messages of a run share, such as the experiment and paths.
 
     On Flower's own runtime, a node may have its own data set. Therefore the configuration then also contains the run's
     name and the public facts of the experiment's data set.
@@ -461,10 +464,10 @@ def prepared_strategy(
 
 
 def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
-    """Return a mask of the clients that have training records, shape (clients,).
+    """Return a mask of the clients that algorithms count: those with training records, shape (clients,).
 
-    The result is None if all clients have records, or if algorithms must count all clients. Algorithms count all
-    clients in two cases: the aggregator hides which clients take part, or an older version began the run.
+    The result is None if algorithms count all clients. This has three possible reasons: all clients have records, the
+    aggregator hides which clients take part, or an older version of fl-sim began the run.
     """
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())

@@ -32,9 +32,9 @@ class Work:
     description of a piece. ``kind``: a key; computations with the same key have pieces that take equally long.
     ``ready``: a function that loads the input of a turn and returns the turn as a function; None if the computation is
     not timed. ``records``: the number of records in a piece. ``most``: the largest number of pieces in a timed turn.
-    ``at_once``: the number of parallel turns. ``makes``: the name of the result if several runs share the result, else
+    ``at_once``: the number of parallel turns. ``makes``: the name of the result on disk, if several runs share it; else
     empty. ``threads``: the number of torch threads. ``clock``: the clock for timing; by default the CPU time of this
-    thread, which other programs do not change.
+    thread, because other programs do not change it.
     """
 
     what: str
@@ -116,8 +116,8 @@ class Stopwatch:
     def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
         """Time each new kind of computation in ``works``, such as local training, until the time budget is spent.
 
-        ``say`` receives a description of the kind that is timed next. Each kind first gets an equal share of the
-        remaining time. In later passes, the unfinished kinds get larger shares.
+        ``say``: a function that receives a description of each computation before its timing. Each computation first
+        gets an equal share of the remaining time. In later passes, the unfinished computations get larger shares.
         """
         new = {work.kind: work for work in works if work.ready and work.kind not in self.timings}
         self._what |= {work.kind: work.what for work in new.values()}
@@ -149,13 +149,13 @@ class Stopwatch:
 
 
 class _GrowingTiming:
-    """The timing of one kind of computation.
+    """Times one kind of computation within a time budget, on more and more records.
 
-    It begins with few records, so that slow computations stay within the time budget. A piece is one step, and a turn
-    is one call of several steps. The object times pieces of more and more records up to a whole piece, then a turn of
-    several pieces. ``_size``: the number of records of the largest piece so far. ``_waited`` and ``_waited_before``:
-    the wall-clock seconds of the last piece and of the piece before. ``_least``: a lower bound of the seconds of a
-    piece in a turn of several pieces.
+    A piece is one step, such as a minibatch step. A turn is one call of several steps. The first timed piece has few
+    records, so that slow computations stay within the time budget. The pieces grow up to a whole piece. Then a turn of
+    several pieces is timed. ``_size``: the number of records of the largest piece so far. ``_waited`` and
+    ``_waited_before``: the wall-clock seconds of the last piece and of the piece before. ``_least``: a lower bound of
+    the seconds of a piece in a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
@@ -163,10 +163,10 @@ class _GrowingTiming:
         self._clock, self._size, self._waited, self._waited_before, self._least = clock, 0, 0.0, 0.0, 0.0
 
     def go_on(self, seconds: float) -> None:
-        """Time pieces (steps) with more and more records, for at most about ``seconds`` seconds.
+        """Time single steps with more and more records, for at most about ``seconds`` seconds.
 
-        The seconds of the next piece are estimated from the seconds of the last piece. The next piece is timed only if
-        so many seconds are left.
+        The time of the next step is estimated from the time of the last step. The next step is timed only if its
+        estimated time is left.
         """
         deadline = self._clock() + seconds
         try:
@@ -177,7 +177,7 @@ class _GrowingTiming:
                     taken, self._size = self._timed(size, 1, deadline), size
                     if self.work.most == 1:
                         self.found = Timing(piece=taken, at_least=size < self.work.records)
-                    # smaller pieces give a lower bound, until the method _time_several measures a whole piece
+                    # a step with fewer records than usual gives a lower bound of a usual step's time
                     else:
                         self._least = max(self._least, self._least_of_a_piece(size, taken, deadline))
                         self.found = Timing(taken - self._least, self._least, at_least=True)
@@ -187,20 +187,23 @@ class _GrowingTiming:
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
     def _next(self, left: float) -> int:
-        """Return the number of records of the next timed piece (step); 0 if ``left`` seconds are too few for it."""
+        """Return the number of records of the next timed step; 0 if it would not fit into the ``left`` seconds."""
         records = self.work.records
         if not self._size:
             return min(_FEWEST, records) if left > 0 else 0
         if self._waited * records / self._size <= _CHEAP * left:
             return records
-        # the time of a piece grows at most as fast as its number of records
+        # a step's time grows at most in proportion to its number of records
         growth = min(_GROWTH, left / max(self._waited, 1e-9))
         if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
             growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the additional seconds of a second piece (step) in the same turn; 0 if it is not measured."""
+        """Return how much longer a call of two steps takes than a call of one step, in seconds; 0 if not measured.
+
+        ``size``: the number of records of a step. ``one``: the seconds of a call of one step.
+        """
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
             return 0.0
@@ -209,7 +212,7 @@ class _GrowingTiming:
         return min(one, max(0.0, two - one))
 
     def _time_several(self, deadline: float) -> None:
-        """Time a turn (one call) of several pieces (steps), to separate its fixed seconds from the seconds per piece.
+        """Time one call of several steps, to separate the fixed seconds of a call from the seconds per step.
 
         Nothing is timed if the time until ``deadline`` is too short.
         """
@@ -219,13 +222,13 @@ class _GrowingTiming:
         pieces = max(2, int(min(self.work.most, _CHEAP * affordable)))
         several = self._timed(self.work.records, pieces, deadline)
         piece = (several - one) / (pieces - 1)
-        # If the difference is smaller than the clock's error, the fixed time of a turn is taken as 0.
+        # If a call has no measurable fixed time, its fixed time is set to 0.
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:
-        """Return the seconds of a turn (one call) of ``pieces`` pieces (steps) of ``size`` records.
+        """Return the seconds of one call of ``pieces`` steps, each of ``size`` records.
 
-        The result is the minimum of several runs of the turn, because the first run fills caches.
+        The result is the minimum over several calls, because the first call fills caches.
         """
         assert self.work.ready is not None
         turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()

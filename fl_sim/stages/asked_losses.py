@@ -1,4 +1,4 @@
-"""The stage of samplers that ask clients for their loss before a round."""
+"""The stage for samplers that ask clients for the loss of the global model before they choose a cohort."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,10 @@ from strategies.guided_cohorts import TELL_LOSS
 
 
 class AskedLosses(Stage):
-    """The stage that adds the client task ``tell-loss``. The layer ``GuidedCohorts`` sends this task to clients."""
+    """The stage that adds the client task ``tell-loss``.
+
+    In each round, the layer ``GuidedCohorts`` sends this task to clients, and a client returns its loss.
+    """
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

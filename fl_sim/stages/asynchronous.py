@@ -107,8 +107,8 @@ class _Server:
     """The asynchronous server of a run. A turn is a client's download, local training and upload.
 
     ``folder``: the folder of the models that clients still train. ``sent``: the same models in memory, {round in which
-    a turn started: server state}. ``trained``: {turn: update} for turns that are computed already, but end later by the
-    virtual clock. ``outdated``: files that the next step removes.
+    a turn started: server state}. ``trained``: {turn: update} of updates that are computed already, but arrive later by
+    the virtual clock. ``outdated``: model files that the next server step removes.
     """
 
     procedure: AsynchronousRounds
@@ -152,7 +152,7 @@ class _Server:
         self._train(made)
         arrivals = [
             Arrival(self.trained.pop(turn), self.sent[turn.server_round].params, made.staleness(turn))
-            # Updates are added in the order of client IDs, as in synchronous rounds, so that sums are bit-identical.
+            # Synchronous rounds also add updates in the order of client IDs. The same order gives bit-identical sums.
             for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
@@ -171,7 +171,10 @@ class _Server:
         )  # fmt: skip
 
     def _train(self, made: ServerStep) -> None:
-        """Train all clients whose updates arrive in the step ``made``, together with some clients of later steps."""
+        """Train all clients whose updates arrive in the server step ``made``.
+
+        Some clients of later steps are trained in advance, to keep all workers of the engine busy.
+        """
         due = [turn for turn in made.arrived if turn not in self.trained]
         if not due:
             return

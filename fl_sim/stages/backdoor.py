@@ -12,7 +12,10 @@ from strategies.backdoors import Planted
 
 
 class BackdoorSuccess(Stage):
-    """Tests models at the server on the targeted records. Raises UserError if the data set does not fit the attack."""
+    """Measures the success rate of a backdoor attack on models at the server.
+
+    Raises UserError if the data set does not fit the attack.
+    """
 
     titles: ClassVar[Mapping[str, str]] = {
         "backdoor.success_rate_percent": "Attack success rate: share of the backdoor's test records, all of other "
@@ -31,7 +34,7 @@ class BackdoorSuccess(Stage):
     def warnings(self) -> list[str]:
         """Return a warning if no hostile client holds a record that the attack targets."""
         experiment, job = self.job.experiment, self.job
-        if experiment.is_private:  # a private run does not look at the clients' records
+        if experiment.is_private:  # such a warning would reveal facts about the clients' records
             return []
         hostile = hostile_clients(self._attack, experiment.num_clients, experiment.seed)
         if any(self._attack.is_held(job.dataset.train.take(job.shards[client])) for client in sorted(hostile)):
@@ -63,7 +66,7 @@ class BackdoorSuccess(Stage):
         self._round, self._success = server_round, scores.accuracy
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``backdoor`` for ``result.json``: target, number of triggered records and success rate."""
+        """Return the field ``backdoor`` for ``result.json``: target class, number of test records, success rate."""
         said = (
             f"attack success rate {100 * self._success:.1f} %: share of the {self._num_records:,} "
             f"{self._attack.of_tests} that the model predicts as class {self._attack.target}"

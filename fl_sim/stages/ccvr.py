@@ -102,7 +102,8 @@ class Calibration(Stage):
         settings, num_features = settings_of(self.job), self.job.num_features
         if (protection := settings.protection) is None:
             return class_gaussians(moments, num_features)
-        std = protection.std * math.sqrt(np.count_nonzero(self.job.shards.sizes))  # empty shards add no noise
+        # clients without records add no noise
+        std = protection.std * math.sqrt(np.count_nonzero(self.job.shards.sizes))
         return [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
 
     def trains_model(self) -> bool:

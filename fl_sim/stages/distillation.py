@@ -23,7 +23,7 @@ from strategies.ensemble import POOL, Lesson, OnEnsemble
 
 
 class EnsembleDistillation(MeasuresEnsemble):
-    """The stage that trains the global model at the server after each round. It sends no requests to clients."""
+    """The stage that trains the global model at the server after each round, with the client models as teachers."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -31,7 +31,7 @@ class EnsembleDistillation(MeasuresEnsemble):
         self.settings: OnEnsemble = job.experiment.algorithm
 
     def before(self, run: Run) -> None:
-        """Register the training at the server with the layer ``StepOnModels``, if the method trains at the server."""
+        """Tell the layer ``StepOnModels`` which training, if any, the server does after each round."""
         super().before(run)
         if self.settings.learns:
             self.kept.step = partial(self._learn, self._public(run))
@@ -62,5 +62,5 @@ class EnsembleDistillation(MeasuresEnsemble):
         return {name: value.to(mean[name].device) for name, value in found.params.items()}
 
     def work(self) -> tuple[Work, ...]:
-        """Return the distillation as an item of the forecast, which lists it without an estimate of its time."""
+        """Return the computation of the distillation. The forecast lists it, but does not estimate its time."""
         return (Work("the distillation at the server", pieces=1.0),) if self.settings.learns else ()

@@ -39,7 +39,7 @@ DOES_NOT_COVER: Final = (
 
 
 class DistributedSumsBill(Stage):
-    """The stage at the server, without client requests: plans the noisy sums and states their privacy cost."""
+    """The stage at the server that plans the noise of the sums and states their privacy cost."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -47,14 +47,17 @@ class DistributedSumsBill(Stage):
 
     @cached_property
     def grid(self) -> SumGrid:
-        """Return the rounding grid and the noise of the sums."""
+        """Return the parameters of the noisy sums: their rounding grid and their noise."""
         experiment = self.job.experiment
         params = detached(trainable(self.job.model()).items())
         return grid_of(experiment, first_template(experiment.algorithm, params, experiment.local.personal))
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return the planned {privacy event: number of rounds}, without past rounds in which clients dropped out."""
+        """Return the planned privacy cost, {privacy event: number of rounds}.
+
+        Past rounds in which clients dropped out are left out, because their privacy cost differs from the plan.
+        """
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
             return Counter({full: charges})
@@ -103,7 +106,8 @@ class DistributedSumsBill(Stage):
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``distributed_sums`` for ``result.json``.
 
-        It contains the rounding grid, the rounds that the privacy budget did not allow, and the rounds with overflow.
+        It contains the parameters of the noisy sums, the rounds whose sums were not opened because of the privacy
+        budget, and the rounds whose sums overflowed.
         """
         grid, layer = self.grid, self._layer
         return {

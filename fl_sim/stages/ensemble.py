@@ -1,6 +1,6 @@
 """The base class of stages that use the client models of a round. It measures the ensemble of these models.
 
-The layer ``StepOnModels`` stores the models.
+The ensemble predicts by the mean of the models' logits. The layer ``StepOnModels`` stores the models.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,10 @@ from strategies.server_step import StepOnModels
 
 
 class MeasuresEnsemble(Stage):
-    """A stage that tests the ensemble of client models. ``weights``: the models' weights, empty for equal weights."""
+    """A stage that tests the ensemble of client models.
+
+    ``weights``: the weight of each client model in the ensemble, empty for equal weights.
+    """
 
     titles: ClassVar[Mapping[str, str]] = {
         "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, an upper bound "
@@ -35,7 +38,7 @@ class MeasuresEnsemble(Stage):
         self._accuracy: float | None = None
 
     def before(self, run: Run) -> None:
-        """Find the run's layer ``StepOnModels``. Raises UserError if the model does not predict classes."""
+        """Find the layer that stores the client models. Raises UserError if the model does not predict classes."""
         if not self.job.predicts_classes:
             kind = kind_of(self.job.experiment.algorithm)
             raise UserError(f"algorithm {kind} needs class predictions, and this model has none: take fedavg")

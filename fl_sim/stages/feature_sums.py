@@ -75,7 +75,7 @@ class Summarise:
     job: Job
     sums: FeatureSums
     setting: str
-    reads_records: ClassVar[bool] = False  # ``run`` checks the policy instead, and only for exact sums
+    reads_records: ClassVar[bool] = False  # the method ``run`` asks the client's policy, for sums without noise
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
@@ -217,8 +217,8 @@ def statement(
 def paid_together(job: Job, sums: FeatureSums, params: Params) -> "JointCost | None":
     """Return the joint privacy cost of all private outputs about the job's records, from the clients' privacy ledgers.
 
-    The result is None if the ledgers on this machine lack the cost of the noisy sums ``sums``. For example, clients on
-    other machines have their ledgers there. ``params``: the model that computed the features.
+    The result is None if the ledgers on this machine lack the cost of the noisy sums ``sums``. For example, remote
+    clients have their ledgers on other machines. ``params``: the model that computed the features.
     """
     from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
     from clients.private_moments import charge_name  # noqa: PLC0415

@@ -46,7 +46,7 @@ _DOES_NOT_COVER: Final = (
 
 @dataclass(frozen=True)
 class NoisyCounts:
-    """The noisy counts of a run.
+    """The noisy counts of a run: a client's count is the number of correct predictions of its own model.
 
     ``times``: the number of measurements in the run. In each measurement a client sends at most one noisy count.
     """
@@ -62,11 +62,11 @@ class NoisyCounts:
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """Return the privacy event of one count."""
+        """Return the privacy event of one noisy count."""
         return counting_cost(self.protection, self.times).charge
 
     def task(self, measuring: EvaluateOwn) -> CountPrivately:
-        """Return the client task that sends noisy counts. ``measuring``: the task that sends exact counts."""
+        """Return the client task that sends noisy counts. ``measuring``: the task that computes exact counts."""
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:

@@ -1,8 +1,8 @@
 """Statistics over clients, such as the mean accuracy of the clients' own models.
 
 They are computed from the counts of records and predictions in the clients' answers. ``OwnMeasures`` stores the answers
-of all clients after one round. A client tests up to four models; their names in ``clients.evaluate`` are received, own,
-trained and fine_tuned.
+of all clients after one round. A client tests up to four models (see ``clients.evaluate``): "received" from the server,
+its "own", "trained" for one more round, and "fine_tuned".
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,10 +43,10 @@ TITLES: Final = {
 
 @dataclass(frozen=True, eq=False)
 class OwnMeasures:
-    """The clients' answers after a round, and the measures that are computed from them.
+    """The clients' test results after a round, and statistics over clients.
 
-    ``answers``: one answer for each client; empty before the first measurement. ``members``: the clients that take part
-    in rounds. ``by_class``: False if clients count correct predictions in total, and not for each class.
+    ``answers``: one answer with counts for each client; empty before the first measurement. ``members``: the clients
+    that take part in rounds. ``by_class``: False if clients count correct predictions in total, and not for each class.
     """
 
     answers: Sequence[OwnAnswer]
@@ -60,7 +60,7 @@ class OwnMeasures:
 
     @cached_property
     def numbers(self) -> dict[str, float]:
-        """Return {name: value} of all measures, each once for participating clients and once for held-out clients."""
+        """Return all measures, {name: value}: first over participating clients, then over held-out clients."""
         return {
             f"{group}{model}_{name}": value
             for group, chosen in self._groups.items()
@@ -70,9 +70,10 @@ class OwnMeasures:
 
     @property
     def recalls(self) -> dict[str, list[float | None]]:
-        """Return the recall of each class over all clients' test records; None for a class without records.
+        """Return the recall of each class over all clients' test records, {name: recalls}.
 
-        Examples of names in the result are ``own_recalls`` and ``held_out_own_recalls``.
+        Names are, for example, ``own_recalls`` and ``held_out_own_recalls``. The recall of a class without records is
+        None.
         """
         return {
             f"{group}{model}_recalls": [None if np.isnan(one) else one for one in counts.recalls.tolist()]
@@ -101,7 +102,7 @@ class OwnMeasures:
 
     @property
     def _groups(self) -> dict[str, NDArray[np.bool_]]:
-        """Return {prefix for the names of measures: mask of clients}, for participating and for held-out clients."""
+        """Return the masks of participating and of held-out clients, {prefix for the names of measures: mask}."""
         if not self.answers:
             return {}
         taking_part = np.zeros(len(self.answers), dtype=np.bool_)
@@ -109,9 +110,9 @@ class OwnMeasures:
         return {"": taking_part, HELD_OUT: ~taking_part}
 
     def _over_clients(self, model: str, chosen: NDArray[np.bool_]) -> dict[str, float]:
-        """Return the measures of the model with the name ``model``, over the ``chosen`` clients.
+        """Return statistics of a model over some clients, {name: value}. Statistics without data are left out.
 
-        The result is empty if these clients have no records.
+        ``model``: the name of the model, such as "own". ``chosen``: a mask of the clients.
         """
         measures: dict[str, float] = {}
         if len(tested := known(self.accuracies(model, TESTED)[chosen])):
@@ -158,11 +159,14 @@ class OwnMeasures:
         }
 
     def _pooled(self, model: str, chosen: NDArray[np.bool_]) -> ClassCounts:
-        """Return the total counts on the test records of all ``chosen`` clients."""
+        """Return the total counts of test records and predictions of the ``chosen`` clients, for each class."""
         return ClassCounts(*self._counts(model, TESTED)[chosen].sum(axis=0))
 
     def _counts(self, model: str, what: str) -> NDArray[np.int64]:
-        """Return the rows of ``ClassCounts`` for all clients, (clients, 3, classes); 0 for a client without records."""
+        """Return the rows of ``ClassCounts`` of all clients, shape (clients, 3, classes).
+
+        ``what``: the kind of records, "test" or "validation". A client without records has the count 0 everywhere.
+        """
         named = [one.counts.get(f"{model}/{what}") for one in self.answers]
         num_classes = next((one.shape[1] for one in named if one is not None), 1)
         blank = np.zeros((ROWS, num_classes), dtype=np.int64)

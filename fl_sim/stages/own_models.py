@@ -67,7 +67,7 @@ class OwnModels(Stage):
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return, for each model, the percentage of clients that are more accurate in the run ``alone``."""
+        """Return, for each model, the percentage of clients with a better accuracy in the run ``alone``."""
         return worse_than_alone(alone, result)
 
     def tasks(self) -> Mapping[str, ClientTask]:
@@ -136,7 +136,7 @@ class OwnModels(Stage):
         self._run, self._times_done = run.order.run, -(-server_round // experiment.evaluate.personal_every)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
-        """Return {name: one value per client}: number of test records, and accuracies and metrics of the models."""
+        """Return columns for ``clients.csv``: numbers of test records, and accuracies and metrics of the models."""
         if not self._measures.answers:
             return {}
         columns = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
@@ -239,7 +239,7 @@ class OwnModels(Stage):
 
     @property
     def _times(self) -> int:
-        """The number of rounds after which models are measured."""
+        """The number of measurements in the run: one every ``personal_every`` rounds, and one after the last round."""
         experiment = self.job.experiment
         return -(-experiment.rounds // experiment.evaluate.personal_every)
 

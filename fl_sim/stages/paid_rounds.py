@@ -54,7 +54,7 @@ class PayingClients:
 
 
 class PaidRoundsBill(Stage):
-    """The stage at the server, without client requests: it only states the privacy cost of the rounds."""
+    """The stage at the server that states the privacy cost of the rounds. It sends no messages to clients."""
 
     released: ClassVar[str]
     """The kind of output that a round releases, as a part of the names of the ledger's charges (``Releases.what``)."""
@@ -150,7 +150,7 @@ class PaidRoundsBill(Stage):
         return detached(trainable(self.job.model()).items())
 
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
-        """Return the privacy parameters. Their accountant becomes RDP if a forecast has no time for PLD.
+        """Return the privacy parameters. If PLD accounting is too slow for a forecast, RDP accounting replaces it.
 
         RDP accounting is safe: it needs at least as much noise for the same budget. ``cost``: the function that
         computes a client's noise and privacy cost.

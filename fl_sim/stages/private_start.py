@@ -126,7 +126,7 @@ class Start(Stage):
         return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_members))}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return fields for ``result.json``: the number of synthetic images, and the number of paid questions."""
+        """Return fields for ``result.json``: the numbers of synthetic images, and of questions with a privacy cost."""
         settings = settings_of(self.job)
         return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
 
@@ -169,7 +169,8 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
     Raises BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
-    # Questions have the round numbers -2, -1 and 0, so that they use other random numbers than the rounds.
+    # The questions to clients before round 1 have the round numbers -2, -1 and 0. So their random numbers differ from
+    # those of the rounds.
     server_round = number - len(privacy.beforehand)
     if not strategy.population.nodes:
         strategy.population = find_population(run.grid, strategy.num_clients, timeout)
@@ -204,7 +205,7 @@ def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
 
     def answered(question: FrequencyQuestion) -> tuple[Params, float]:
-        """Return the clients' mean answer, and the standard deviation of the noise on each number in it."""
+        """Ask the question. Return the noisy mean answer, and the standard deviation of its noise per coordinate."""
         template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
         sums = released(run, question.step, question_tensors(question), template)
         release = privacy_of(run).beforehand[question.step - 1]

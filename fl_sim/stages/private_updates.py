@@ -38,7 +38,7 @@ class PrivateUpdatesBill(PaidRoundsBill):
         return Terms("client", Adjacency.REPLACE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:
-        """Return a sentence about the noise of the mean update and its cost, and a warning if delta is too large."""
+        """Return a sentence about noise and privacy cost of updates, and a warning if delta is too large."""
         if not (groups := self.groups):
             return []
         experiment, settings, [group] = self.job.experiment, self.settings, groups

@@ -19,7 +19,7 @@ from strategies.public_logits import PUBLIC_LOGITS, PublicLogits
 
 
 class PublicRecords(Stage):
-    """The stage that gives the same public records to all clients. They are never sent, so they cost no bytes."""
+    """The stage that gives the same public records to all clients. The server never sends them as messages."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

@@ -132,7 +132,7 @@ class RidgeHead(Stage):
 
     @property
     def _num_holders(self) -> int:
-        return int(np.count_nonzero(self.job.shards.sizes))  # clients without records add no noise
+        return int(np.count_nonzero(self.job.shards.sizes))  # only clients with records add noise
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the given privacy statements ``others``, and the privacy statement about the noisy sums."""

@@ -14,7 +14,7 @@ from strategies.secure_rounds import EXTRA, SecureRounds, scale_of
 
 
 class SecureSumFacts(Stage):
-    """The stage at the server, which only reports. It sends no requests to clients."""
+    """The stage at the server that reports rounding and drop-outs. It sends no messages to clients."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -25,7 +25,7 @@ class SecureSumFacts(Stage):
         self._layer = found_in(run.strategy.layer, SecureRounds)
 
     def work(self) -> Sequence[Work]:
-        """Return the computation of all masks: those that clients add, and those that the server removes."""
+        """Return the computation of the random masks: those that clients add, and those that the server removes."""
         experiment = self.job.experiment
         settings: Any = experiment.aggregator
         params = detached(trainable(self.job.model()).items())

@@ -1,4 +1,4 @@
-"""The stage of aggregators such as FLTrust, for which the server also trains a model, on its own records."""
+"""The stage of aggregators such as FLTrust: the server, too, trains a model, on its own records."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ from strategies.server_update import ServerUpdate
 
 
 class ServerTraining(Stage):
-    """The stage at the server, which trains as if it were the client with ID ``num_clients``. It sends no requests."""
+    """Trains a model at the server, as if the server were a client with the ID ``num_clients``."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -36,7 +36,7 @@ class ServerTraining(Stage):
         self._examples = _records_of_server(job, self._name)
 
     def before(self, run: Run) -> None:
-        """Register the function that trains at the server with the layer ``ServerUpdate``."""
+        """Give the layer ``ServerUpdate`` the function that trains at the server."""
         layer = found_in(run.strategy.layer, ServerUpdate)
         layer.train = partial(self._updated, run.strategy, self._runtime(run.strategy))
 

@@ -70,7 +70,7 @@ class Shares(Stage):
         shared, up = self.gathered(run, template)
         down = arrays.num_bytes(wire.pool_content(shared)) * experiment.num_clients
         run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
-        mode = 0o600 if is_own(experiment.data) else 0o666  # an average of a few private records may reveal them
+        mode = 0o600 if is_own(experiment.data) else 0o666  # averages of few records may reveal the records
         pool = save_by_content(run.out.absolute(), "pool", shared, mode=mode)
         run.strategy.order = replace(run.order, pool=str(pool))
 

@@ -121,7 +121,7 @@ class TstrProcedure(Procedure):
         """
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
-        # The closed form is computed before the model is built, because it refuses models that are too large.
+        # The closed form comes first: it raises an error for a model that is too large to be built.
         if name in {DISCRIMINANT, QUADRATIC}:
             analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
             found = analyse(*to_tensors(own, dataset), dataset.num_classes)
@@ -170,7 +170,7 @@ class TstrProcedure(Procedure):
             # Tables, and images that are too small or too large, have no scattering features.
             except UserError:
                 return None
-        scale = math.sqrt(made.shape[1])  # features have a standard deviation of about 1, as in training
+        scale = math.sqrt(made.shape[1])  # scales features to a standard deviation of about 1
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 

@@ -45,12 +45,12 @@ _CURES: Final = {
 }
 
 LOCK: Final = ".lock"
-_PATIENCE: Final = 2.0  # the seconds of waiting without a message
-_PAUSE: Final = 0.02  # the seconds between two tries to lock a folder
-# several tries, because the previous owner of the lock may be about to remove the lock file
+_PATIENCE: Final = 2.0  # seconds of waiting for a lock until a message is shown
+_PAUSE: Final = 0.02  # seconds between two tries to lock a folder
+# The lock is tried several times, because its previous owner may be about to remove the lock file.
 _A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-# tolerance, in seconds, for changes of the system clock after the lock was made
+# The system clock may have changed by so many seconds since the lock was made.
 _SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -125,7 +125,7 @@ def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at the file's current position. One system call may write only a part of it."""
+    """Write all of ``content`` at the file's current position, in several system calls if necessary."""
     left = memoryview(content).cast("B")
     while left:
         left = left[file.write(left) :]
@@ -155,7 +155,7 @@ def is_partial(path: Path) -> bool:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add ``path`` to every OSError in this block, because the error of a failed write names no file."""
+    """Add ``path`` to every OSError in a ``with`` block, because the error of a failed write names no file."""
     try:
         yield
     except OSError as error:
@@ -164,7 +164,7 @@ def path_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def readable_os_errors(path: Path | None = None) -> Iterator[None]:
-    """Convert an OSError in this block into a RunError with file, reason and cure.
+    """Convert an OSError in a ``with`` block into a RunError with file, reason and cure.
 
     ``path``: the file that the message names in place of the system's file name.
     """
@@ -185,7 +185,7 @@ def explain(error: OSError) -> str:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` for this process in this block; wait while another process has locked it.
+    """Lock ``folder`` for this process in a ``with`` block; wait while another process has locked it.
 
     After two seconds of waiting, a message on standard error names the process that holds the lock. Raises RunError if
     the folder cannot be locked.
@@ -202,7 +202,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock the run directory ``folder`` for this process in this block; give up after a few tries.
+    """Lock the run directory ``folder`` for this process in a ``with`` block; give up after a few tries.
 
     Raises RunError if another process has locked ``folder``. The message names that process and its start time.
     """
@@ -255,7 +255,7 @@ def _began(pid: int) -> float:
 
 @contextmanager
 def _locked(folder: Path, timeout: float) -> Iterator[None]:
-    """Lock ``folder`` in this block. Raises Timeout if another process holds the lock for ``timeout`` seconds."""
+    """Lock ``folder`` in a ``with`` block. Raises Timeout if another process holds the lock for ``timeout`` seconds."""
     path = folder / LOCK
     mine: list[os.stat_result] = []
 
@@ -263,7 +263,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         mine[:] = [os.fstat(descriptor)]
         if not _is(path, mine[0]):
             raise _RemovedError
-        with suppress(OSError):  # a full disk: the lock still works, but its file does not name its owner
+        with suppress(OSError):  # on a full disk the lock still works, but the lock file does not name the owner
             said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(said).encode(), 0)
@@ -272,9 +272,9 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
     try:
-        folder.stat()  # raises an error for a missing folder, which FileLock would create
+        folder.stat()  # raises an error for a missing folder; FileLock would create the folder
         with suppress(FileNotFoundError):
-            # a single system call, because another process may remove the file between two calls
+            # One system call checks existence and type, because another process may remove the file between two calls.
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
@@ -296,9 +296,9 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 
 
 class _RemovedError(Exception):
-    """The lock must be tried again, because its file was removed or (on NFS) renamed after this process had opened it.
+    """Signals that the lock must be tried again.
 
-    The previous owner of the lock did this.
+    After this process had opened the lock file, the lock's previous owner removed it or (on NFS) renamed it.
     """
 
 
@@ -313,7 +313,7 @@ def _holder(path: Path) -> str:
     try:
         said = json.loads(_content(path))
         return f"process {int(said['pid'])}, started {str(said['started'])[:40]}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # the file of the lock is incomplete or missing
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # the lock file is incomplete or missing
         return "another process"
 
 

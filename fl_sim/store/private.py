@@ -91,7 +91,7 @@ class PrivateLog(io.StringIO):
 
 @contextmanager
 def warnings_to(stream: PrivateLog) -> Iterator[None]:
-    """Redirect warnings, and log records that would go to the screen, to ``stream`` in this block."""
+    """Redirect warnings, and log records that would go to the screen, to ``stream`` in a ``with`` block."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
@@ -121,7 +121,7 @@ def warnings_to(stream: PrivateLog) -> Iterator[None]:
 
 @contextmanager
 def prints_to(stream: PrivateLog) -> Iterator[None]:
-    """Redirect the standard output and standard error of all threads to ``stream`` in this block."""
+    """Redirect the standard output and standard error of all threads to ``stream`` in a ``with`` block."""
     with redirect_stdout(stream), redirect_stderr(stream):
         yield
 

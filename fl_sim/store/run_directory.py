@@ -116,7 +116,7 @@ _IDENTITY: Final = "# identity = "
 
 
 class Recorded(BaseModel):
-    """Digests of everything in a run that comes from the user: of the ``records``, and of each module of ``code``."""
+    """Digests of the user's own ``records`` and ``code`` in a run; ``code`` is {module: digest}."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -225,10 +225,11 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
 def log_with_settings(
     out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]
 ) -> tuple[bytes, str]:
-    """Return (content, hash chain) of a ``rounds.jsonl`` with the first ``num_rounds`` rounds and other ``settings``.
+    """Return the new content and hash chain of ``rounds.jsonl``, if the run's settings become ``settings``.
 
-    Nothing is written. ``unmeasured``: prefixes of field names, as in the constant MEASURED. Fields with these prefixes
-    are set to None in the last of the rounds, because a longer run would not measure them in this round.
+    Nothing is written. The content has the first ``num_rounds`` rounds. ``unmeasured``: prefixes of field names, as in
+    the constant MEASURED. Fields with these prefixes are set to None in the last of the rounds, because a longer run
+    would not measure them in this round.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
@@ -328,7 +329,7 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
 
 
 def kept_path(out: Path, server_round: int) -> Path:
-    """Return the path of the kept checkpoint of a round. The folder is made if it is missing."""
+    """Return the path of the checkpoint that the run keeps of a round. The folder is made if it is missing."""
     (out / KEPT).mkdir(exist_ok=True)
     return out / KEPT / f"round-{server_round:06}.safetensors"
 
@@ -383,7 +384,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         found, said = load(content), metadata_in(content)
         facts = json.loads(said["progress"])
         private = {name: facts.pop(name) for name in ("clipping_norm", "receipt") if name in facts}
-        # an older version had these fields, for a single layer
+        # older versions stored the state of one layer in these fields
         if any(value is not None for value in private.values()):
             facts["layers"] = {"strategies.private:PrivateRounds": private}
         progress = _PROGRESS.validate_python(facts)
@@ -402,7 +403,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
         part, group, name = key.split("/", 2)
         parts.setdefault(part, {}).setdefault(group, {})[name] = value
     layers = parts.get("layers", {}).get("", {})
-    params = parts.get("params", {}).get("", {})  # the tensors are empty if all parameters stay on clients
+    params = parts.get("params", {}).get("", {})  # the server has no parameters if all of them stay on clients
     return progress, ServerState(params, parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 

@@ -32,12 +32,13 @@ NOT_PER_CLIENT = (
 
 
 def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
-    """Return the record-level privacy statement for ``result.json``, from the cost of the most expensive client.
+    """Return the record-level privacy statement about the pool, for ``result.json``.
 
-    Field ``epsilon``: the privacy cost of this pool; ``fl_sim.report.payments.with_whole_run`` adds the cost of the
-    whole run. Field ``epsilon_together``: the cost of all sets of synthetic records in the clients' privacy ledgers
-    that come from this data set. Field ``shares_together``: the largest number of such sets about one record. The last
-    two fields are None if not all privacy ledgers are on this machine.
+    All costs are those of the client with the highest cost. Field ``epsilon``: the privacy cost of this pool;
+    ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run. Field ``epsilon_together``: the cost of
+    all sets of synthetic records in the clients' privacy ledgers that come from this data set. Field
+    ``shares_together``: the largest number of such sets about one record. The last two fields are None if not all
+    privacy ledgers are on this machine.
     """
     settings = settings_of(experiment)
     bills = [
@@ -85,7 +86,8 @@ class _Bill:
     """The privacy cost of one client's synthetic records. The privacy unit is one record of this client.
 
     The costs are epsilons at the delta of the settings. ``events``: {name of a private output: privacy event}.
-    ``labels``, ``generator``: the cost of label selection and of the generator. ``epsilon``: their joint cost.
+    ``labels``: the cost of the label selection. ``generator``: the cost of the generator's training. ``epsilon``: the
+    joint cost of both.
     """
 
     events: dict[str, dp_event.DpEvent]
@@ -101,7 +103,8 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
     generator = dp_event.SelfComposedDpEvent(events.from_json(facts["generator"]), facts["generator_steps"])
     alone = epsilon_of_counts({generator.event: generator.count}, delta)
     joint = epsilon_of_counts(Counter({labels: 1}) + Counter({generator.event: generator.count}), delta)
-    # Two upper bounds exist: the sum of the two epsilons, and the epsilon of the sum of the Renyi divergences.
+    # The joint cost is the smaller of two upper bounds: the sum of both epsilons, and the epsilon of the sum of both
+    # Renyi divergences.
     together = min(joint, alone + facts["labels_epsilon"])
     return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
 

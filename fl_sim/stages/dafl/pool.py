@@ -58,12 +58,12 @@ _FEW = 20  # maximum number of classes that a warning lists
 
 @dataclass(frozen=True)
 class ClientPart:
-    """The description of one client's part of a pool. It contains only values that may be published.
+    """The description of one client's synthetic records in a pool. It contains only values that may be published.
 
     ``counts``: the number of synthetic records of each class. ``refused``: the reason if the client made no synthetic
-    records, else empty. ``facts``: the privacy costs. ``receipt``: the privacy ledger's receipt for these costs, None
-    without synthetic records. ``here``: True if the client's privacy ledger is on this machine; False if a remote
-    client has it.
+    records, else empty. ``facts``: the privacy costs. ``receipt``: the proof that the client's privacy ledger contains
+    these costs, None without synthetic records. ``here``: True if the client's privacy ledger is on this machine; False
+    if a remote client has it.
     """
 
     counts: tuple[int, ...]
@@ -122,7 +122,7 @@ def prepare_pool(run: Run) -> Pool:
 
 
 def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
-    """Raise UserError if earlier rounds used another pool. ``name``: the file of this pool; empty for a new pool."""
+    """Raise UserError if earlier rounds of the run used another pool than the file ``name`` (empty: a new pool)."""
     used = {path.name for path in run.out.glob("synthetic-*.safetensors")} if run.log.rounds else set()
     if used and name not in used:
         raise UserError(
@@ -153,7 +153,7 @@ def is_made(job: Job) -> bool:
 
 
 def pool_key(job: Job) -> str:
-    """Return the name of the job's pool, which contains a digest of everything that determines the pool."""
+    """Return the name of the job's pool. It contains a digest of all settings and data that determine the pool."""
     experiment = job.experiment
     names = ("partition", "clients", "seed", "partition_seed", "preprocess", "forgotten", "left_out")
     settings = experiment.chosen(*names)
@@ -192,8 +192,8 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
 def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
     """Return the bytes of messages: every client sends its synthetic records, and receives the whole pool.
 
-    The bytes follow from the numbers of synthetic records. In a simulation, all clients read the pool from one disk
-    instead.
+    The bytes are computed from the numbers of synthetic records, because in a simulation all clients read the pool from
+    one disk.
     """
     released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
     up = sum(arrays.num_bytes(wire.synthetic_content(records, "")) for records in released)
@@ -214,7 +214,8 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    paid = bool(pool.parts[client].facts)  # the label selection was charged, but selected no label
+    # a client whose label selection selected no label has paid for this selection
+    paid = bool(pool.parts[client].facts)
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
         f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}; {cure}"
@@ -291,7 +292,7 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
             f"release ({_words(error)})"
         ) from error
     for client, part in enumerate(pool.parts):
-        if part.here:  # a remote client checks its part against its own ledger
+        if part.here:  # a remote client checks the cost of its records against its own ledger
             _hold_against_ledger(folder, part, job, client)
     return replace(pool, together=_together(pool, job))
 

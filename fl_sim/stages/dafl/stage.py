@@ -50,10 +50,10 @@ SYNTHESIZE: Final = "synthesize"
 
 @dataclass(frozen=True)
 class Synthesize:
-    """The client task that makes synthetic records, once. Their privacy cost is in the client's privacy ledger."""
+    """The client task that makes synthetic records once. Their privacy cost is written into the client's ledger."""
 
     job: Job
-    # False, because the task returns only noisy outputs, whose cost is charged. The client's policy checks the noise.
+    # False, because the task's answer has noise. Its privacy cost is charged, and the client's policy checks the noise.
     reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class Synthesize:
         return wire.made_content(generate_elsewhere(settings, client.number, records, counts, noise, seed=seed))
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return the answer or the exception of every client. All clients' generators are trained in one call."""
+        """Train the generators of several clients in one call; return the answer or the exception of each client."""
         from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
 
         job, experiment = self.job, self.job.experiment
@@ -160,7 +160,7 @@ class SynthesisStage(Stage):
         return bool(self.settings.server_epochs)
 
     def num_server_steps(self) -> int:
-        """Return the number of minibatch steps that the server takes on the pool."""
+        """Return the number of minibatch steps for which the server trains the first model on the pool."""
         released = int(self._by_client().sum())
         return self.settings.server_epochs * math.ceil(released / self.job.experiment.local.batch_size)
 
@@ -179,9 +179,9 @@ class SynthesisStage(Stage):
     def work(self) -> tuple[Work, ...]:
         """Return the amount of computation of the clients' generators, for the time forecast.
 
-        In one turn, one client makes its synthetic records. The pieces of a turn are training steps. A generator
-        without steps has one piece. The forecast assumes that each client holds records of one class. More classes take
-        longer. Other partitions, privacy budgets and seeds take the same time.
+        In one turn (see ``Work``), one client makes its synthetic records. The pieces of a turn are the generator's
+        training steps. The turn of a generator without steps has one piece. The forecast assumes that each client holds
+        records of one class. More classes take longer. Partitions, privacy budgets and seeds do not change the time.
         """
         from clients.dafl.generator import ShortenedGenerator  # noqa: PLC0415 (the accountants load slowly)
 
@@ -215,7 +215,7 @@ class SynthesisStage(Stage):
         inputs, _ = to_tensors(public_records(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
         counts = np.array([max(1, round(settings.gamma * size))])
-        # Clipping and noise take the same time at any noise multiplier. A fixed one needs no search.
+        # The time does not depend on the noise multiplier. So it is fixed here, without a search for the right one.
         noise = 1.0 if math.isfinite(settings.epsilon) else 0.0
         bill = replace(generator.bill(size, 1, math.inf, settings.delta), noise_multiplier=noise)
         coins = rng(job.experiment.seed, "probe")
@@ -232,9 +232,9 @@ class SynthesisStage(Stage):
         return {"synthetic_records": Traffic(down, up)}
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the privacy budget as the privacy cost of the pool.
+        """Yield the planned privacy cost of the pool, which is the whole privacy budget.
 
-        The exact privacy events depend on the clients' numbers of records. The budget does not depend on them.
+        The exact cost is not planned, because it depends on the clients' numbers of records.
         """
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 

@@ -1,13 +1,14 @@
-"""The teachers' votes in PATE, and the noisy labels. Runs that need the same votes or labels share their files.
+"""The teachers' votes in PATE, and the noisy labels. Runs that need the same votes or labels use the same files.
 
 The votes are stored below ``$FL_SIM_POOLS`` (else in the user's cache). The name of their folder is a digest of all
 settings that determine the votes. Votes are PRIVATE, because they depend on the teachers' records. So only the owner
 may read the files (mode 0600).
 
 Each set of noisy labels has a folder in the folder of the votes. It contains these files: ``labels.json``, the labels
-and a receipt (digest) of the privacy ledger; ``ledger.jsonl``, the privacy ledger; ``key``, the key of the noise, until
-the labels are stored; ``published.json``, the published data-dependent privacy cost, if any; ``cost-key``, the key of
-the noise on this cost. ``cost-key`` is never removed, so that the published number is the same each time.
+and a receipt (a proof that the privacy ledger contains their cost); ``ledger.jsonl``, the privacy ledger; ``key``, the
+key of the noise, until the labels are stored; ``published.json``, the published data-dependent privacy cost, if any;
+``cost-key``, the key of the noise on this cost. ``cost-key`` is never removed, so that the published number is the same
+each time.
 """
 
 import hashlib
@@ -257,7 +258,7 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of this release.
+    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of publishing it.
 
     Every call returns the same bound, because the key of its noise is never removed.
     """
@@ -266,7 +267,7 @@ def publish_cost(
     assert isinstance(cost, LNMaxCost | GNMaxCost | ConfidentCost)
     answered = released.labelled.labels[: len(counts)] != UNANSWERED
     delta = settings.labelling.delta
-    # The parameters ``terms`` use a number of queries that does not depend on the votes.
+    # The number of queries in ``terms`` must not depend on the votes.
     queries = settings.labelling.certain_queries(len(released.labelled.labels), len(counts))
     shape = {"queries": queries, "teachers": len(votes.predictions), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, delta, **shape)
@@ -304,7 +305,10 @@ class _Published(BaseModel):
 
 
 class _Labels(BaseModel):
-    """The content of ``labels.json``: the noisy labels, the number of queries asked, and the ledger's receipt."""
+    """The content of ``labels.json``: the noisy labels, the number of queries, and a receipt.
+
+    The receipt proves that the privacy ledger contains the cost of the labels.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     labels: list[int]
@@ -312,7 +316,7 @@ class _Labels(BaseModel):
     receipt: dict[str, Any]
 
     def fit(self, queries: int, classes: int) -> bool:
-        """Return True if there are ``queries`` valid labels, all unanswered after the first ``num_asked``."""
+        """Return True if there are ``queries`` valid labels, and no answer after the first ``num_asked`` queries."""
         inside = all(UNANSWERED <= one < classes for one in self.labels)
         later = set(self.labels[self.num_asked :])
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}
@@ -376,10 +380,10 @@ def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.
 
 
 def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
-    """Return the secret key of the noise on the votes ``counts``, from the file ``path``; a missing file is made.
+    """Return the secret key of the noise on ``counts``, the teachers' votes. It is read from ``path``, or created.
 
     Raises RunError if the key was made for other counts. If different counts got the same noise, an attacker could
-    subtract them and learn the exact difference.
+    subtract the noisy counts and learn the exact difference.
     """
     if not path.exists():
         key = os.urandom(32)

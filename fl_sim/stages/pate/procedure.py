@@ -47,7 +47,7 @@ class Vote:
     job: Job
     settings: Pate
     pool: torch.Tensor
-    reads_records: ClassVar[bool] = False  # ``run`` calls ``check_vote`` of the policy instead
+    reads_records: ClassVar[bool] = False  # the method ``run`` asks the client's policy
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 

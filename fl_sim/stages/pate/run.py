@@ -96,7 +96,7 @@ def run_pate(
 
 
 def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the order of the queries: the row numbers of all records of the pool."""
+    """Return the row numbers of all records of the public pool, in the order in which teachers vote on them."""
     if settings.asking == "in-order":
         return np.arange(len(pool), dtype=np.int64)
     return representatives(to_tensors(pool, dataset)[0], len(pool))
@@ -330,7 +330,7 @@ def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):  # an optimizer's parameter groups follow from the settings
+        if isinstance(part, torch.optim.Optimizer):  # its parameter groups come from the settings
             state = {f"{index}/{key}": value for index, of in state["state"].items() for key, value in of.items()}
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), f"{name}: {key} is no tensor"

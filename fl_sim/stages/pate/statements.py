@@ -56,9 +56,9 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     """Return the privacy statements for ``result.json``. The first statement covers the labels and the student.
 
     If one record is replaced or removed, only the teacher with this record changes, so at most one vote changes in each
-    query. The cost of the privacy ledger's events is therefore the same for both adjacencies. The partition determines
-    which adjacency the statement names. In an IID partition, one additional record would change the shuffle, and so
-    every teacher. The adjacency is then to replace one record, and the number of records is public.
+    query. The privacy cost is therefore the same for the adjacencies "replace one record" and "add or remove one". The
+    partition determines which adjacency the statement names. In an IID partition, one additional record would change
+    the shuffle, and so every teacher. The adjacency is then to replace one record, and the number of records is public.
     """
     ledger, labelling = released.ledger, settings.labelling
     relation, public = neighbours(experiment.partition)
@@ -84,8 +84,8 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
-    """Return the adjacency for which one record changes only one teacher, and a text about facts treated as public."""
-    if isinstance(partition, OverSplit):  # a record's transform depends only on the index of its teacher
+    """Return the adjacency in which one record affects only one teacher, and a text on facts treated as public."""
+    if isinstance(partition, OverSplit):  # each teacher transforms its own records
         return neighbours(partition.over)
     if isinstance(partition, Domain):
         neighbours(partition.over)  # raises UserError if the inner partition is the user's own
@@ -153,7 +153,8 @@ def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -
 
     The result is the minimum of two bounds. The first is the curve of the events ``certain``. The second follows from
     the privacy budget: tests and answers of queries are Gaussian mechanisms, and all of them together stay within the
-    budget. So they cost less than a single Gaussian mechanism that exceeds the budget, and its curve is a bound.
+    budget. So they cost less than a single Gaussian mechanism that exceeds the budget. The curve of this mechanism is
+    the second bound.
     """
     curve = compose(certain)
     test, _ = labelling.mechanism.charges()
