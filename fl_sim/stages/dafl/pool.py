@@ -214,7 +214,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    # a client whose label selection selected no label has paid for this selection
+    # True if the client has paid for a label selection that selected no label
     paid = bool(pool.parts[client].facts)
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
