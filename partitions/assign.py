@@ -1,4 +1,4 @@
-"""Functions for all partitions: checks, and the conversion of numbers of records into arrays of record indices."""
+"""Functions that all partitions use: they check parameters and turn record counts into arrays of record indices."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,11 +25,12 @@ numpy overflows for much larger values.
 
 
 def check_drawn(beta: float, min_size: int | None) -> None:
-    """Check the parameters of a partition that draws from Dir(``beta``).
+    """Check the parameters of a partition that draws class shares or shard sizes from Dir(``beta``).
 
-    Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6 and ``min_size`` is at least 0, or None (not set).
+    Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6. Also raises ImpossibleSplit if ``min_size`` is negative; None
+    means that it is not set.
     """
-    if not 0 < beta <= MAX_BETA:  # written with ``not``, so that NaN is refused, too
+    if not 0 < beta <= MAX_BETA:  # in this form ``not`` also refuses NaN
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
@@ -38,7 +39,7 @@ def check_drawn(beta: float, min_size: int | None) -> None:
 def drawn_until(
     draw: Callable[[], Indices], min_size: int | None, num_draws: int, message: Callable[[int, int], str]
 ) -> Indices:
-    """Draw numbers of records at random until every client has at least ``min_size`` records; return the last draw.
+    """Draw each client's number of records until all have at least ``min_size`` records. Return the last draw.
 
     ``draw``: a function that returns one draw, of shape (clients,) or (clients, classes). It is called at most
     ``num_draws`` times. If ``min_size`` is None, the minimum is 10, as in NIID-Bench. Then the last draw is returned
@@ -80,7 +81,9 @@ def count_classes(labels: Indices, num_partitions: int) -> Indices:
 
 
 def cut(shares: NDArray[np.float64], total: int) -> Indices:
-    """Return whole numbers of records, proportional to ``shares``, with the sum ``total``. The shares sum to 1.
+    """Divide ``total`` records in proportion to ``shares``, and return the whole number of records for each share.
+
+    The shares sum to 1.
 
     Cumulative sums of the shares are rounded to the nearest integer. So each number differs from its share of ``total``
     by at most 1. (NIID-Bench rounds cumulative sums down. The last client then gets one extra record of nearly every
@@ -117,10 +120,10 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 
 
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
-    """Shuffle the client IDs in ``owner``, assign record j to the j-th of them, and return each client's records.
+    """Assign records to clients at random, and return the sorted record indices of every client.
 
-    ``owner``: client IDs, one for each record. The number of entries i is the number of records of client i. The order
-    of the entries is irrelevant.
+    ``owner``: one client ID for each record, in any order. Client i receives as many records as its ID occurs in
+    ``owner``.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

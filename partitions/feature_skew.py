@@ -1,4 +1,4 @@
-"""Feature skew: clients' inputs differ by added noise (NIID-Bench, Li et al. 2022, 4.2) or by their source."""
+"""Feature skew: clients have noise of different strengths (NIID-Bench, Li et al. 2022, 4.2) or different sources."""
 
 import math
 from dataclasses import dataclass, field

@@ -44,7 +44,7 @@ _IID: Final = Iid()
 class AnyPartition:
     """Type annotation for a field that holds a partition: fl-sim parses the field like the setting ``partition``.
 
-    Only pydantic calls its method. fl-sim requires pydantic, but the package ``partitions`` requires only numpy.
+    pydantic calls the method of this class. fl-sim requires pydantic; the package ``partitions`` requires only numpy.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -84,7 +84,7 @@ class OverSplit:
         return isinstance(self.over, WithinSources) and self.over.keeps_sources
 
     def group_of(self, client: int) -> int:
-        """Return the group of ``client``, both numbered from 0."""
+        """Return the group of ``client``. Groups and clients are numbered from 0."""
         return client % self.k
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
@@ -122,7 +122,10 @@ class OverSplit:
         return self.seen_in(self.group_of(client), inputs), labels
 
     def seen_in(self, number: int, inputs: Stored) -> Stored:
-        """Return the changed inputs of group ``number``. ``inputs``: bytes, (records, channels, height, width)."""
+        """Return ``inputs``, changed by the rule of group ``number``.
+
+        ``inputs``: images of bytes, shape (records, channels, height, width).
+        """
         raise NotImplementedError
 
     def _check_groups(self, num_partitions: int) -> None:
@@ -262,8 +265,8 @@ class PermuteLabels(OverSplit):
             )
 
     def permutations(self, num_classes: int, rng: Generator) -> Indices:
-        """Return the label of each class in each group, shape (``k``, ``num_classes``). All rows differ."""
-        rows = {tuple(range(num_classes)): None}  # a dict, because it drops repeated rows and keeps their order
+        """Return the new label of each class in each group, shape (``k``, ``num_classes``). All rows differ."""
+        rows = {tuple(range(num_classes)): None}  # a dict drops repeated rows and keeps the order of rows
         while len(rows) < self.k:
             rows[tuple(rng.permutation(num_classes).tolist())] = None
         return np.array(list(rows), dtype=np.int64)

@@ -52,7 +52,7 @@ class ByGroup(Protocol):
 
 @runtime_checkable
 class WithinSources(Protocol):
-    """A partition that may give each client records of one source only, such as ``domain``.
+    """A partition that can ensure that each client has records of one source only, such as ``domain``.
 
     ``keeps_sources``: True if each client has records of one source only. Several clients may share a source.
     """
@@ -142,7 +142,7 @@ class Parts(Sequence[Indices]):
     def __getitem__(self, client: int | slice) -> Indices | list[Indices]:
         if isinstance(client, slice):
             return [self[one] for one in range(len(self))[client]]
-        one = range(len(self))[client]  # a range allows negative indices, and raises IndexError beyond its end
+        one = range(len(self))[client]  # allows negative IDs; raises IndexError for too large ones
         return self.records[self.bounds[one] : self.bounds[one + 1]]
 
     @property

@@ -1,1 +1,1 @@
-"""Federated algorithms, one file each, and aggregators, samplers, servers, attacks, and code that wraps rounds."""
+"""Federated algorithms, one file each, and aggregators, samplers, servers, attacks, and layers (code around rounds)."""

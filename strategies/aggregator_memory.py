@@ -20,7 +20,7 @@ MEMORY: Final = "aggregator"
 
 
 class AggregatorMemory(Layer):
-    """Passes the aggregator its memory from the last round, and stores the new memory in the server state."""
+    """Stores the aggregator's memory in the server state, and passes it to the aggregator in the next round."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
@@ -50,7 +50,7 @@ class AggregatorMemory(Layer):
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate that ``cohort`` would give, without storing a new memory."""
+        """Return the aggregate of a hypothetical ``cohort``. No new memory is stored."""
         return self.inner.foreseen(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:

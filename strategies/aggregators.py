@@ -24,7 +24,7 @@ class Aggregator(Protocol):
     """A rule that turns the updates of a round into one aggregate, without a privacy guarantee."""
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the mean over the clients that have records, or None if no client has records.
+        """Return the aggregate of the updates of clients with records, or None if no client has records.
 
         Raises RunError, which names client and round, if an update cannot be used.
         """
@@ -37,7 +37,7 @@ class WeightedMean(Settings):
     kind: Literal["mean"] = "mean"
 
     def mean(self, cohort: Cohort, weighting: Weighting | Weigh) -> Aggregate | None:
-        """Return the mean over the clients that have records, or None if no client has records.
+        """Return the mean update of the clients that have records, or None if no client has records.
 
         Raises RunError, which names client and round, if an update or a training loss is not finite.
         """
@@ -128,7 +128,7 @@ class Robust(Settings):
         raise NotImplementedError
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
-        """Return a sentence for the user if the rule only returns the mean of ``rows``, else an empty string."""
+        """Return a warning if the rule had no effect: the aggregate is the mean of ``rows``. Else return ""."""
         del rows, cohort
         return ""
 
@@ -201,7 +201,9 @@ def as_named(payloads: Payloads) -> Params:
 
 
 def row_like(named: Params, like: Payloads, prefix: str = "") -> torch.Tensor:
-    """Return the tensors in ``named`` as one row, in the order of the tensors of ``like``; missing tensors are zeros.
+    """Return the tensors in ``named`` as one vector, in the order of the tensors in an update.
+
+    ``like``: the payloads of an update. Tensors that are missing in ``named`` count as zeros.
 
     ``prefix``: the beginning of each tensor's name in ``named``.
     """

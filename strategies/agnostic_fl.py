@@ -75,7 +75,7 @@ class AgnosticFL(SendingLoss):
         return ServerState(params, memory={"mean": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return lambda_i for each reply, or equal weights if every lambda_i is 0."""
+        """Return the weight lambda_i of each reply's client, or equal weights if all these weights are 0."""
         weights = [float(reply.payloads.get(MIXTURE, {"weight": 0.0})["weight"]) for reply in replies]
         return weights if sum(weights) > 0 else [1.0] * len(weights)
 

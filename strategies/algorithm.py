@@ -75,7 +75,7 @@ class Algorithm(LocalAlgorithm, Protocol):
 
 @runtime_checkable
 class Dealing(Protocol):
-    """An algorithm that assigns training records to clients itself. By default the partition splits all records."""
+    """An algorithm that assigns training records to clients itself. For other algorithms the partition does so."""
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return each client's record indices into the training set. Raises UserError for an unsuitable data set."""
@@ -175,7 +175,7 @@ class Advising(Protocol):
 
 @runtime_checkable
 class ForModel(Protocol):
-    """An algorithm whose first server state depends on the whole model, even if clients send only a part of it."""
+    """An algorithm whose initial server state depends on all parameters, even if clients send only some parameters."""
 
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round, in place of ``init``.
@@ -362,7 +362,10 @@ def plan_template(
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, server_round: int = 1) -> ClientUpdate:
-    """Return the update of a client that took one step per record and whose model did not change."""
+    """Return an example of an update, from which templates are computed.
+
+    The client took one local step per record, and its model did not change.
+    """
     task = LocalTask(server_round, 0, 1, num_examples, ONE_STEP, server.params, server.broadcast, initial=server.params)
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, ONE_STEP.num_steps(num_examples), loss)

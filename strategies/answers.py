@@ -114,7 +114,10 @@ def by_client(
 
 
 def content_of(replies: Sequence[Message]) -> RecordDict:
-    """Return the content of a client's only reply. Raises Malformed for no reply, several, or a reported failure."""
+    """Return the content of a client's only reply.
+
+    Raises Malformed if there is no reply, if there are several replies, or if the reply reports a failure.
+    """
     if not replies:
         raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
     if len(replies) > 1:
@@ -139,7 +142,7 @@ def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
 
 
 def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
-    """Return a text with one line per failed client, including the client's own error message. PRIVATE."""
+    """Return a text with one line per failed client, including the client's own error message. The text is private."""
     return "\n".join(
         f"{who} {number} {reason}" + (f": {reason.said}" if reason.said else "")
         for number, reason in sorted(failed.items())

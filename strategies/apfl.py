@@ -78,7 +78,10 @@ class APFL(Averaging):
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state)
 
     def own_model(self, task: LocalTask) -> Params:
-        """Return the mixture of the received model and v. Before the client's first round, v is the initial model."""
+        """Return the mixture of the received model and the client's own model v.
+
+        Before the client's first round, v is the initial model.
+        """
         v, alpha = self._kept(task)
         return mixture(v, task.params, alpha)
 

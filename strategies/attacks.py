@@ -51,7 +51,7 @@ class Attack(Protocol):
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
         """Return the forged updates of a round's hostile clients, which replace their honest updates.
 
-        ``hostile``: their honest updates, at least one.
+        ``hostile``: the honest updates of these clients, at least one.
         """
         ...
 
@@ -74,7 +74,7 @@ class Planning(Protocol):
     """An attack that changes the objective of hostile clients."""
 
     def planned(self, plan: LocalPlan) -> LocalPlan:
-        """Return the local plan of a hostile client. ``plan``: its honest plan."""
+        """Return the local plan of a hostile client. ``plan``: the plan of an honest client."""
         ...
 
 
@@ -117,7 +117,7 @@ class HostilePlans(ClientLayer):
         return task.client in self.hostile and hostile_in(self.attack, task.server_round)
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the attack's local plan: an example of the plans that trainers of this run must support."""
+        """Return an example of the attack's local plans. Trainers of this run must support such plans."""
         return self.attack.planned(plan)
 
 
@@ -139,7 +139,7 @@ class Seen:
 
 
 class _Harmless(Settings):
-    """Leaves labels and updates unchanged. Each attack is a subclass that overrides ``poisoned`` or ``forged``."""
+    """Base class of attacks: it changes no labels and no updates. Subclasses override ``poisoned`` or ``forged``."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
         del num_classes
@@ -181,7 +181,10 @@ class HostileClients(_Harmless):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialise without newer settings at their defaults, so that names and files of older runs stay valid."""
+        """Serialise the settings. Newer settings that have their default values are left out.
+
+        So the names and files of older runs stay valid.
+        """
         written: dict[str, Any] = write(self)
         unused = {name for name in self.newer if getattr(self, name) == type(self).model_fields[name].default}
         return {key: value for key, value in written.items() if key not in unused}
@@ -406,7 +409,7 @@ _KNOWN: Final = (
 
 
 def _replaced(replies: Sequence[Reply], forged: Sequence[Reply]) -> tuple[Reply, ...]:
-    """Return ``replies``, but for clients with a reply in ``forged`` the forged one."""
+    """Return ``replies``, where each reply in ``forged`` replaces the reply of the same client."""
     by_client = {reply.client: reply for reply in forged}
     return tuple(by_client.get(reply.client, reply) for reply in replies)
 
@@ -445,7 +448,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a privacy guarantee would be false under the attack, which may be a user's own class."""
+        """Raise UserError if a privacy guarantee would be false under the attack, also under a user's own attack."""
         del beginning
         try:
             check_promises(experiment.attack, experiment)
@@ -454,7 +457,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for privacy statements: the meaning of guarantees in a run with hostile clients."""
+        """Return sentences for privacy statements: whether guarantees hold in a run with hostile clients."""
         count, kind = experiment.attack.clients, kind_of(experiment.attack)
         what = f"In this run there are {count} hostile clients (attack {kind})."
         return [
@@ -483,7 +486,10 @@ class HostileUpdates(Layer):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings if hostile clients have no records, or outnumber ``aggregator.hostile`` in a round."""
+        """Return warnings about hostile clients without records, and about rounds with too many hostile clients.
+
+        ``aggregator.hostile`` is the largest number of hostile clients in a round that the aggregator is made for.
+        """
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
         found, most = list[str](), getattr(experiment.aggregator, "hostile", None)
@@ -532,7 +538,7 @@ class HostileUpdates(Layer):
         def aggregated(forged: Sequence[Reply]) -> torch.Tensor:
             tried = replace(cohort, replies=_replaced(replies, forged))
             found = self.inner.foreseen(tried, algorithm, server)
-            assert found is not None  # not None, because the hostile clients of this round have records
+            assert found is not None  # there is an aggregate: hostile clients of this round have records
             return as_rows([replace(hostile[0], payloads=found.payloads)])[0]
 
         seen = Seen(honest, size, coins, aggregated if sees_honest(self._attack) else None)

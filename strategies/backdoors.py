@@ -33,9 +33,9 @@ class Planted(HostileClients):
     global model that changed most since the hostile client's last round. Their gradients are masked in every step, as
     in the paper, but not in a hostile client's first round.
 
-    Each tested round and ``result.json`` have the accuracy and the attack success rate: among the test records at which
-    the attack aims, the share for which the model predicts the target class. Feature skew does not change these
-    records.
+    The results of each evaluated round and ``result.json`` have the accuracy and the attack success rate: among the
+    test records at which the attack aims, the share for which the model predicts the target class. Feature skew does
+    not change these records.
     """
 
     clients: int = Field(1, ge=1)
@@ -118,7 +118,7 @@ class Backdoor(Planted):
         return [few] if self.clients < self.parts else []
 
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
-        """Return a hostile client's records; some of them get the target label and the trigger, or a part of it."""
+        """Return a hostile client's records, some of them with the target label and the trigger (or a part of it)."""
         chosen = coins.permutation(len(examples))[: int(np.ceil(self.poisoned_share * len(examples) - 1e-9))]
         inputs, labels = examples.inputs.copy(), examples.labels.copy()
         inputs[chosen] = self.stamped(inputs[chosen], None if self.parts == 1 else number % 4)
@@ -126,7 +126,11 @@ class Backdoor(Planted):
         return replace(examples, inputs=inputs, labels=labels)
 
     def stamped(self, images: NDArray[Any], part: int | None = None) -> NDArray[Any]:
-        """Return a copy of ``images``, (n, channels, height, width), with the trigger or its ``part``, from 0 to 3."""
+        """Return a copy of ``images`` with the trigger, or with one of its parts.
+
+        ``images``: shape (n, channels, height, width). ``part``: the number of the part, 0 to 3; None: the whole
+        trigger.
+        """
         images, ends = images.copy(), (-self.size, -(self.size // 2), None)
         rows = columns = slice(ends[0], None)
         if part is not None:

@@ -38,7 +38,7 @@ class Bulyan(Robust):
         """Return for each coordinate the mean of those selected values that are nearest to their median."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not break ties
+        distances = (distances + distances.T) / 2  # exactly symmetric: rounding breaks no ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)

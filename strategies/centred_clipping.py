@@ -37,7 +37,7 @@ class CentredClipping(Robust):
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return v before the first round: zeros."""
+        """Return the memory before the first round: v, the centre of clipping, is 0."""
         del num_clients
         return {name: torch.zeros_like(value) for name, value in as_named(payloads).items()}
 
@@ -46,7 +46,7 @@ class CentredClipping(Robust):
         return {**cohort.memory, **as_named(payloads)}
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return v after all iterations."""
+        """Return the aggregate: the centre of clipping, v, after all iterations."""
         del weighting
         rows, centre = rows.double(), row_like(cohort.memory, cohort.replies[0].payloads).double()
         for _ in range(self.iterations):
@@ -55,7 +55,7 @@ class CentredClipping(Robust):
         return centre
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
-        """Return a sentence for the user if no update was clipped, else an empty string."""
+        """Return a warning if no update was clipped, so that the rule had no effect, else an empty string."""
         centre = row_like(cohort.memory, cohort.replies[0].payloads).double()
         if self.iterations > 1 or float((rows.double() - centre).norm(dim=1).max()) > self.tau:
             return ""

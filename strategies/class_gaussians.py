@@ -27,12 +27,12 @@ class ClassGaussian:
     covariance: Array
 
     def scaled(self, unit: float) -> "ClassGaussian":
-        """Return the distribution of the features multiplied by ``unit``."""
+        """Return the distribution of ``unit`` times the features."""
         return ClassGaussian(self.label, self.count, unit * self.mean, unit**2 * self.covariance)
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
         """Return ``number`` samples, shape (number, d). Negative eigenvalues of the covariance count as 0."""
-        # torch, not numpy: rounding depends on the number of threads, which a run fixes only for torch.
+        # torch, not numpy: rounding depends on the number of threads, and a run fixes this number for torch only.
         values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
         root = vectors * values.clamp(min=0).sqrt()
         normal = torch.from_numpy(generator.standard_normal((number, len(self.mean))))

@@ -19,7 +19,7 @@ _LONGEST, _WEIGHT_DECAY, _DECAY = 10.0, 1e-4, 0.99
 
 
 class CoBoosting(OnMadeImages):
-    """FedAvg, and then the mean model (the student) learns from a weighted ensemble on images that the server makes.
+    """FedAvg; after each round, the mean model (the student) learns from a weighted ensemble on generated images.
 
     f_k are the logits of client k's model, f(x) = sum_k w_k f_k(x) / sum_k w_k those of the ensemble, and s(x) those of
     the student. w_k starts at 1/m for m clients. In each epoch a new generator G makes images G(z) for random labels y.

@@ -36,11 +36,12 @@ def coefficients(bands: int) -> NDArray[np.float64]:
 
 @dataclass
 class CorrelatedNoise:
-    """The sums of earlier rounds, from which later rounds compute correlated noise. With one band there are none.
+    """The sums of earlier rounds, from which later rounds compute correlated noise. With one band no sums are kept.
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
     the ``released`` sums they reveal the noise. They are kept only in memory, so a resumed run begins with an empty
-    state. This costs accuracy but no privacy: the run is then a sequence of two such mechanisms.
+    state. This costs accuracy but no privacy: the rounds before and after the interruption then belong to two separate
+    mechanisms.
     """
 
     bands: int

@@ -14,7 +14,7 @@ from strategies.generated_images import Album, ImageStudent, OnMadeImages, diver
 
 
 class Dense(OnMadeImages):
-    """FedAvg; then the mean model (the student) learns from the ensemble of clients' models on generated images.
+    """FedAvg; after each round, the mean model (the student) learns from the clients' ensemble on generated images.
 
     The server needs no records. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the student. In each
     epoch a new generator G makes images G(z) for random labels y. It is trained by ``generator_steps`` steps of Adam

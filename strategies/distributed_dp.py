@@ -30,8 +30,8 @@ class DistributedDP(Settings):
     part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
     reduce the cost. The sum contains the noise of only the clients that answer, so dropouts raise the cost of a round.
 
-    ``epsilon``: the largest epsilon over the whole run. A sum that would exceed this epsilon is not opened. ``delta``:
-    the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's vector.
+    ``epsilon``: the largest epsilon over the whole run. The server does not open (learn) a sum that would exceed it.
+    ``delta``: the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's vector.
     ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm, if all clients
     of a round answer. If it is left out, it is the smallest one for which all rounds together cost at most the given
     epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent number.
@@ -66,7 +66,7 @@ class DistributedDP(Settings):
     def mean(self, cohort: Cohort, weighting: object) -> Aggregate:
         """Raise AssertionError: the layer ``DistributedSums`` computes the mean, from sums modulo 2^bits."""
         del cohort, weighting
-        raise AssertionError("the round layer of distributed-dp computes the mean")
+        raise AssertionError("the layer DistributedSums computes the mean")
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for settings with which the stated guarantee would not hold."""

@@ -1,4 +1,4 @@
-"""Rounds under distributed DP: clients send noisy integers; each sum is charged to the ledger before its use.
+"""Rounds under distributed DP: clients send noisy integers, and the server charges each sum before it uses the sum.
 
 Secure aggregation is simulated as a sum modulo 2^bits. The settings are in ``strategies.distributed_dp``, and the
 arithmetic in ``fl_sim.privacy.modular_sums``.
@@ -49,22 +49,25 @@ _SHARE = "share"
 
 
 def terms_of(settings: DistributedDP) -> Terms:
-    """Return the ledger's terms: unit, adjacency, delta and budget."""
+    """Return the terms of the privacy ledger: privacy unit, adjacency, delta and budget."""
     return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
 def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
     """Return the rounding grid of a run's sums. ``sent``: the payload template of the algorithm.
 
-    Without a noise multiplier in the settings, the smallest one that the budget allows is used. The noise is planned
-    for sums over the smallest cohort: all clients, or the smallest group of a cyclic sampler.
+    If the settings have no noise multiplier, the smallest one that the budget allows is used. The noise is planned for
+    sums over the smallest cohort: all clients, or the smallest group of a cyclic sampler.
     """
     dimension, apart = sum(num_parameters(params) for params in sent.values()), experiment.sampler.rounds_apart
     return _grid(experiment.aggregator, dimension, experiment.num_members // apart, num_charges(experiment))
 
 
 def num_charges(experiment: Any) -> int:
-    """Return the number of charges of a run without dropouts: the most rounds in which any client takes part."""
+    """Return the number of charges to the ledger in a run without dropouts.
+
+    It is the number of rounds of the client that takes part most often.
+    """
     rounds: int = experiment.rounds
     apart: int = experiment.sampler.rounds_apart
     return -(-rounds // apart)
@@ -91,9 +94,9 @@ class DistributedSums(Layer):
     """Charges each round's noisy sum to the privacy ledger before the sum is opened, and computes the mean from it.
 
     ``noise``: the noise source that identifies this run's releases in the ledger. The clients draw the noise. ``grid``:
-    the rounding grid of the sums. The stage sets it before the first round. ``unopened``: the rounds whose sums were
-    not opened, because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably overflowed
-    (wrapped around) the modulus.
+    the rounding grid of the sums, set before the first round. ``unopened``: the rounds whose sums were not opened,
+    because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably overflowed (wrapped around)
+    the modulus.
     """
 
     settings: DistributedDP
@@ -128,7 +131,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if payloads are not model updates, noise is too small, or one round exceeds the budget."""
+        """Raise UserError if payloads are no model updates, the noise is too small, or one round exceeds the budget."""
         check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
         settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
         cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
@@ -235,8 +238,8 @@ class DistributedSums(Layer):
     def _pay(self, server_round: int, present: int) -> None:
         """Write the cost of a round's sum with ``present`` answers to the ledger. Raises BudgetExhausted.
 
-        With a cyclic sampler, one charge covers consecutive rounds in which no client takes part twice. If fewer
-        clients answer in a later one of these rounds, that round is charged again.
+        With a cyclic sampler, one charge covers consecutive rounds in which no client takes part twice. If a later
+        round of this group has fewer answers than all earlier rounds of the group, it is charged again.
         """
         assert self.grid is not None
         if not self._is_paid(server_round, present):

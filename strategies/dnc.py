@@ -26,8 +26,8 @@ class DnC(Robust):
     the same direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients that the rule is made for. ``filter_share``: the paper's c; an
-    iteration leaves out c h updates. ``coordinates``: the number of coordinates that an iteration draws, at most all.
-    ``iterations``: the number of iterations.
+    iteration leaves out c h updates. ``coordinates``: the number of coordinates that an iteration draws, or all if
+    updates have fewer. ``iterations``: the number of iterations.
     """
 
     kind: Literal["dnc"] = "dnc"
@@ -48,7 +48,10 @@ class DnC(Robust):
         return math.ceil(self.filter_share * self.hostile - 1e-9)
 
     def fewest(self) -> int:
-        """Return the smallest number of updates that the rule needs: 2 ``hostile`` + 1, or more to keep an update."""
+        """Return the smallest number of updates that the rule needs.
+
+        It is 2 ``hostile`` + 1, or more if the iterations together could otherwise leave out all updates.
+        """
         return max(2 * self.hostile, self._num_out * self.iterations) + 1
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:

@@ -11,7 +11,7 @@ from strategies.layer import Layer
 
 
 class EarlyStopping(Layer):
-    """Ends a run by validation accuracy.
+    """Ends a run when the validation accuracy reaches a target or no longer rises.
 
     ``target``: the accuracy at which the run ends, 0 for none. ``patience``: the number of rounds without a higher
     accuracy after which the run ends, 0 for no limit.

@@ -56,7 +56,7 @@ class FD(KeepsModels):
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: a loss term for the distance to the target logits, and then feature sums by class."""
+        """Return the local plan: steps with the distance in the loss, and then sums of the features of each class."""
         term = LossTerm(self.distances, task.broadcast["others"]) if self.gamma else None
         return LocalPlan(loss_term=term, class_features=True)
 
@@ -76,7 +76,7 @@ class FD(KeepsModels):
         if trained.feature_sums is not None and model:
             counts = torch.tensor(task.class_counts, dtype=torch.float32)
             held = (counts > 0).float()
-            # logits are linear in the features, so the mean of logits is the logit of the mean
+            # logits are linear in the features, so the mean logits are the logits of the mean features
             weight = head_weight(model)
             features = trained.feature_sums / counts.clamp(min=1)[:, None]
             logits = features @ model[weight].T + model.get(f"{weight.removesuffix('weight')}bias", torch.zeros(()))

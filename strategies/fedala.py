@@ -115,7 +115,10 @@ class FedALA(Averaging):
 def _one_step(
     task: LocalTask, weights: Params, batch: tuple[torch.Tensor, torch.Tensor], generator: np.random.Generator
 ) -> LocalJob:
-    """Return a job for one step from the mixture. The resulting momentum buffers are the last layers' gradient."""
+    """Return a training job that computes the gradient at the mixture by one step of SGD.
+
+    After the step, the momentum buffers are the gradient of the last layers.
+    """
     from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
 

@@ -20,10 +20,11 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam
 
 
 class FedDF(OnEnsemble):
-    """FedAvg, and then the mean model learns from the ensemble of the round's models, as in algorithm 1 of the paper.
+    """FedAvg; after each round, the mean model learns from the ensemble of the round's models (algorithm 1).
 
     The student x starts from the mean model. Each step lowers KL(softmax(mean_k f_k(u)) || softmax(f_x(u))) over a
-    batch of unlabelled records u, by Adam with a cosine schedule. f_k are the logits of client k's model.
+    batch of unlabelled records u, by Adam with a cosine schedule. f_k and f_x are the logits of client k's model and of
+    the student.
 
     ``proxy``: the name of the data set with the public records u. Its labels are not used, and its inputs must have the
     shape of the clients' inputs. "pool" takes the synthetic records of the run's preprocess stage, such as DA-FL's.
@@ -90,7 +91,7 @@ def distilled(
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # The gradient in closed form: autograd's is not exactly 0 if student and teacher agree, and Adam enlarges that.
+        # If student and teacher agree, autograd's gradient is not exactly 0, and Adam would enlarge it. This one is 0.
         with torch.no_grad():
             teacher = ensemble_logits(models, records, logits_of).softmax(1)
             slope = (logits.softmax(1) - teacher) / len(records)

@@ -74,7 +74,7 @@ class FedMD(KeepsModels):
         return LocalPlan()
 
     def course(self, job: LocalJob) -> Course:
-        """Return the local training of a client: the digest, if there are logits, and then the client's own records."""
+        """Return a client's local training: the digest (if mean logits were received), then steps on own records."""
         from fl_sim.training.courses import at, steps_of, stream  # noqa: PLC0415 (it loads torch)
         from fl_sim.training.records import Records  # noqa: PLC0415 (as above)
         from fl_sim.types import Augment  # noqa: PLC0415 (only for a digest)

@@ -45,7 +45,7 @@ class FedMGDA(Averaging):
         return ClientUpdate({"direction": direction}, task.num_examples, trained.loss)
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return lambda_i for each reply."""
+        """Return lambda_i, the weight of direction d_i in the mean, for each reply."""
         rows = torch.stack([flattened(reply.payloads["direction"]).flat.double() for reply in replies])
         shares = np.array([reply.num_examples for reply in replies], dtype=np.float64)
         found: list[float] = least_norm((rows @ rows.T).numpy(force=True), shares / shares.sum(), self.epsilon).tolist()

@@ -1,4 +1,4 @@
-"""FedNTD: not-true distillation, so that clients do not forget classes without own records (Lee et al. 2022, eq. 4)."""
+"""FedNTD: not-true distillation, so that clients do not forget classes that they lack (Lee et al. 2022, eq. 4)."""
 
 from typing import ClassVar, Literal
 

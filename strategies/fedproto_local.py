@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FedProtoLocal(FedProto):
-    """Has the loss and prototypes of ``fedproto``, but each client trains its own model, and no parameter is sent.
+    """Uses the loss and prototypes of ``fedproto``, but each client trains its own model, and no parameter is sent.
 
     Clients train from the run's initial model, in the rounds in which they take part. ``strength``: 0 is local-only.
     ``predict``: "head" predicts the class with the highest logit. "prototype" predicts the class whose prototype is

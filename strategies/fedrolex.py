@@ -6,7 +6,7 @@ from strategies.heterofl import HeteroFL
 
 
 class FedRolex(HeteroFL):
-    """HeteroFL in which a small model takes the channels of each layer from channel t mod K on, in round t from 0.
+    """HeteroFL where, in round t (from 0), a small model takes each layer's channels from channel t mod K on.
 
     K is the layer's number of channels; channel 0 follows channel K - 1. So over the rounds all parameters of the large
     model are trained. The settings are those of ``heterofl``.

@@ -12,8 +12,8 @@ class FFALoRA(Averaging):
     """FedAvg on the factor B of adapters. A is equal on all clients and never changes.
 
     The mean is exact: mean(B_i) A is the mean of the B_i A. Clients send about half of an adapter, or less. Under
-    Global DP, local DP and DP-SGD only B is clipped and gets noise. As A is fixed, the product has no product of two
-    noises.
+    Global DP, local DP and DP-SGD only B is clipped and gets noise. A has no noise, so the product B A contains no
+    product of two noises.
     """
 
     kind: Literal["ffa-lora"] = "ffa-lora"

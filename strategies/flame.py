@@ -48,9 +48,9 @@ class Flame(Robust):
 
 
 def _in_cluster(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of the points in the cluster, shape (n,). If there is no cluster, it is True for all points.
+    """Return a mask of the updates in the largest cluster, shape (n,). If there is no cluster, all values are True.
 
-    ``distances``: the distances of all pairs of points, shape (n, n).
+    ``distances``: the distances of all pairs of updates, shape (n, n).
     """
     if (count := len(distances)) < 3:
         return np.ones(count, dtype=bool)

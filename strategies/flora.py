@@ -30,7 +30,7 @@ class FLoRA(Averaging):
         check_products(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
-        """Return the names ``trained``, and for each adapter the names of W and its scale, which the server needs.
+        """Return the names in ``trained`` and, for each adapter, the names of W and the scale: the server needs both.
 
         Raises ValueError if the model has no adapters, or an adapter without W or scale.
         """

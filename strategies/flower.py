@@ -237,9 +237,9 @@ class FederatedStrategy(Strategy):
         return ask_everybody(grid, self.population, asking, read), Traffic(down, 0)
 
     def train(self, grid: Grid, order: wire.TaskConfig, timeout: float, clients: Sequence[int]) -> tuple[Reply, ...]:
-        """Train ``clients``, ascending, from the server state, and return their updates. Layers do not change them.
+        """Train ``clients`` from the server state, and return their updates. Layers do not change these updates.
 
-        ``order``: the settings of the round. Raises RunError as ``aggregate_train`` does.
+        ``clients``: ascending. ``order``: the settings of the round. Raises RunError as ``aggregate_train`` does.
         """
         contents, self.cohort = self.contents(order, self.server, clients), np.array(clients, np.int64)
         messages = [Message(content, self.population.nodes[client], wire.TRAIN) for client, content in contents.items()]
@@ -332,13 +332,13 @@ class _Innermost(Layer):
     strategy: FederatedStrategy
 
     def ready(self, work: Workload) -> None:
-        """Do nothing: the innermost layer does not need the numbers in ``work``."""
+        """Do nothing: the innermost layer does not use the clients' amounts of work."""
 
     def begin(self, server_round: int) -> None:
         """Do nothing: the innermost layer needs no preparation for a round."""
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Return 0 bytes: the innermost layer asks no clients."""
+        """Return a traffic of 0 bytes: the innermost layer sends clients no requests before the round."""
         del server_round, ask
         return Traffic(0, 0)
 
@@ -478,7 +478,7 @@ def run_round(
     done, if a layer ends the run before this round.
     """
     start = time.perf_counter()
-    if not strategy.population.nodes:  # raises an error if nodes are missing, so it comes before any privacy charge
+    if not strategy.population.nodes:  # nodes may be missing: find out before any privacy charge
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     strategy.layer.begin(server_round)
     order = replace(strategy.order, server_round=server_round, learning_rate=learning_rate)

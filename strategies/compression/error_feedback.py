@@ -60,7 +60,10 @@ class ErrorFeedback(Settings):
         """Return the compressed update C(update) from its bytes, with zeros for numbers that were not sent."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the bytes of C(e + D), and the client state: the new error e + D - C(e + D)."""
+        """Return the compressed update with the error of earlier rounds added, and the client state: the new error.
+
+        With the update D and the error e, these are the bytes of C(e + D), and e + D - C(e + D).
+        """
         corrected = _corrected_by(held, update)
         packed = self.encode(corrected, coins)
         return packed, {"error": subtract(corrected, self.unpack(packed, update.layout, coins))}
@@ -139,7 +142,7 @@ class RandK(ErrorFeedback):
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the numbers at the positions drawn from ``coins``. After divergence, ``update`` contains only NaN."""
+        """Return the numbers at the positions drawn from ``coins``. If training diverged, all numbers are NaN."""
         return Packed.of(update.flat[self._places(len(update.flat), coins)])
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
@@ -197,7 +200,10 @@ class PowerSGD(Settings):
         return Size(sum(self._counts(shape)[0] + self._counts(shape)[1] for _, shape in layout))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the packed factors P and Q of e + D, and the client state: the new error and Q."""
+        """Return the packed factors P and Q, and the client state: the new error, and Q for the next round.
+
+        The product P Q' approximates the update plus the error of earlier rounds.
+        """
         corrected = _corrected_by(held, update)
         start = held.get("start") or self._first(update.layout, coins())
         sent, factors = [], {}

@@ -62,7 +62,7 @@ class Compression(Layer):
 
 @dataclass(frozen=True)
 class ClientCompression(ClientLayer):
-    """Compresses the payloads whose tensors have the names and shapes of the model's parameters."""
+    """The client half: it compresses payloads whose tensors have the names and shapes of the model's parameters."""
 
     packing: Packing
 
