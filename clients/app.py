@@ -39,9 +39,9 @@ _PATH: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
     """Return the ClientApp that all engines use: in this process, in Ray actors and on Flower's own runtime.
 
-    ``signer``: the object that verifies tickets; None means that messages with tickets are refused. The driver is the
-    process that started this worker. A ticket proves that the driver has written the privacy cost of the task into the
-    client's privacy ledger.
+    The driver is the process that started this worker. A ticket is a signed proof that the driver has written a task's
+    privacy cost into the client's privacy ledger. ``signer``: the object that verifies tickets. If it is None, messages
+    with tickets are refused.
     """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
@@ -73,7 +73,7 @@ def task_of(client: Client) -> ClientTask:
     task = tasks[name]
     if client.policy and type(task) is Train:
         task.check(client)
-    elif client.policy:  # a user's own task may send records, even if its ``reads_records`` is False
+    elif client.policy:  # a user's own task may send records without declaring it in ``reads_records``
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
     client.runtime.use_threads()
     return task
@@ -84,12 +84,12 @@ def train_together(
 ) -> BatchHandler:
     """Return a function that trains several clients in one call of the compiled trainer.
 
-    The compiled trainer is C++ code. ``signer``: the object that verifies tickets, as in ``build_client_app``.
-    ``stacked``: train the clients as one PyTorch computation instead. If the joint training fails, the function trains
-    each client separately. So only the failing client gets an error. Several threads may call the function. Compiled
-    code runs in all threads at once. A lock lets only one thread at a time run the function's Python code. Without this
-    lock, threads would wait for Python's global lock at every PyTorch operation. The waiting would take a seventh of
-    the time of a round of 100 small clients.
+    The compiled trainer is C++ code. ``signer``: the object that verifies the signed proofs of charged privacy costs
+    (tickets), as in ``build_client_app``. ``stacked``: train the clients as one PyTorch computation instead. If the
+    joint training fails, the function trains each client separately. So only the failing client gets an error. Several
+    threads may call the function. Compiled code runs in all threads at once. A lock lets only one thread at a time run
+    the function's Python code. Without this lock, threads would wait for Python's global lock at every PyTorch
+    operation. The waiting would take a seventh of the time of a round of 100 small clients.
     """
     reader, in_python = _Reader(runtime_of, signer), Lock()
 
@@ -104,7 +104,7 @@ def train_together(
                 for job, message in zip(jobs, messages, strict=True)
             ]
             for job in {id(job.guards[0]): job for job in jobs}.values():
-                job.check_bits()  # this check runs once for each broadcast, because clients share the broadcast
+                job.check_bits()  # one check is enough for all clients that share a broadcast
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:
@@ -161,7 +161,7 @@ class Owner:
 
 
 def client_of(context: Context) -> int:
-    """Return the client number of a node, from its configuration value ``partition-id``."""
+    """Return the ID of a node's client, which is the value ``partition-id`` of the node's configuration."""
     return int(str(context.node_config["partition-id"]))
 
 
@@ -177,7 +177,8 @@ def owner_of(context: Context) -> Owner | None:
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """Answer a message. On a node with its own data set, error messages to the server contain no paths and no records.
 
-    The function is a Flower mod. The node's log contains the full error. Errors of other nodes pass unchanged.
+    The function is a Flower mod: it wraps the handling of every message. The node's log contains the full error. A node
+    without its own data set sends its errors unchanged.
     """
     if owner_of(context) is None:
         return call_next(message, context)
@@ -189,7 +190,7 @@ def discreet(message: Message, context: Context, call_next: Callable[[Message, C
 
 
 class _Reader:
-    """Reads messages to clients. All messages of a round share the broadcast, so it is unpacked only once."""
+    """Unpacks the server's messages to clients. All messages of a round have equal tensors, which are unpacked once."""
 
     def __init__(self, runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> None:
         self._runtime_of = runtime_of
@@ -200,8 +201,9 @@ class _Reader:
     def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
         """Return the values to pickle. Flower's simulation pickles the app to send it to its actors.
 
-        The lock, the last broadcast and the signer (it verifies tickets) are left out. Flower starts these actors, not
-        the driver of fl-sim. So the actors accept no tickets.
+        The lock, the last broadcast and the signer are left out. The signer verifies tickets, the proofs of charged
+        privacy costs. Only workers that fl-sim's driver started accept tickets. Flower starts the actors, so they need
+        no signer.
         """
         return _Reader, (self._runtime_of,)
 
@@ -224,7 +226,7 @@ class _Reader:
             config = owner.config(config)
             own = (owner.data, number, config.facts)
         if remote.has_ticket(message.content):
-            # Only a worker that the run's driver started accepts tickets. It has no owner and no policy.
+            # Only a worker that the run's driver started accepts tickets. Such a worker has no owner and no policy.
             if self._signer is None or policy is not None or owner is not None:
                 raise RunError(remote.NO_TICKET)
             ticket = self._signer.read(config.task, number, message.content)

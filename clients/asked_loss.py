@@ -1,4 +1,4 @@
-"""The client task that sends the loss of the received model on the client's training records, before a round."""
+"""The client task that sends the model's loss on the client's training records, for samplers that select by loss."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Payer(Protocol):
-    """A client whose privacy ledger pays for a round (``clients.client_task.Client``)."""
+    """The facts that a layer needs to write a round's cost into a client's privacy ledger (as in ``Client``)."""
 
     @property
     def number(self) -> int:
-        """The client's number."""
+        """The client ID, from 0."""
 
     @property
     def run(self) -> str:
@@ -38,11 +38,11 @@ class Payer(Protocol):
 
     @property
     def policy(self) -> Policy | None:
-        """The limits that the client's owner has set."""
+        """The limits on privacy costs that the client's owner has set; None without limits."""
 
     @property
     def ledger(self) -> Path:
-        """The privacy ledger of a client without a policy."""
+        """The path of the client's privacy ledger. If there is a policy, the policy's own ledger is used instead."""
 
     @property
     def has_disk(self) -> bool:
@@ -57,9 +57,10 @@ class Payer(Protocol):
 class PaidRound:
     """A private round of a client. Its privacy cost is already in the client's privacy ledger.
 
-    ``jobs``: the protected inputs of the trainer, by model name. ``ticket``: the proof that the cost is in the privacy
-    ledger, for a worker without access to the client's files. ``release``: a function that changes the algorithm's
-    update, for example by clipping and noise. Compression and similar layers get the changed update.
+    ``jobs``: the inputs of the trainer, by model name; their plans contain private steps if the layer makes steps
+    private. ``ticket``: the proof that the cost is in the privacy ledger, for a worker without access to the client's
+    files. ``release``: a function that changes the algorithm's update, for example by clipping and noise. Compression
+    and similar layers get the changed update.
     """
 
     jobs: Mapping[str, LocalJob]
@@ -68,7 +69,7 @@ class PaidRound:
 
 
 class ClientLayer:
-    """A layer, such as compression, between a client's messages and the algorithm.
+    """The client half of a layer, such as compression. It changes the messages between the server and the algorithm.
 
     By default the layer changes nothing. ``protects``: True if an update is differentially private for each record of
     the client. Such updates need no ``allow_raw_updates`` in the policy of the client's owner; the policy limits their
@@ -83,7 +84,7 @@ class ClientLayer:
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the local plan for the trainer. ``came``: the task before this layer changed it in ``received``."""
+        """Return the local ``plan`` after this layer's changes. ``came``: the task before ``received`` changed it."""
         del came
         return plan
 
@@ -144,9 +145,9 @@ class ClientLayer:
         return {}
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the compressed sizes, by name, of the payloads in ``template`` that this layer compresses.
+        """Return the size after compression of each payload that this layer compresses, by the payload's name.
 
-        ``model``: the model that clients receive.
+        ``template``: names and shapes of the payloads. ``model``: the model that clients receive.
         """
         del template, model
         return {}
@@ -160,10 +161,10 @@ class ClientLayer:
         return reply
 
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
-        """Return this layer for a run whose clients have different architectures.
+        """Return the layer for a run whose clients have models of different architectures.
 
-        ``others``: this layer for each architecture. With the returned layer, the tensors of every client state must
-        have the same names and shapes.
+        ``others``: the layers that were built for each architecture. In such a run, the tensors of all client states
+        must have the same names and shapes.
         """
         del others
         return self
@@ -203,7 +204,7 @@ def _checked(name: str, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class OwnClientLayer(ClientLayer):
-    """A wrapper of the client half of a user's own layer. It checks the types of all results."""
+    """A wrapper of the client half of a user's own layer. It checks the type of every method's result."""
 
     half: ClientLayer
 
@@ -221,7 +222,7 @@ class OwnClientLayer(ClientLayer):
     unpacked = _checked("unpacked", Reply)
 
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
-        """Return a wrapper of the user's layer, for a run whose clients have different architectures."""
+        """Return a wrapper of the user's layer, for a run whose clients have models of different architectures."""
         halves = [one.half if isinstance(one, OwnClientLayer) else one for one in others]
         return OwnClientLayer(_checked("beside", ClientLayer)(self, halves))
 

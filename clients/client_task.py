@@ -42,7 +42,7 @@ class OnClient:
     """The records and the trainer that an algorithm may use on its client, such as in ``start``.
 
     ``records``: the client's training records. ``seed``: the run's seed, for random numbers (``fl_sim.seeding.rng``).
-    ``validation``: the client's own validation records, while its own models are measured; None otherwise.
+    ``validation``: the client's own validation records, while the client's own models are measured; None otherwise.
     """
 
     records: Records
@@ -73,7 +73,7 @@ class PredictingStart(Protocol):
 
     @property
     def start_passes(self) -> int:
-        """The number of predictions for each training record of a client in one ``start``."""
+        """The number of times that one call of ``start`` predicts on each of the client's training records."""
         ...
 
 
@@ -92,7 +92,7 @@ class Resizing(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The tensors of a message: ``params``, such as the global model, and ``groups``, further tensors by group."""
+    """The tensors of a message: the parameters ``params`` (the global model), and further tensors, ``groups``."""
 
     params: Params
     groups: Payloads
@@ -217,11 +217,11 @@ class Begun:
 
 @runtime_checkable
 class PaidAtHome(Protocol):
-    """A task with a differentially private answer. The driver is the process that started the workers.
+    """A task with a differentially private answer.
 
-    Before a worker computes the answer, the driver writes the privacy cost into the client's privacy ledger. A worker
-    on another machine cannot access this ledger. It receives a ticket, the driver's proof that the cost is in the
-    ledger.
+    Before a worker computes the answer, the driver (the process that started the worker) writes the privacy cost into
+    the client's privacy ledger. A worker on another machine cannot access this ledger. It receives a ticket, the
+    driver's proof that the cost is in the ledger.
     """
 
     def begin(self, client: Client) -> Begun | RecordDict | None:
@@ -321,7 +321,7 @@ class ClientRuntime:
         return self.by_architecture[number % len(self.by_architecture)] if self.by_architecture else self
 
     def sized(self, task: LocalTask) -> "ClientRuntime":
-        """Return the client runtime for the size of the model in ``task``. For the whole model this is ``self``."""
+        """Return the client runtime for the size of the client's model. A model of full size uses ``self``."""
         algorithm = self.algorithm
         if not isinstance(algorithm, Resizing) or (size := algorithm.size_in(task)) == 1:
             return self
@@ -352,7 +352,7 @@ class ClientRuntime:
         return prepared([(self, job) for job in jobs], stacked=stacked)
 
     def prepare_equal(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
-        """Return the same function as ``prepare``, for jobs whose models all have the size of this runtime's model."""
+        """Return the training function of ``prepare``, for jobs with models of the size of this runtime's model."""
         if isinstance(algorithm := self.algorithm, StepByStep):
             if others := [name for name in ("trainers", "further") if hasattr(algorithm, name)]:
                 raise RunError(
@@ -412,7 +412,7 @@ class ClientRuntime:
 
 
 def prepared(jobs: Sequence[tuple[ClientRuntime, LocalJob]], *, stacked: bool = False) -> Callable[[], list[Trained]]:
-    """Return the same function as ``ClientRuntime.prepare``, for ``jobs``: pairs (client runtime, job).
+    """Return a function that trains the clients of ``jobs``, pairs (client runtime, job), and returns the results.
 
     Jobs with the same size and architecture of the model are trained together. The groups of jobs are trained one after
     another.

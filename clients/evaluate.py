@@ -209,7 +209,7 @@ class EvaluateOwn:
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """One of a client's models.
+    """One of a client's models, which is measured on the client's own records.
 
     ``scores``: a function that computes scores from inputs and labels. ``network``: a function that returns a copy of
     the model, in evaluation mode, for the user's own metrics.
@@ -224,7 +224,7 @@ def _network(model: nn.Module, params: Params) -> nn.Module:
 
 
 class _Predicting(nn.Module):
-    """A PyTorch module that returns the scores of an algorithm of the class ``OwnPredictions``."""
+    """A PyTorch module whose outputs are the scores of an algorithm (``OwnPredictions.own_scores``)."""
 
     def __init__(self, logits_of: LogitsOf) -> None:
         super().__init__()
@@ -249,8 +249,8 @@ class OwnRecords(Protocol):
 
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
-    """Return for each class the numbers of records, predictions and correct predictions, shape (3, classes)."""
-    if scores.counts is not None:  # a record has several predictions, all counted for the record's class
+    """Return the numbers of records, of predictions and of correct predictions of each class, shape (3, classes)."""
+    if scores.counts is not None:  # if a record has several predictions, all of them are counted for the record's class
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)
     right = scores.labels[scores.labels == scores.predicted]
@@ -259,7 +259,7 @@ def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """A client's answer.
+    """A client's answer: measures of its models on its own records.
 
     ``counts``: {"MODEL/RECORDS": counts of shape (3, classes)}, such as "own/test". ``metrics``: {"MODEL/METRIC":
     value}, such as "own/NAME".

@@ -57,9 +57,9 @@ class FrequencyQuestion:
     """The question that the server asks clients in one step.
 
     Step 1 asks for the mean and the mean square of all records. Step 2 asks for the number and the mean of the records
-    of each class. Step 3 asks for the outer products. ``records``: the public mean number of records of a client. The
-    client divides its sums by this number. ``frame``: the scaling of records. ``means``: the class means (C, d) in this
-    frame. In step 3, the client subtracts these means from its records before it forms products.
+    of each class. Step 3 asks for sums of outer products of the records. ``records``: the public mean number of records
+    of a client. The client divides its sums by this number. ``frame``: the scaling of records. ``means``: the class
+    means (C, d) in this frame. In step 3, the client subtracts these means from its records before it forms products.
     """
 
     step: Step
@@ -69,7 +69,7 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return the public scaling for step 1. ``order``: the positions of the frequencies. ``shape``: that of an image.
+    """Return the public scaling for step 1. ``order``: positions of the frequencies. ``shape``: the shape of an image.
 
     The scaling subtracts the frequencies of the black image. It divides by the distance between the black image and a
     dark image, whose pixels are all a quarter of the way from black to white.

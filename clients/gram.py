@@ -36,7 +36,7 @@ def num_products(num_features: int, num_classes: int) -> int:
 
 
 def scale_of(num_features: int, longest: float = 1.0) -> float:
-    """Return the norm of scaled vectors before rounding. After rounding, it is at most ``longest``."""
+    """Return the norm to which vectors are scaled. After rounding, their norm is at most ``longest``."""
     return longest - math.sqrt(num_features + 1) * STEP / 2
 
 

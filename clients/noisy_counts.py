@@ -70,7 +70,7 @@ class CountPrivately:
     protection: ClientProtection
     times: int
     run_digest: str
-    reads_records: ClassVar[bool] = False  # the answer has noise, and the policy limits its cost
+    reads_records: ClassVar[bool] = False  # the answer has noise, and the client's policy limits the privacy cost
     reads_state: ClassVar[bool] = True
     runs_in_threads: ClassVar[bool] = True
 
@@ -111,7 +111,7 @@ class CountPrivately:
 
 
 def _answer(num_records: int, right: int) -> RecordDict:
-    counts = [num_records, num_records, right]  # one class: records, predictions, correct predictions
+    counts = [num_records, num_records, right]  # for all classes together: records, predictions, correct predictions
     return RecordDict({"counts": MetricRecord({f"{OWN}/{TESTED}": counts})})
 
 

@@ -83,9 +83,9 @@ class RoundCost:
 def cost_of_round(protection: ClientProtection, sensitivity: float, rate: float, rounds: int, steps: int) -> RoundCost:
     """Return the cost of a round of ``steps`` noisy steps, in a run of ``rounds`` rounds.
 
-    ``sensitivity``: the sensitivity of a step's sum, in clipping norms. ``rate``: the probability with which a record
-    joins a step. If ``protection`` has no noise multiplier, the round has the least noise with which all rounds cost at
-    most epsilon. Raises UserError if no noise is enough for epsilon.
+    ``sensitivity``: the sensitivity of a step's sum, in units of the clipping norm. ``rate``: the probability with
+    which a record joins a step. If ``protection`` has no noise multiplier, the round has the least noise with which all
+    rounds cost at most epsilon. Raises UserError if no noise is enough for epsilon.
     """
     noise = protection.noise_multiplier
     relative = replace(protection, clipping_norm=1.0, noise="secret", noise_multiplier=noise and noise / sensitivity)
@@ -168,12 +168,12 @@ class Releases:
 
 
 def ticket_of(noise: Noise) -> Ticket:
-    """Return the ticket of a round whose privacy cost is paid. ``noise``: the source of the round's noise."""
+    """Return the ticket of a round: the proof that its privacy cost is charged. ``noise``: the source of its noise."""
     return Ticket(noise.key, noise.simulation_only)
 
 
 def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
-    """Return the round of a client that has no records or may not use them. It sends zeros without training."""
+    """Return the round of a client that has no records or may not use them. The client sends zeros without training."""
     idle = {
         name: replace(job, records=job.records.none(), task=replace(job.task, num_examples=0))
         for name, job in jobs.items()

@@ -41,7 +41,7 @@ def private_products(
     protection: Protection,
     noise: Noise,
 ) -> Array:
-    """Return a client's sums with noise, in the form of ``clients.gram.packed``.
+    """Return a client's sums G and B with noise, in the form of ``clients.gram.packed``.
 
     The standard deviation of the noise is ``protection.std`` on B and on the diagonal of G, and ``protection.std`` /
     sqrt 2 on the other numbers of G. ``triangle_of`` multiplies these other numbers by sqrt 2 to preserve norms. So all

@@ -80,17 +80,17 @@ class ClientPrivateSteps(ClientLayer):
     clipping: Clipping = FLAT
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without facts about the client's records: all clients with records have the same weight."""
+        """Return ``task`` without class counts, and with equal weights for all clients with records."""
         return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the plan with private steps and seeded noise. Only forecasts and the choice of a trainer use it."""
+        """Return ``plan`` with private steps and seeded noise, only for forecasts and for the choice of a trainer."""
         noise = self.protection.noise_multiplier or 1.0
         norm = self.protection.clipping_norm
         return replace(plan, private=PrivateSteps(norm, noise, Noise.seeded(0), "typical", self.clipping))
 
     def shown(self, records: Records) -> Records:
-        """Return a placeholder. The algorithm's own code must not read the records."""
+        """Return a placeholder instead of the records, because the algorithm's own code must not read them."""
         del records
         return RECORDS
 

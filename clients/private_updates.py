@@ -66,11 +66,13 @@ class ClientPrivateUpdates(ClientLayer):
     template: Payloads
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task with the same weight for all clients with records."""
+        """Return ``task`` with weight 1 for a client with records, so that the weight is no fact about the records."""
         return replace(task, num_examples=min(1, task.num_examples))
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:
-        """Write the update's cost into the privacy ledger; return unchanged jobs and the function ``release``.
+        """Write the update's cost into the privacy ledger, and return the round with unchanged jobs.
+
+        The round's function ``release`` clips the update and adds the noise.
 
         If the client's budget does not allow the round, the client trains nothing, and sends zeros with weight 0.
         """

@@ -1,4 +1,4 @@
-"""The client task that sends the logits of the client's own model on the run's public records, before a round."""
+"""The client task that sends the logits of a client's own model on the run's public records, for distillation."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Train:
         assert client.policy is not None
         own = client.runtime.trains_on_own(client.config.synthetic)
         if own and any(layer.protects for layer in client.runtime.layers):
-            return  # no check: the policy limits the cost when the layer charges the ledger
+            return  # no check is needed here: the policy limits the privacy cost when a layer writes it into the ledger
         client.policy.check_training(own_records=own)
         if not own:
             client.policy.check_pool(client.config.synthetic)

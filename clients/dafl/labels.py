@@ -180,7 +180,9 @@ class ExponentialMechanism(_Selection):
 
 
 class Geometric(_Selection):
-    """The geometric mechanism adds noise z to the number of records of a class.
+    """The geometric mechanism, which selects the number of synthetic records of a class.
+
+    It adds noise z to the number of the client's records of the class.
 
     The probability of z is proportional to exp(-epsilon |z|). Afterwards the noisy number is multiplied by gamma,
     rounded and clamped.
@@ -249,7 +251,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
     with np.errstate(divide="ignore"):  # log 0 = -inf, if a side of the target has no numbers
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
-    # The uniform number is compared with the smaller of the two probabilities: floats near 0 have a finer resolution.
+    # Compare the uniform number with the probability of the less likely side: floats near 0 have a finer resolution.
     up = (coins[0] < expit(-np.abs(log_odds))) != (log_odds > 0)
     steps = _truncated_geometric(coins[1], rate, np.where(up, sides[1], sides[0]))
     drawn: Floats = np.where(up, whole + 1 + steps, start - steps)
@@ -259,7 +261,8 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
     """Return one number j in {0..length-1} for each uniform coin, with probability proportional to exp(-rate j)."""
     lost = np.exp(-rate * lengths)
-    reached = coins + (1 - coins) * lost  # this is exp(-rate x) for a real number x; the result j is x rounded down
+    # Draw a real x with density proportional to exp(-rate x); j is x rounded down. ``reached`` is exp(-rate x).
+    reached = coins + (1 - coins) * lost
     with np.errstate(divide="ignore"):
         log_reached = np.where(reached < 0.5, np.log(reached), np.log1p((1 - coins) * np.expm1(-rate * lengths)))
     steps: Floats = np.clip(np.ceil(-log_reached / rate) - 1, 0, lengths - 1)
@@ -269,7 +272,7 @@ def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
 def _mass(near: Floats, length: Floats, epsilon: float) -> Floats:
     """Return the probability that two-sided geometric noise is one of ``length`` successive values on one side of 0.
 
-    ``near``: the smallest absolute value among them.
+    ``near``: the smallest absolute value of these values.
     """
     mass: Floats = np.exp(-epsilon * near) * -np.expm1(-epsilon * length) / (1 + math.exp(-epsilon))
     return mass

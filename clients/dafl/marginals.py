@@ -40,7 +40,7 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-_UP: Final = 1 + 2.0**-50  # a factor for the noise: after rounding, it is never smaller than in the bill
+_UP: Final = 1 + 2.0**-50  # a factor that keeps the noise at least as large as in the bill, despite rounding
 _STEPS: Final = 1000  # the number of steps of mirror descent
 _GROWTH, _CUT = 1.2, 0.5  # learning rate factors: the first after a step that does not raise the loss, else the second
 
@@ -129,9 +129,9 @@ class Marginals(Settings):
 def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, purpose: str) -> tuple[list[Array], float]:
     """Return the counts in ``tables`` with noise, and the standard deviation of the noise.
 
-    A record is in exactly one cell of each table. Noise is rounded to a rounding grid. Counts are whole numbers, so
-    they lie on this grid if its spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name
-    of the noise stream.
+    A record is in exactly one cell of each table. Noise is rounded to a rounding grid. Whole numbers, such as counts,
+    lie on this grid if its spacing is at most 1. Raises UserError if the spacing is larger. ``purpose``: the name of
+    the noise stream.
     """
     std = noise_multiplier * math.sqrt(len(tables)) * _UP
     if not std:
@@ -150,15 +150,15 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
     Each edge is (parent, child), and a parent comes before its children. ``ones``: the noisy counts of single columns.
     ``epsilon``: the privacy cost of each selection; inf selects the best pair every time. ``std``: the standard
     deviation of the later noise on a pair's counts. The score of a pair is the dependence of its columns (see
-    ``score``), minus the expected contribution of this noise (McKenna et al. 2022, "AIM"). The option to stop has the
-    score 0.
+    ``score``), minus the expected contribution of this noise (McKenna et al. 2022, "AIM"). Each selection may also
+    choose to stop, with the score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
     expected = math.sqrt(2 / math.pi) * std * table.num_classes
     found = [score(table, ones, pair) - expected * (table.sizes[pair[0]] * table.sizes[pair[1]]) for pair in pairs]
     scores = np.array([*found, 0.0])
-    tree = np.arange(columns)  # tree[c]: the number of the tree of the forest that contains column c
+    tree = np.arange(columns)  # tree[c]: the index of the tree that contains column c, in the forest
     chosen: list[Edge] = []
     for draw in range(columns - 1):
         joins = [tree[left] != tree[right] for left, right in pairs]
@@ -304,9 +304,10 @@ class ForestMarginals:
 def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
     """Return the marginals of the forest model that fits the ``noisy`` marginals best.
 
-    The model has the least weighted squared distance to the noisy marginals. Its own marginals are consistent.
-    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise on ``noisy.ones`` and ``noisy.twos``. They
-    determine the weights. If both standard deviations are 0, the result is ``noisy`` itself.
+    The model has the least weighted squared distance to the noisy marginals. Its own marginals are consistent: tables
+    that share a column agree on the counts of this column. ``std_of_ones``, ``std_of_twos``: the standard deviations of
+    the noise on ``noisy.ones`` and ``noisy.twos``. They determine the weights. If both standard deviations are 0, the
+    result is ``noisy`` itself.
     """
     if not std_of_ones:
         return noisy
@@ -315,7 +316,8 @@ def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> Fo
         std_of_twos = std_of_ones
     least = min(std_of_ones, std_of_twos)
     of_ones, of_twos = (least / std_of_ones) ** 2, (least / std_of_twos) ** 2
-    # The number of records of each class, at least 1: the mean of all tables' sums, weighted by precision.
+    # The sum over the cells of a noisy table estimates the number of records of each class. The estimates of all tables
+    # are averaged, with weights 1 / variance. The result is at least 1.
     sums = [(table.sum(axis=1), of_ones / table[0].size) for table in noisy.ones]
     sums += [(table.sum(axis=(1, 2)), of_twos / table[0].size) for table in noisy.twos.values()]
     mean = np.sum([weight * value for value, weight in sums], axis=0) / sum(weight for _, weight in sums)
@@ -407,9 +409,10 @@ def _gradient_and_loss(
 def _combine_tables(
     combine: Callable[..., Any], by_class: NDArray[Any], first: ForestMarginals, second: ForestMarginals
 ) -> ForestMarginals:
-    """Return ``combine(value, table of first, table of second)`` for all pairs of tables.
+    """Call ``combine`` for each table of ``first`` and the same table of ``second``, and return the resulting tables.
 
-    ``by_class``: one value for each class, passed to ``combine`` in a shape that broadcasts over the tables.
+    ``by_class``: one value for each class. It is the first argument of ``combine``, in a shape that broadcasts over the
+    tables.
     """
     ones = [combine(by_class[:, None], *tables) for tables in zip(first.ones, second.ones, strict=True)]
     twos = {edge: combine(by_class[:, None, None], table, second.twos[edge]) for edge, table in first.twos.items()}

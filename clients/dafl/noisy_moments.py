@@ -30,11 +30,11 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-_UP: Final = 1 + 2.0**-50  # a factor for the noise: after rounding, it is never smaller than in the bill
+_UP: Final = 1 + 2.0**-50  # a factor that keeps the noise at least as large as in the bill, despite rounding
 _COUNT: Final = (
-    0.25  # the weight of the record count in the first sums of images; the largest norm of a record has the weight 1
+    0.25  # the weight of the record count in the first noisy sums of images; the largest record norm has weight 1
 )
-_SPREAD: Final = 0.5  # the weight of a record's squared norm in the first sums of images
+_SPREAD: Final = 0.5  # the weight of a record's squared norm in the first noisy sums of images
 _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 
 
@@ -308,7 +308,7 @@ def without_noise(values: Array, std: float) -> Array:
     ``values``: the eigenvalues of the noisy matrix, (d,). ``std``: the standard deviation of the eigenvalues of the
     noise matrix.
     """
-    # This width of the kernel below averages over a suitable number of eigenvalues of the noise.
+    # The kernel below averages over neighbouring eigenvalues. This width covers a suitable number of them.
     width = 2 * std / math.sqrt(len(values))
     apart = values[:, None] - values
     cleaned: Array = values - 2 * std**2 * (apart / (apart**2 + width**2)).mean(axis=1)

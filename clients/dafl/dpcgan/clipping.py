@@ -1,12 +1,12 @@
-"""Sums of clipped gradients of a GAN's discriminator D. The gradient of a pair is clipped as one vector.
+"""Sums of clipped gradients of a GAN's discriminator D, with one gradient for each pair of a real and a fake record.
 
-A pair consists of a real record and a fake record. Each of the two is one row in the inputs of D's layers. One forward
-pass and one backward pass over all rows are enough. The error e is the derivative of the loss with respect to a layer's
-output. The gradient of a linear layer for one row is the outer product of the layer's input a and the error e. Hence
-the squared norm of a pair's gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j (Goodfellow
-2015, "Efficient per-example gradient computations"). The clipped sum is one matrix product of weighted rows. So the
-gradients of single pairs need not be computed. A convolution is treated like a linear layer with one row per output
-position.
+The gradient of a pair is clipped as one vector. Each of the pair's two records is one row in the inputs of D's layers.
+One forward pass and one backward pass over all rows are enough. The error e is the derivative of the loss with respect
+to a layer's output. The gradient of a linear layer for one row is the outer product of the layer's input a and the
+error e. Hence the squared norm of a pair's gradient is the sum of (e_i . e_j)(a_i . a_j) over the pair's two rows i, j
+(Goodfellow 2015, "Efficient per-example gradient computations"). The clipped sum is one matrix product of weighted
+rows. So the gradients of single pairs need not be computed. A convolution is treated like a linear layer with one row
+per output position.
 
 No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32.
 Their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
@@ -59,17 +59,17 @@ class ClientPairs:
 def clipped_sum(
     discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
 ) -> torch.Tensor:
-    """Return the sum of one client's clipped gradients as a flat float64 vector: see ``clipped_sums``."""
+    """Return the sum of the clipped gradients of one client's pairs as a flat float64 vector: see ``clipped_sums``."""
     return clipped_sums([ClientPairs(discriminator, real, fake, clipping_norm)])[0]
 
 
 def clipped_sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
-    """Return the sum of the clipped gradients over the pairs of each client.
+    """Return for each client the sum of the clipped gradients of the client's pairs.
 
-    The loss of a pair is loss(D(real), 1) + loss(D(fake), 0). The gradient of each pair is clipped as one vector. The
-    sums are flat float64 vectors, in the order of ``D.parameters()``. A pair whose gradient is not finite counts as the
-    zero vector. The sum of no pairs is zero. All clients' networks must have the same kinds of layers. A client's sum
-    does not depend on other clients.
+    A pair is a real and a fake record. The loss of a pair is loss(D(real), 1) + loss(D(fake), 0). The gradient of each
+    pair is clipped as one vector. The sums are flat float64 vectors, in the order of ``D.parameters()``. A pair whose
+    gradient is not finite counts as the zero vector. The sum of no pairs is zero. All clients' networks must have the
+    same kinds of layers. A client's sum does not depend on other clients.
     """
     found = iter(_sums([one for one in clients if len(one.real)]))
     sizes = [sum(weight.numel() for weight in one.discriminator.parameters()) for one in clients]
@@ -85,7 +85,7 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
     bounds, sizes = [], []
     for one in clients:
         sizes.append(filled_up(2 * len(one.real)) // 2)
-        # The clipping norm of padding pairs is zero. So they add nothing to a sum.
+        # The clipping norm of padding pairs is zero, so that padding adds nothing to a sum.
         bounds += [
             torch.full((len(one.real),), one.clipping_norm * (1 - MARGIN), dtype=torch.float64),
             torch.zeros(sizes[-1] - len(one.real), dtype=torch.float64),
@@ -103,9 +103,9 @@ def _sums(clients: Sequence[ClientPairs]) -> list[torch.Tensor]:
 
 
 def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_LinearGradients | _SeparateGradients]":
-    """Return each layer of D that has parameters, with its input, and the loss's derivative by its output.
+    """Return the gradients of each layer of D that has parameters, for all pairs of all clients.
 
-    ``sizes``: the number of pairs of each client, after padding.
+    The function makes one forward and one backward pass. ``sizes``: the number of pairs of each client, after padding.
     """
     rows: list[torch.Tensor] = []
     for one, size in zip(clients, sizes, strict=True):
@@ -168,7 +168,7 @@ class _LinearGradients:
 
 
 def _scalar_products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the squared norm of each row, (2 pairs,), and each pair's scalar product of its two rows, (pairs,)."""
+    """Return the squared norms of all rows, (2 pairs,), and the scalar product of each pair's two rows, (pairs,)."""
     real, fake = rows.view(-1, 2, rows.shape[1]).unbind(1)
     return torch.linalg.vecdot(rows, rows), torch.linalg.vecdot(real, fake)
 

@@ -38,7 +38,7 @@ class Networks:
     """A discriminator D, a generator G, and the transforms of their inputs and outputs.
 
     Classes are one-hot, (n, classes). If there is only one class, the shape is (n, 0).
-    ``view``: records, (n, *shape) in [-1, 1] -> views, the input form for D: a public function of each single record.
+    ``view``: records, (n, *shape) in [-1, 1] -> views (records in D's input form). A view depends on one record only.
     ``join``: (views or latent vectors, classes) -> one tensor, the input of a network.
     ``discriminator``: joined views -> scores, (n, 1), high for real records.
     ``generator``: joined latent vectors -> views.
@@ -54,7 +54,7 @@ class Networks:
 
 @dataclass(frozen=True)
 class Layers:
-    """The same layer of every client's network, with its inputs and outputs.
+    """The layers at one position of all clients' networks, with their inputs and outputs.
 
     ``inputs``: the input of each client's layer, (rows, ...). ``outputs``: the outputs of all clients, concatenated.
     """
@@ -78,7 +78,8 @@ def stacked(
     """Return the outputs of several clients' networks for their own inputs, concatenated.
 
     ``nets``: the networks, one for each client, with the same kinds of layers. ``parts``: the input of each network,
-    with a padded number of rows (see ``filled_up``). ``seen``: a function that is called for each layer with weights.
+    with a padded number of rows (see ``filled_up``). ``seen``: a function that is called with the ``Layers`` at each
+    position that has weights.
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = (

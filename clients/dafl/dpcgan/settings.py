@@ -172,7 +172,7 @@ class DpCgan(Settings):
         return self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
-        """Return (this generator with at most ``steps`` D steps, its number of steps / the original number)."""
+        """Return a generator with at most ``steps`` D steps, and its number of steps divided by the original number."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 

@@ -40,10 +40,10 @@ Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
 
 BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64  # the number of floats in an aligned block
-_WARM_UP: Final = 0.2  # the fraction of the training before the first sample is drawn
+_WARM_UP: Final = 0.2  # the fraction of the training before the first synthetic records are drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
-_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # few steps, so that their random numbers fit into the processor's cache
+_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # the random numbers of so few steps fit into the processor's cache
 
 
 class GanClient:
@@ -80,7 +80,7 @@ class GanClient:
         norm, held = settings.clipping_norm, len(records.labels)
         self.batch = self.bill.sampling_rate * held
         self.bound = clipping_norm_on_grid(norm, self.std, self.dimension, summands=held) if self.std else math.inf
-        # Samples are drawn in random order, so that every class has early and late samples.
+        # Synthetic records are drawn during training, in random order, so that every class has early and late ones.
         self.classes = np.repeat(np.arange(len(present)), self.counts)
         order = torch.randperm(len(self.classes), generator=self.random)
         self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
@@ -119,7 +119,8 @@ class GanClient:
     def for_fakes_of_records(self, count: int, step: int) -> Drawn:
         """Return the inputs of G for ``count`` fakes of a step of D.
 
-        The inputs are drawn only from secret noise and from the private numbers of synthetic records of each class.
+        The inputs depend only on secret noise, and on the differentially private number of synthetic records of each
+        class.
         """
         latent_dim = self.settings.latent_dim
         latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
@@ -130,9 +131,9 @@ class GanClient:
         return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
 
     def noise_of(self, step: int) -> NDArray[np.float64]:
-        """Return the noise for the sum of a step's clipped gradients, in steps of the rounding grid.
+        """Return the noise on the sum of clipped gradients in a step of D, in units of the rounding grid's spacing.
 
-        ``std`` of this client's noise must not be 0.
+        The standard deviation ``std`` of the noise must not be 0.
         """
         return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
 
@@ -222,7 +223,7 @@ class StackTraining:
 
     @torch.no_grad()
     def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        """Return D's inputs for the fakes of each client, one fake for each of the client's records in this step."""
+        """Return the fakes of each client as inputs of D: one fake for each of the client's records in this step."""
         sizes = [(client, len(rows)) for client, rows in zip(self.clients, real, strict=True) if len(rows)]
         drawn = [client.for_fakes_of_records(size, step) for client, size in sizes]
         made = iter(_joined_fakes([client for client, _ in sizes], drawn) if sizes else ())

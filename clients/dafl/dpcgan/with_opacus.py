@@ -108,6 +108,6 @@ class OpacusGradients:
         return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def check(self) -> None:
-        """Raise AssertionError if Opacus' accountant counted another noise, sampling rate or number of steps."""
+        """Raise AssertionError if noise, sampling rate or steps in Opacus' accountant differ from those in the bill."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
         assert self.accountant.history == billed, "Opacus has counted other releases than were charged"
