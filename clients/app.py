@@ -60,7 +60,7 @@ def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = 
 
 
 def task_of(client: Client) -> ClientTask:
-    """Return the task whose name is in the message to ``client``. Also set PyTorch's number of threads.
+    """Return the client task that the server's message to ``client`` names. Also set PyTorch's number of threads.
 
     Raises RunError if the experiment has no such task, or if the client's policy forbids the task.
     """

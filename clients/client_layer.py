@@ -80,7 +80,7 @@ class ClientLayer:
     only_sums: ClassVar[bool] = False
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task for the algorithm and the trainer. ``task``: the task from the next outer layer."""
+        """Return ``task`` with this layer's changes, for the algorithm. The next outer layer returned ``task``."""
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
@@ -96,7 +96,7 @@ class ClientLayer:
         return plan
 
     def shown(self, records: Records) -> Records:
-        """Return the training records that the algorithm's own code may read, such as in ``start``."""
+        """Return ``records``, or a placeholder if this layer forbids the algorithm's own code to read the records."""
         return records
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound | None:

@@ -190,7 +190,7 @@ class ClientTask(Protocol):
     runs_in_threads: ClassVar[bool]
 
     def run(self, client: Client) -> RecordDict:
-        """Return the client's answer to the server."""
+        """Execute the task on the client, and return the client's answer to the server."""
         ...
 
 
@@ -241,21 +241,21 @@ class RecordsOf(Protocol):
     """A function that returns the training records of a client in a round."""
 
     def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> Records:
-        """Return the records of ``client``. ``synthetic``: the file with the synthetic records, or empty for none."""
+        """Return the training records of ``client``. ``synthetic``: the path of the synthetic records, or empty."""
 
 
 class OwnRecordsOf(Protocol):
     """A function that returns a client's own training records in a round."""
 
     def __call__(self, client: int, server_round: int = 1, /) -> Records:
-        """Return the own records of ``client``."""
+        """Return the client's own training records, without synthetic records."""
 
 
 class ClassCountsOf(Protocol):
     """A function that counts a client's training records of each class in a round."""
 
     def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> tuple[int, ...]:
-        """Return the number of records of each class among the records that ``RecordsOf`` returns."""
+        """Return the number of training records of each class. The training records are those of ``RecordsOf``."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class ClientRuntime:
 
     @cached_property
     def own_trainers(self) -> tuple[LocalTrainer, ...]:
-        """Return the trainers that the algorithm defines, which take precedence over ``trainer``."""
+        """Return the trainers that the algorithm defines. ``trainer`` trains only jobs that none of them supports."""
         if not isinstance(self.algorithm, Training):
             return ()
         return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))

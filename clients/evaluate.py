@@ -98,10 +98,10 @@ class OwnPredictions(Protocol):
 class EvaluateOwn:
     """The client task that counts correct predictions of a client's models on its own records, by class.
 
-    ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if the test
-    records are used. ``trains``: True if models are also measured after further training. ``fine_tune_epochs``: the
-    number of epochs of fine-tuning (setting ``evaluate.fine_tune_epochs``). ``metrics``: the user's own metrics on test
-    records (setting ``evaluate.metrics``).
+    ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if models
+    are measured on test records. ``trains``: True if models are also measured after further training.
+    ``fine_tune_epochs``: the number of epochs of fine-tuning (setting ``evaluate.fine_tune_epochs``). ``metrics``: the
+    user's own metrics on test records (setting ``evaluate.metrics``).
     """
 
     own_records: OwnRecords
@@ -153,7 +153,7 @@ class EvaluateOwn:
         return numbers
 
     def measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:
-        """Return the client's models by name. ``validation``: the client's own validation records."""
+        """Return the client's models to be measured, by name. ``validation``: the client's own validation records."""
         training, algorithm = TrainingJob.of(client, trains=self.trains), client.runtime.algorithm
         runtime = client.runtime.sized(training.job.task)
         measured = {

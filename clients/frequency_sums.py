@@ -79,7 +79,7 @@ def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
 
 
 def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors that a client sends in ``step``."""
+    """Return the names and shapes of the tensors in a client's answer to the question of ``step``."""
     num_products = math.comb(num_frequencies + 1, 2)
     match step:
         case 1:

@@ -30,7 +30,7 @@ CONSTANT: Final = 0.3
 
 
 def num_products(num_features: int, num_classes: int) -> int:
-    """Return the count of numbers in the upper triangle of G and in B together."""
+    """Return the number of values that a client sends: the upper triangle of G, and B."""
     size = num_features + 1
     return size * (size + 1) // 2 + size * num_classes
 

@@ -144,7 +144,7 @@ def warped(images: NDArray[np.float32], strength: float, generator: np.random.Ge
 
 
 def _power(matrix: Array, exponent: float, most: float = np.inf) -> Array:
-    """Return ``matrix``, positive definite, raised to the power ``exponent``.
+    """Return the positive definite ``matrix`` raised to the power ``exponent``.
 
     The eigenvalues of the result are clipped to the range from 1 / ``most`` to ``most``.
     """

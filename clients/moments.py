@@ -50,7 +50,7 @@ def symmetric(triangle: Array, size: int) -> Array:
 
 
 def shrunk(noisy: Array, std: float, dimension: int) -> Array:
-    """Return ``noisy``, shrunk towards 0 by the estimator of James and Stein (1961).
+    """Return ``noisy``, numbers with noise, shrunk towards 0 by the estimator of James and Stein (1961).
 
     The function multiplies by a factor in [0, 1]. The factor is near 0 if noise of standard deviation ``std`` on
     ``dimension`` numbers explains ``noisy``.

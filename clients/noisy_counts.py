@@ -37,7 +37,7 @@ _FILE: Final = "count.json"
 
 
 def counting_cost(protection: ClientProtection, times: int) -> RoundCost:
-    """Return the cost of one noisy count, in a run with ``times`` counts of each client.
+    """Return the privacy cost of one noisy count, in a run that releases ``times`` counts of each client.
 
     ``protection.noise_multiplier``: the standard deviation of the noise on a count; None means the least noise with
     which all counts together cost at most epsilon, by the RDP accountant. Raises UserError if no noise is enough for

@@ -71,7 +71,7 @@ class RoundCost:
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """Return the privacy event of one step."""
+        """Return the privacy event of one noisy step: a Gaussian mechanism with Poisson sampling."""
         return amplify_poisson(dp_event.GaussianDpEvent(self.noise_multiplier), self.rate)
 
     @property
@@ -129,7 +129,7 @@ class Releases:
         return sum(one.release.startswith(self._rounds(run, client)) for one in ledger.charges)
 
     def paid(self, client: Payer, server_round: int, cost: RoundCost) -> Noise | None:
-        """Write the cost of a round into the privacy ledger, and return the source of the round's noise.
+        """Write the cost of a client's round into its privacy ledger, and return the source of the round's noise.
 
         Return None if the budget is spent. Raises RunError if a policy forbids the release, or if this worker has
         neither access to the ledger nor a ticket.
@@ -182,7 +182,7 @@ def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
 
 
 def silent(update: ClientUpdate) -> ClientUpdate:
-    """Return the update with all numbers set to zero, with weight 0 and without loss."""
+    """Return ``update`` with zeros, weight 0 and no loss, for a client that may not send a private update."""
     payloads = {group: zeros_like(params) for group, params in update.payloads.items()}
     return ClientUpdate(payloads, 0, None, update.state)
 

@@ -85,7 +85,7 @@ class Policy:
     def check_noise(self, noise: str, setting: str) -> None:
         """Raise RunError for seeded noise, which the server could subtract, because it knows the seed.
 
-        ``noise``: "secret" or "seeded". ``setting``: the setting with this value, for the message.
+        ``noise``: "secret" or "seeded". ``setting``: the name of the setting of the noise, for the error message.
         """
         if noise != "secret":
             raise RunError(
@@ -96,7 +96,7 @@ class Policy:
     def check_code(self, kind: str, setting: str) -> None:
         """Raise RunError for a mechanism that is not part of fl-sim: the client cannot verify its privacy cost.
 
-        ``kind``: the name or import path of the mechanism. ``setting``: the setting with this value, for the message.
+        ``kind``: the name or import path of the mechanism. ``setting``: the name of its setting, for the error message.
         """
         if ":" in kind:
             raise RunError(
@@ -221,7 +221,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
 
 @dataclass(frozen=True)
 class PaidNoise:
-    """The noise for a planned private output, and the privacy ledger's receipt for its privacy cost."""
+    """The noise for a planned private output, and a receipt: the ledger's proof of the charged privacy cost."""
 
     noise: Noise
     receipt: Receipt

@@ -69,7 +69,7 @@ class Protection:
 class MomentsRelease:
     """The name and the files of one client's noisy moments.
 
-    Two sets of noisy moments with one ``name`` differ only in the noise key. ``folder``: the folder of the noise key,
+    Sets of noisy moments with equal ``name`` can differ only by the noise key. ``folder``: the folder of the noise key,
     and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner has set a
     ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the type of
     the sums, such as "class moments", for the privacy ledger. ``setting``: the setting with the noise, for error
@@ -91,7 +91,7 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise is enough for epsilon, or its rounding is too coarse for ``size`` numbers."""
+    """Raise UserError if no noise is enough for epsilon, or if noise on ``size`` numbers is rounded too coarsely."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 
@@ -123,9 +123,9 @@ def begin_release(
 ) -> Array | PaidNoise:
     """Write the privacy cost of the moments into the privacy ledger, and return the noise and the ledger's receipt.
 
-    The function reads no record. If the noisy moments exist already, it returns them, at no privacy cost. It does the
-    same for a client without records, whose moments are zeros. ``shape``: the shape of the moments. Raises the errors
-    of ``released_moments``.
+    The function reads no record. If the noisy moments exist already, it returns them, at no privacy cost. For a client
+    without records, it returns zeros, at no privacy cost. ``shape``: the shape of the moments. Raises the errors of
+    ``released_moments``.
     """
     if release.policy:
         release.policy.check_noise(protection.noise, release.setting)

@@ -1,4 +1,4 @@
-"""The client half of DP-SGD: a client writes the cost of a round's private steps into its ledger, and then trains.
+"""The client half of DP-SGD: a client writes the cost of a round's private steps into its privacy ledger, then trains.
 
 The settings are in ``strategies.dp_sgd``, and the steps in ``fl_sim.training.private_steps``.
 """
@@ -43,7 +43,7 @@ def round_cost(
 
 
 class Withheld:
-    """A placeholder for records or class counts, which code without noise must not read. Every use raises UserError."""
+    """A placeholder for records or class counts that an algorithm must not read. Every use raises UserError."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -127,7 +127,7 @@ class ClientPrivateSteps(ClientLayer):
 
 
 def refused(fields: list[str], name: str = "") -> str:
-    """Return an error message for ``fields`` of a plan or of settings that private steps do not support."""
+    """Return an error message: private steps do not support ``fields`` of a local plan or of local settings."""
     whose = f" of its model {name}" if name else ""
     return (
         f"the algorithm's local plan{whose} uses {', '.join(fields)}, which local.privacy=dp-sgd does not support: the "

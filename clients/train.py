@@ -69,7 +69,7 @@ class TrainingJob:
 
     @property
     def jobs(self) -> list[LocalJob]:
-        """Return the inputs of the trainer: first for the model that is sent, then for the further models."""
+        """Return the inputs of the trainer for all models of the client. The model that is sent comes first."""
         return [self.job, *self.further.values()]
 
     @property
@@ -112,7 +112,7 @@ class TrainingJob:
         seeded = partial(seed_process, runtime.seed, "local", number, server_round)
         batches = partial(
             rng, runtime.seed, "batches", number, server_round
-        )  # all models of the client train on equal batches
+        )  # equal random numbers for all models of the client, so that they train on equal batches
         models: Mapping[str, FurtherModel] = {}
         if isinstance(algorithm, FurtherModels):
             methods.append(algorithm.further)
@@ -167,7 +167,7 @@ class TrainingJob:
         return update
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if PyTorch counted a write to a guarded tensor.
+        """Raise RunError if the algorithm wrote to a tensor that it must only read, as counted by PyTorch.
 
         ``methods``: the functions of the algorithm that ran since the last check.
         """
@@ -181,7 +181,7 @@ class TrainingJob:
 
 
 def _protected(client: Client, jobs: Mapping[str, LocalJob]) -> tuple[Mapping[str, LocalJob], tuple[PaidRound, ...]]:
-    """Return the jobs after the protection by all layers, and the private rounds of these layers."""
+    """Return the trainer's inputs after the changes of all private layers, and the layers' private rounds."""
     paid = list[PaidRound]()
     for layer in client.runtime.layers:
         if one := layer.protected(client, jobs):

@@ -75,7 +75,7 @@ class Generator(Protocol):
     """
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the cost of ``generate`` for a client with ``num_records`` records: at most (epsilon, delta).
+        """Return the privacy cost of ``generate`` for a client with ``num_records`` records, at most (epsilon, delta).
 
         The number of records is public. An epsilon of inf means no noise and no clipping.
         """
@@ -146,7 +146,7 @@ class ShortenedGenerator(Protocol):
 
 
 def generate_all(generator: Generator, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-    """Return the synthetic records for each client's request, or the client's error."""
+    """Return for each client's request the synthetic records, or the error if ``generator`` failed for this client."""
     if isinstance(generator, StackedGenerator):
         return generator.generate_stacked(requests, check)
     made: list[Made] = []

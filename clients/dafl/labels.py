@@ -229,9 +229,9 @@ def _check(gamma: float, largest: int) -> None:
 
 
 def _target(gamma: float, num_records: int) -> tuple[int, float]:
-    """Return gamma times the number of records as (whole number, fraction in [0, 1]).
+    """Return the target number of synthetic records as (whole number, fraction in [0, 1]).
 
-    A single float would round a large product too coarsely.
+    The target is gamma times the number of records. A single float would round a large target too coarsely.
     """
     whole, rest = divmod(Fraction(gamma) * num_records, 1)
     return whole, float(rest)
@@ -248,7 +248,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
     start = np.minimum(whole, highest)
     sides = start - lowest + 1, np.maximum(highest - whole, 0)
-    with np.errstate(divide="ignore"):  # log 0 = -inf, if a side of the target has no numbers
+    with np.errstate(divide="ignore"):  # a side of the target without numbers has log 0 = -inf
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
     # Compare the uniform number with the probability of the less likely side: floats near 0 have a finer resolution.

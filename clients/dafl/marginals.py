@@ -109,14 +109,14 @@ class Marginals(Settings):
         present = np.flatnonzero(counts)
         if not len(present):
             return records.inputs[:0]
-        # A record is not counted in any cell if its class gets no synthetic records.
+        # Records of a class without synthetic records are not counted in any cell.
         own = np.isin(records.labels.numpy(), present)
         cells = cells_of((records.inputs.numpy()[own] + 1) / 2, columns)
         labels = np.searchsorted(present, records.labels.numpy()[own])
         table = CellTable(cells, labels, len(present), tuple(column.cells for column in columns))
         z = bill.noise_multiplier
         z_of_twos = z / math.sqrt(1 - self.columns_share - self.pairs_share)
-        most = max(1, len(table.sizes) - 1)  # a forest has at most this number of edges
+        most = max(1, len(table.sizes) - 1)  # the largest number of pairs, as they form a forest
         ones, std_of_ones = released(table.ones(), z / math.sqrt(self.columns_share), noise, "columns")
         epsilon = math.sqrt(8 * self.pairs_share * _rho(z) / most)
         edges = chosen_pairs(table, ones, z_of_twos * math.sqrt(most), epsilon, noise)
@@ -382,7 +382,7 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
         inward[parent] += (peak + np.log(mass))[:, :, 0]
         given[parent, child] = joint / mass
     shares = [np.exp(table - table.max(axis=1, keepdims=True)) for table in inward]
-    # These values are correct for the roots of the forest only; the values of all other columns are replaced below.
+    # Here only the values of the forest's roots are correct. The loop below replaces the values of all other columns.
     ones: list[Array] = [share / share.sum(axis=1, keepdims=True) * totals[:, None] for share in shares]
     twos: dict[Edge, Array] = {}
     for parent, child in potentials.twos:
@@ -420,9 +420,9 @@ def _combine_tables(
 
 
 def _systematic_sample(weights: Array, number: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return ``number`` cells in random order, by systematic sampling.
+    """Draw ``number`` cell indices by systematic sampling, and return them in random order.
 
-    A cell occurs as often as its share of ``weights`` times ``number``, rounded up or down at random.
+    A cell with the fraction p of all ``weights`` occurs p ``number`` times, rounded up or down at random.
     """
     total = weights.sum()
     ends = np.cumsum(weights) / total if total > 0 else np.arange(1, len(weights) + 1) / len(weights)

@@ -183,7 +183,7 @@ class MeanEmbedding(Settings):
             moments = symmetric(squares[label], len(order)) / number[label]
             moments = prior + shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2))
             values, vectors = np.linalg.eigh(moments)
-            root = vectors * np.sqrt(np.maximum(values, 0))  # the root of the nearest positive semidefinite matrix
+            root = vectors * np.sqrt(np.maximum(values, 0))  # noise may make eigenvalues negative
             mean, root = before_clamping(means[label], units[label][:, None] * root, partial(clamped, basis))
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
             made.append(images_of(mean + drawn, order, shape))

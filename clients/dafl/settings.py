@@ -60,7 +60,7 @@ class DaFl(Settings):
 
     @classmethod
     def captions(cls, chosen: Sequence["DaFl"], values: Callable[[Iterable[Any]], str]) -> list[str]:
-        """Return a table's caption about the clients' synthetic records and the privacy budget for these records."""
+        """Return captions for a table of runs: how clients make synthetic records, and with which privacy budget."""
         gammas = values([one.client_gammas or one.gamma for one in chosen])
         made_by = values([kind_of(one.generator) for one in chosen])
         epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
@@ -137,13 +137,13 @@ class DaFl(Settings):
         return self.train_on != "own"
 
     def gamma_of(self, client: int) -> float:
-        """Return gamma of ``client``: approximately the number of its synthetic records for each of its own records."""
+        """Return the client's gamma, the approximate number of its synthetic records for each of its own records."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
     def release_of(self, client: int, seed: int, features: str = "") -> str:
         """Return the name under which a privacy ledger lists the synthetic records of ``client``.
 
-        Two sets of synthetic records with one name differ only in the noise key. ``features``: the version of the
+        Sets of synthetic records with equal names can differ only by the noise key. ``features``: the version of the
         public features in the client's records. It is empty for original records.
         """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}

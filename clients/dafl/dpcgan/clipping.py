@@ -149,7 +149,7 @@ class _LinearGradients:
         return own + 2 * inputs_across * errors_across + _SLACK * own
 
     def forget(self, pairs: torch.Tensor) -> None:
-        """Set the gradients of some pairs to zero. ``pairs``: a mask that is True for these pairs, (pairs,)."""
+        """Set gradients that are not finite to zero. ``pairs``: a mask that is True for their pairs, (pairs,)."""
         both = pairs.repeat_interleave(2)
         self.e = self.e.masked_fill(both[:, None], 0.0)
         sizes = [len(part) for part in self.a]
@@ -174,7 +174,7 @@ def _scalar_products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _SeparateGradients:
-    """The gradients of a layer that is not Linear, for every pair of all clients.
+    """The gradients of a convolution or InstanceNorm layer, for every pair of all clients.
 
     Each client's gradients are computed separately, because joint operations save no time. The methods have the same
     meaning as the methods of ``_LinearGradients``.
@@ -230,7 +230,7 @@ class _ConvolutionGradients:
         return weight if self.bias is None else weight + _squared_norms(self.bias)
 
     def forget(self, pairs: torch.Tensor) -> None:
-        self.e = self.e.clone()  # a copy, because other layers may share the memory of this tensor
+        self.e = self.e.clone()  # a copy, because this tensor may share its memory with tensors of other layers
         for rows in (self.a, self.e):
             rows[pairs.repeat_interleave(2)] = 0.0
         for gradients in (self.each, self.bias):

@@ -191,7 +191,7 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
 
 
 def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
-    """Return a linear layer for inputs from ``gated``, with initial weights as if each class had a separate layer."""
+    """Return a linear layer for inputs from ``gated``, with the initial weights of one separate layer per class."""
     layer = nn.Linear((num_inputs + 1) * num_classes if num_classes else num_inputs, width, bias=bias)
     nn.init.uniform_(layer.weight, -(num_inputs**-0.5), num_inputs**-0.5)
     return layer
@@ -200,7 +200,7 @@ def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = 
 class SmallGenerator(nn.Module):
     """A generator of two parts: a perceptron and a linear map. Each part computes logits from latent vectors.
 
-    The output is the sigmoid of the sum of the two logits.
+    The output is the sigmoid of twice the sum of the logits of both parts.
 
     Without the linear map, all fakes are nearly equal at the start of training and remain so.
     """
@@ -218,7 +218,7 @@ class SmallGenerator(nn.Module):
 
     @staticmethod
     def stacked(nets: Sequence["SmallGenerator"], latents: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the views of all clients, in (0, 1), concatenated. ``latents``: each client's gated latent vectors."""
+        """Return the outputs of all generators, in (0, 1), concatenated. ``latents``: each generator's input."""
         curved = stacked([net.curved for net in nets], latents)
         return torch.sigmoid(2 * (curved + stacked([net.straight for net in nets], latents)))
 

@@ -124,14 +124,14 @@ class DpCgan(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Train with the steps and the noise of ``bill``, and return synthetic records: see ``Generator.generate``."""
+        """Train D and G with the steps and the noise of ``bill``, and return G's records (``Generator.generate``)."""
         [made] = self.generate_stacked([GeneratorRequest(records, counts, bill, noise, generator)])
         if isinstance(made, Exception):
             raise made
         return made
 
     def generate_stacked(self, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-        """Train the networks of all clients, together if that saves time: see ``StackedGenerator``."""
+        """Train the networks of all clients, and return each client's synthetic records: see ``StackedGenerator``."""
         from clients.dafl.dpcgan.training import GanClient  # noqa: PLC0415 (its import needs torch)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
@@ -155,7 +155,7 @@ class DpCgan(Settings):
         return made
 
     def trainer(self) -> str:
-        """Return the name of the trainer on this machine.
+        """Return the name of the code that trains the networks on this machine.
 
         The name is "native trainer" for the compiled C++ trainer. Otherwise it is PyTorch, with the reason.
         """
@@ -179,8 +179,8 @@ class DpCgan(Settings):
     def _trainings(self, clients: Sequence[GanClient]) -> Iterator[tuple[int, Callable[[int], None]]]:
         """Yield (number of steps, function that executes one step) for each set of clients that train together.
 
-        Clients with equal numbers of steps train together. A client trains separately if its steps are long, as with
-        the paper's networks, or compiled. Its weights then stay in the processor's cache.
+        Clients with equal numbers of steps train together. A client trains separately if its steps are long (the
+        paper's networks) or compiled, so that its weights stay in the processor's cache.
         """
         from clients.dafl.dpcgan.training import CompiledTraining, StackTraining  # noqa: PLC0415 (as above)
 

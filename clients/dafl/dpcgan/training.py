@@ -86,7 +86,7 @@ class GanClient:
         self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
         self.made: list[torch.Tensor] = []
         self.ahead: list[Drawn] = []
-        # A record of a class that is not released is sampled like any other, and its gradient counts as zero.
+        # A record is sampled even if its class is not released. Its gradient then counts as zero.
         places = np.full(records.num_classes, -1)
         places[present] = np.arange(len(present))
         labels = places[records.labels.numpy()]
@@ -105,9 +105,10 @@ class GanClient:
         return self.nets.join(values, classes)
 
     def chosen(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of the records for a step of D, by Poisson sampling. SENSITIVE.
+        """Draw the records for a step of D by Poisson sampling, and return their indices. SENSITIVE.
 
-        A record is left out if the client makes no synthetic records of its class. Its gradient counts as zero.
+        Sampled records are left out if the client makes no synthetic records of their class. So their gradients count
+        as zero.
         """
         rate = self.bill.sampling_rate
         chosen = np.flatnonzero(
@@ -150,7 +151,7 @@ class GanClient:
         return self.ahead.pop()
 
     def draw_samples(self, done: float, generate: Callable[[Drawn], torch.Tensor]) -> None:
-        """Draw and store the synthetic records that are due now. ``done``: the finished fraction of training.
+        """Draw and store the synthetic records that are due at this step. ``done``: the finished fraction of training.
 
         The client's synthetic records are drawn in equal parts, after evenly spaced steps of the training.
         ``generate``: a function that returns views from the averaged G for latent vectors and classes.
@@ -304,7 +305,7 @@ def views_of_average(client: GanClient, drawn: Drawn) -> torch.Tensor:
 def adversaries_of(
     nets: Networks, average: nn.Module, num_classes: int, learning_rates: tuple[float, float], kernel: Kernel
 ) -> Adversaries[Perceptron] | Adversaries[ImageDiscriminator]:
-    """Return D and G of ``nets`` for compiled training. ``average``: G with averaged weights.
+    """Return D and G of ``nets`` as objects of the compiled trainer. ``average``: the G with averaged weights.
 
     The weights of each of the three networks are moved into one vector per network.
     """
@@ -375,7 +376,7 @@ def _opacus(client: GanClient) -> OpacusGradients:
 
 
 def _released(client: GanClient, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the noisy mean gradient of a step as a flat vector.
+    """Return the noisy mean gradient of a client's D in one step as a flat vector.
 
     It is the sum of clipped gradients plus noise, divided by the expected batch size.
     """

@@ -44,9 +44,10 @@ class OpacusTerms:
 
 
 class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # Opacus comes without types
-    """Opacus' optimiser with noise from fl-sim. It makes a private gradient: clip, sum, add noise, divide.
+    """Opacus' optimiser with noise from fl-sim. It computes a private gradient, but does not update the weights.
 
-    With this gradient, fl-sim's ``Adam`` updates the weights of all clients at once.
+    It clips the pairs' gradients, adds them up, adds noise, and divides. fl-sim's ``Adam`` then updates the weights of
+    all clients at once.
     """
 
     def __init__(self, parameters: list[nn.Parameter], terms: OpacusTerms) -> None:
@@ -59,7 +60,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # Opacus comes without
         self.terms, self.number = terms, 0
 
     def clip_and_accumulate(self) -> None:
-        """Clip and sum the gradients of the pairs. A pair whose gradient is not finite is left out."""
+        """Clip the pairs' gradients and add them up. A pair is left out if its gradient is not finite."""
         finite = torch.stack([gradient.flatten(1).square().sum(1) for gradient in self.grad_samples]).sum(0).isfinite()
         for parameter in self.params:
             parameter.grad_sample = parameter.grad_sample[finite]
