@@ -49,10 +49,11 @@ _REINSTALL: Final = "run 'pip install' again in the folder of fl-sim's code, for
 class OneOf:
     """The marker of a settings field that accepts several settings classes (kinds), such as all algorithms.
 
-    ``what``: the field's name in messages. ``wants``: a Protocol. A user's own class is accepted if it has the
+    ``what``: the field's name in messages. ``wants``: a Protocol, or None. A user's own class is accepted if it has the
     Protocol's members. ``group``: the entry-point group with the names of fl-sim's classes and of other packages'
-    classes. The entry point ``what`` in the group PROTOCOLS then gives the Protocol. Without ``group``, the annotation
-    of the field is a union of fl-sim's classes, and a user's own class is refused if ``wants`` is None.
+    classes. If ``group`` is given, the Protocol is that of the entry point ``what`` in the group PROTOCOLS. Without
+    ``group``, the annotation of the field is a union of fl-sim's classes, and a user's own class is refused if
+    ``wants`` is None.
     """
 
     what: str
@@ -103,7 +104,7 @@ class OneOf:
         has_number = dash and number.isdigit() and numbered in known and is_numbered(numbered, known[numbered])
         if name not in known and has_number:
             name, colon, value = numbered, ":", number
-        names_class = self._accepts_own and value[:1].isupper()  # fedavg:Mine means class Mine in the user's fedavg.py
+        names_class = self._accepts_own and value[:1].isupper()  # fedavg:Mine: class Mine of the user's fedavg.py
         path = self._path_of(name)
         if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}
@@ -299,7 +300,7 @@ def _members(protocol: type) -> list[str]:
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A Python entry point: a ``package`` gives a ``name`` in a ``group`` to the object at the import path ``path``."""
+    """A Python entry point: ``package`` defines ``name``, in ``group``, for the object at the import path ``path``."""
 
     group: str
     name: str

@@ -35,7 +35,7 @@ _PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
-# {module: (spec of the module, digest of its file)}; a reload of the module makes a new spec
+# {module: (import spec, digest of its file)}; a new spec shows that the module was imported again
 _imported: dict[str, tuple[Any, str]] = {}
 
 

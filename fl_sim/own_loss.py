@@ -1,7 +1,7 @@
 """Models that compute their loss themselves, such as a language model, which predicts each next token of a text.
 
 Such a model has a method ``loss_of(inputs, labels)``. The method returns the loss and the number of right predictions
-of each record. All other models have the cross-entropy between their logits, (n, classes), and the labels.
+of each record. For all other models, the loss is the cross-entropy between their logits, (n, classes), and the labels.
 """
 
 from collections.abc import Callable, Mapping

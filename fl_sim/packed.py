@@ -51,7 +51,7 @@ class Compressor(Protocol):
         """
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the decompressed update. Raises Malformed if ``packed`` is invalid; its size is checked already."""
+        """Return the decompressed update. Raises Malformed if ``packed`` is invalid; the caller checks the size."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Packing:
         return self.compressor.unpack(packed, layout, self._coins(name, client, server_round))
 
     def held_back(self, template: Payloads, model: Params) -> dict[str, Payloads]:
-        """Return zeros with the names and shapes of the tensors that the compressor stores on a client."""
+        """Return the template of the tensors that a client stores for the compressor: zeros in their shapes."""
         blank = {name: zeros_like(flattened(params)) for name, params in template.items()}
         return self.pack(blank, model, {}, 0, 1)[2]
 

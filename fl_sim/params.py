@@ -242,15 +242,16 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
     made = copy.deepcopy(model, shared)
     for part in made.modules():
         if isinstance(part, torch.nn.RNNBase):
-            part.flatten_parameters()  # otherwise cuDNN would copy the weights into one block in every step
+            part.flatten_parameters()  # makes the weights contiguous; otherwise cuDNN would copy them in every step
     return made
 
 
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return the pair (parameters, running statistics of BatchNorm layers) of a model.
+    """Return the pair (parameters, running statistics of BatchNorm layers) to load into a model.
 
-    ``params``: the parameters. ``layers``: tensors of BatchNorm layers. A tensor with a name in ``params`` replaces
-    this parameter. All others are running statistics.
+    ``params``: the model's parameters. ``layers``: further tensors of BatchNorm layers, such as a client's own. If a
+    tensor in ``layers`` has the name of a parameter, it replaces the parameter. All other tensors in ``layers`` are
+    running statistics.
     """
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
@@ -258,7 +259,7 @@ def placed(params: Params, layers: Params) -> tuple[Params, Params]:
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return the running statistics of a trained model, and its parameters with the given ``names``."""
+    """Return, in one mapping, the running statistics of a trained model and its parameters with the given ``names``."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
@@ -347,7 +348,8 @@ def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:
 def statistics_of(model: torch.nn.Module) -> Params:
     """Return copies, on the CPU and as float32, of the running statistics of ``model``.
 
-    The count of batches is exact up to 2^24. Only a BatchNorm layer with ``momentum=None`` uses this count.
+    The statistics include each BatchNorm layer's count of batches. As float32 it is exact up to 2^24. Only a layer with
+    ``momentum=None`` uses this count.
     """
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in running_in(model).items()}
 

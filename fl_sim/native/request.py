@@ -1,4 +1,4 @@
-"""The input of the compiled trainer: checks against the model, and conversion to C structures."""
+"""The input of the compiled trainer: it is checked against the model, and converted to C structures."""
 
 import ctypes
 import math
@@ -36,7 +36,7 @@ _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-_SPARE = 16  # extra numbers after the last parameter, because the kernel reads and writes vectors of up to 16 numbers
+_SPARE = 16  # padding after the last parameter: the compiled code reads and writes up to 16 numbers at once
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Draws:
     """The random choices in one client's training.
 
     ``order``: (passes, n), the permutation of the records in every epoch; training may use only a part of the last
-    epoch. ``partners``: (steps,), for each step the index of an averaged record in the mixing pool (``LocalPlan.mix``);
-    empty for a plan without mixing. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts and mirroring of
-    images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key of the random
-    generator for dropout masks (dropout.h), from 0 to 2^63 - 1.
+    epoch. ``partners``: (steps,), for each step the index of the averaged record in the mixing pool (``LocalPlan.mix``)
+    that is mixed in; empty if the plan has no mixing. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts
+    and mirroring of images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key
+    of the random generator for dropout masks (dropout.h), from 0 to 2^63 - 1.
     """
 
     order: NDArray[np.int64]
@@ -137,13 +137,13 @@ class LossTerms(ctypes.Structure):
 
 
 class Climbed(ctypes.Structure):
-    """The ascent step of sharpness-aware minimisation: the C structure ``Ascent`` of ascent.h."""
+    """The settings of the ascent step of sharpness-aware minimisation: the C structure ``Ascent`` of ascent.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("radius", _FLOAT), ("share", _FLOAT), ("adaptive", _LONG)]
 
 
 class Moved(ctypes.Structure):
-    """The image augmentation: the C structure ``Moves`` of moves.h."""
+    """The settings of image augmentation: the C structure ``Moves`` of moves.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("places", _POINTER), ("black", _POINTER), ("crop", _LONG)]
 

@@ -5,8 +5,8 @@ distributions) is from the library dp_accounting (Doroshenko et al. 2022). ``fl_
 conventions of events. An epsilon of ``inf`` means that there is no guarantee. An epsilon is never NaN, and a failed
 computation never gives 0.
 
-The choice of a release may depend on the results of earlier releases. The order that is best at the end then depends
-on these results, too, so the epsilon at this order is not proven. A Renyi filter gives a proof (Feldman and Zrnic
+The choice of a release may depend on the results of earlier releases. The Renyi order with the smallest epsilon at the
+end then depends on these results, too, so this epsilon is not proven. A Renyi filter gives a proof (Feldman and Zrnic
 2021): it adds up the Renyi divergences at one order, which is fixed before the first release (``fixed_order``,
 ``epsilon_at``).
 """
@@ -39,7 +39,7 @@ _MOST_STEPS: Final = 10**8
 
 
 def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return the joint epsilon of all ``events`` at ``delta``; 0 for no events, ``inf`` for no guarantee.
+    """Return the joint epsilon of all ``events`` at ``delta``: 0 without events, ``inf`` without a guarantee.
 
     Raises UserError where ``events`` have different adjacencies, or where the PLD accountant does not support an
     event.
@@ -93,7 +93,7 @@ class Bounds:
 
     @property
     def accountant(self) -> Accountant:
-        """Return the name of the accountant with the smaller epsilon."""
+        """Return the name of the accountant that has the smaller of the two epsilons, "rdp" or "pld"."""
         return "rdp" if self.least == self.rdp else "pld"
 
     def in_words(self) -> str:
@@ -166,7 +166,8 @@ def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: fl
 def epsilon_at(order: float, counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
     """Return the epsilon at ``delta`` of a sequence of releases, computed at a single Renyi order.
 
-    ``order`` was fixed before the first release (``fixed_order``). So each release may depend on earlier results.
+    ``order``: a Renyi order that was fixed before the first release (see ``fixed_order``). The epsilon is then also
+    valid if each release is chosen after the results of earlier releases.
     """
     common_adjacency(list(counts))
     if math.isinf(order):
@@ -258,7 +259,8 @@ def most_that_fit(
 ) -> int:
     """Return the largest n with which all releases in ``charges(n)``, {event: number}, cost at most ``target_epsilon``.
 
-    ``charges(0)`` must cost at most ``target_epsilon``.
+    ``charges``: a function that returns the releases for a number n, such as n rounds. ``charges(0)`` must cost at most
+    ``target_epsilon``.
     """
     _check_target(target_epsilon)
     fits = _most(lambda number: epsilon_of_counts(charges(number), delta), target_epsilon, start=0)
@@ -272,7 +274,7 @@ def most_that_fit(
 
 def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
     common_adjacency(list(counts))
-    # The pure epsilons of all releases add up: this is the Renyi bound at order infinity.
+    # The second bound is the sum of all pure epsilons, which is the Renyi bound at order infinity.
     return min(epsilon_of_curve(compose(counts), delta), _pure_sum(counts))
 
 
@@ -307,7 +309,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    # ``high`` meets the target, but exp(log(high)) may be slightly smaller by rounding and miss it
+    # ``high`` meets the target; exp(log(high)) may be rounded to a slightly smaller number, which misses the target
     if gap(math.log(high)) >= 0:
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)

@@ -98,7 +98,7 @@ def audit_profile(
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Bonferroni: for each epsilon, and for the lower bound on epsilon, 2 probabilities in each of 2 directions
+    # Bonferroni: each epsilon needs 4 confidence bounds (P0 and P1, in 2 directions); the lower bound on epsilon, too
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -125,9 +125,9 @@ def audit_ratios(
 
     ``without``, ``with_unit``: the ratios in world 0 and in world 1, shape (runs,).
 
-    A formula gives the ratio of an output, so no run is needed to choose the sets of outputs. For each epsilon they are
-    the ratios above epsilon, and the ratios below minus epsilon. A formula for a different mechanism would give weaker
-    bounds, but no false bounds.
+    The caller computes the ratio of each output by a formula. So the sets of outputs are fixed, and no run is needed to
+    choose them. For each epsilon there are two sets: the outputs with a ratio above epsilon, and the outputs with a
+    ratio below minus epsilon. A formula for a different mechanism would give weaker bounds, but no false bounds.
     """
     level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: for each epsilon, 2 probabilities in 2 directions
     bounds, estimates, epsilon_bounds = [], [], [0.0]
@@ -196,7 +196,7 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Guess:
-    """The number of guesses, the number of correct ones, and the lower bound on epsilon that these numbers prove."""
+    """The result of an audit with canaries: numbers of guesses and correct guesses, and a lower bound on epsilon."""
 
     guesses: int
     correct: int
@@ -225,7 +225,8 @@ def guess(
 def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
     """Return the largest epsilon that the canaries' guesses refute at ``delta``; 0 where none is refuted.
 
-    ``guesses``: the number of guesses. ``correct``: the number of correct guesses.
+    ``guesses``: the number of guesses. ``correct``: the number of correct guesses. An epsilon is refuted if an
+    (epsilon, delta)-DP run has so many correct guesses with a probability below ``level``.
 
     ``level``: the probability of a false refutation.
     """
@@ -235,7 +236,7 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
     if gap(0.0) >= 0:
         return 0.0
-    # the result is slightly below the root, so that the guesses certainly refute it
+    # slightly below the root: the guesses refute this epsilon whatever the rounding error
     return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4
 
 
@@ -255,7 +256,7 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 
 
 def power_limit(num_canaries: int, delta: float) -> float:
-    """Return the epsilon that one run proves if all guesses are correct: the largest epsilon that it can refute."""
+    """Return the largest epsilon that one run with canaries can refute: its result if all guesses are correct."""
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 
@@ -271,7 +272,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # true also if the scores' standard deviation is 0
+    if spread * 500 <= shift:  # a product, so that ``spread`` may be 0
         return math.inf
     distance = shift / spread
 
@@ -290,7 +291,7 @@ def _likelihood_ratio(
     without: NDArray[np.float64], with_unit: NDArray[np.float64]
 ) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     means = without.mean(axis=0), with_unit.mean(axis=0)
-    # the floor keeps the ratio finite for a coordinate without noise, which then decides the score
+    # the floor keeps the ratio finite if a coordinate has no noise; this coordinate then decides the score
     floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
     variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
 
@@ -317,7 +318,7 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # choose the set with the largest bound on epsilon; 3 / count and 7 / count stand for its confidence intervals
+    # choose the set with the largest bound on epsilon; 3 and 7 runs approximate the widths of the confidence intervals
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

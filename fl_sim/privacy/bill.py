@@ -39,13 +39,13 @@ _NEIGHBOURS: Final = {
 class Payment:
     """The privacy cost of one release, taken from its privacy statement.
 
-    ``unit``: the privacy unit. ``identity``: payments with the same identity are for the same release. A payment with
-    identity "" is the only payment for its release. ``epsilon``: None for no guarantee. ``adjacency``: the adjacency of
-    ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of releases}. There are
-    several mappings if the cost differs between units, such as between the records of different clients; otherwise one.
-    There is none if the events are unknown, or if ``epsilon`` is a privacy budget. ``plan``: the planned releases
-    within the budget, also if ``charged`` is empty because of a budget. ``simulation_only``: True if the noise
-    comes from a published seed. ``on_records``: False for a release that read only synthetic records.
+    ``unit``: the privacy unit. ``identity``: a name of the release, so that several payments for one release are
+    recognised; "" if there are no other payments for the release. ``epsilon``: None for no guarantee. ``adjacency``:
+    the adjacency of ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of
+    releases}. There are several mappings if the cost differs between units, such as between the records of different
+    clients; otherwise one. ``charged`` is empty if the events are unknown, or if ``epsilon`` is a privacy budget.
+    ``plan``: the planned releases in the same form, also if ``epsilon`` is a privacy budget. ``simulation_only``: True
+    if the noise comes from a published seed. ``on_records``: False for a release that read only synthetic records.
     """
 
     unit: str
@@ -213,7 +213,7 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 
 
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return all payments of a run that count for one ``unit``. Every printed cost of a run is computed from them.
+    """Return all payments of a run that count for one ``unit``. Each printed cost of a run is computed from these.
 
     If the unit is a record, payments for clients count, too: a changed record changes the data of its client.
     ``clients``: the partition of the records, if the unit is the client.
@@ -245,7 +245,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # all planned releases, or those that the budget allows if it certainly allows fewer
+        # all planned releases, or fewer if the budget certainly allows only fewer
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget
@@ -254,7 +254,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Convert the payment for a release that protects clients to the cost for one record, under ``relation``."""
+    """Convert a payment that protects clients to the cost for one record, under the adjacency ``relation``."""
     mine = replace(payment, unit="record", adjacency=relation)
     if payment.epsilon is None:
         return mine
@@ -383,7 +383,7 @@ def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
     if len(_stated_under(payments[0])) > 1:
-        # A privacy statement may convert its events to another adjacency, but events of two adjacencies never compose.
+        # The events of this payment have two adjacencies, so their costs cannot be composed.
         return math.inf, delta
     return _composed([one.charged for one in payments], delta), delta
 

@@ -28,7 +28,7 @@ from dp_accounting import dp_event
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.terms import Adjacency
 
-_PLACES: Final = 2**20  # sampling rates in ``under_replacement`` are multiples of 1 / this number
+_PLACES: Final = 2**20  # ``under_replacement`` rounds a sampling rate up to a multiple of 1 / this number
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
 
 
 def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
-    """Return (step, times): ``event`` means ``times`` releases of ``step``, which is the event of a single release.
+    """Return (step, times): ``step`` is the event of a single release, and ``event`` means ``times`` such releases.
 
     Raises UserError for a negative number of releases.
     """
@@ -234,7 +234,7 @@ def noise_multiplier(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_rate(event: dp_event.DpEvent) -> float | None:
-    """Return the probability that a unit takes part in one release; None if the event does not contain it."""
+    """Return the probability that a unit takes part in one release; None for an event that has no sampling rate."""
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)

@@ -9,7 +9,8 @@
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
 entries of the table have 127 digits, and the table ends where the tail is below 2^-130. So the distribution of a drawn
 number is within a total variation distance of 2^-104 of the exact one. For 2^22 numbers of 2^10 clients in 2^10 rounds
-the sum of the distances is 2^-62. ``LEAST_DELTA`` is far above this sum.
+the sum of the distances is 2^-62. The smallest delta for which this distance may be neglected, ``LEAST_DELTA``, is far
+above this sum.
 """
 
 import math
@@ -29,7 +30,7 @@ LEAST_DELTA: Final = 1e-12
 VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
-_DIGITS: Final = 127  # number of binary digits of a threshold in the table
+_DIGITS: Final = 127  # number of binary digits of an entry of the table
 _WORKING: Final = 320  # number of binary digits of the arithmetic that computes the table
 _MASK: Final = 2**64 - 1
 _TAIL: Final = 100.0  # the tail beyond the table is below 2 exp(-100) < 2^-130
@@ -38,7 +39,7 @@ _TAIL: Final = 100.0  # the tail beyond the table is below 2 exp(-100) < 2^-130
 def drawn(
     mechanism: Mechanism, variance: float, noise: Noise, count: int, *, purpose: str, server_round: int
 ) -> NDArray[np.int64]:
-    """Return ``count`` independent integers from the stream (purpose, round) of the source ``noise``.
+    """Return ``count`` independent noise numbers (integers), drawn from the stream (purpose, round) of ``noise``.
 
     ``variance``: the variance of a Skellam number, or the parameter s^2 of a discrete Gaussian number. It must be a
     multiple of 1 / ``VARIANCE_STEPS``. A variance of 0 gives zeros.
@@ -50,7 +51,7 @@ def drawn(
     digits = words >> np.uint64(1)
     found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
-        # the first 63 digits equal those of a threshold, so the next 64 digits decide whether the number is below it
+        # the first 63 digits of a uniform number and of a table entry are equal, so the next 64 digits are compared
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
         first = int(np.searchsorted(table.high, digits[place], side="left"))
         found[place] = first + int(np.searchsorted(table.low[first : found[place]], second, side="right"))

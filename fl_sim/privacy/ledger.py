@@ -1,6 +1,7 @@
-"""The privacy ledger of one unit, which charges or refuses each cost before the release, and its file, the charge log.
+"""The privacy ledger of one privacy unit (a client or a record), and its file, the charge log.
 
-A release is one published result, such as a round's noised mean. A charge is the ledger's entry with its cost.
+A release is one published result, such as a round's noised mean. A charge is the ledger's entry with the cost of a
+release. The ledger charges or refuses each cost before the release is made.
 
 The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
 fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
@@ -89,7 +90,7 @@ class Receipt:
 
 
 class Ledger:
-    """The privacy ledger of one unit: adds up the costs of all published results, and refuses costs beyond the budget.
+    """The privacy ledger of one privacy unit: adds up the costs of all releases, and refuses costs beyond the budget.
 
     ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``: a
     receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of the results of
@@ -346,7 +347,7 @@ class ChargeLog:
         return charges
 
     def _take(self, line: bytes) -> list[Charge]:
-        """Add one line to the chain and return its charge as a list, which is empty for the log's first line."""
+        """Add one line to the chain, and return its charge as a list. The first line of the log has no charge."""
         value = self._parsed(line)
         charges = [self._charge(value)] if self._digests else []
         if not self._digests:

@@ -24,7 +24,7 @@ Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
 
 _INTERVAL: Final = 1e-4  # the default grid spacing of dp_accounting
 _INTERVALS_PER_EPSILON: Final = 200_000
-_MOST_INTERVALS: Final = 300_000  # maximum number of grid intervals in the range of one release's privacy loss
+_MOST_INTERVALS: Final = 300_000  # maximum number of grid intervals across the privacy losses of one release
 _MOST_STEPS: Final = 10**6
 _MOST_NOISE: Final = 1e50  # maximum noise multiplier; the square of a larger one may overflow
 _LEAST_RATE: Final = 1e-15  # minimum sampling rate; the inverse of a smaller one may overflow
@@ -59,7 +59,7 @@ def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
 
 
 def rounding_error(steps: Steps) -> float:
-    """Return an upper bound on the rounding error by which the computed delta of the releases ``steps`` is too small.
+    """Return an upper bound on the rounding error by which the computed delta of ``steps`` may be too small.
 
     The numbers of a Fourier transform have errors of about 2^-53. The transform of n releases of one event is the n-th
     power of such numbers, so the errors are n times as large. ``benchmarks/accounting_reference.py --sweep`` compares
@@ -133,7 +133,7 @@ def merged(steps: Steps) -> Steps:
 
 
 def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | None:
-    """Return a copy of the unsampled Gaussian ``event`` with the noise multiplier ``noise``; None for other events."""
+    """Return a copy of ``event`` with the noise multiplier ``noise``; None if it is no unsampled Gaussian event."""
     match event:
         case dp_event.GaussianDpEvent():
             return dp_event.GaussianDpEvent(noise)

@@ -60,13 +60,13 @@ _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
 _GUARD: Final = 32  # number of binary digits by which the probability of a boundary is more precise than U
 _BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest standard deviation, in clipping norms; its epsilon is already above 10^11
-_ZEROS: Final = memoryview(bytes(2**19))  # zeros, because ChaCha20 encrypts zeros to its key stream
+_ZEROS: Final = memoryview(bytes(2**19))  # zero bytes: their ChaCha20 ciphertext is the random stream
 _BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20; its counter counts blocks
 _STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes, half of what ChaCha20's counter allows
 
 
 class Normals(Protocol):
-    """A faster source of the N(0, 1) numbers of ``Noise``. The numbers are the same up to float64 rounding.
+    """A faster generator of normal numbers for ``Noise``. The numbers are the same up to float64 rounding.
 
     A number N is computed from two random words of 64 bits, in the arrays ``first`` and ``second``. The last bit of the
     first word is the sign of N. Its other 63 bits, followed by the second word, are the binary digits of U. |N| is the
@@ -104,8 +104,8 @@ class Noise:
 
     The key is a secret: its owner can subtract the noise. No representation, log or result contains the key.
     ``simulation_only``: True where the key comes from a seed and can be guessed, so that no real person is protected.
-    ``normals``: a faster source of normal numbers. Its numbers, rounded to the grid, are exactly the same as without
-    it.
+    ``normals``: a faster generator of normal numbers, or None. Numbers that are rounded to the grid are exactly the
+    same with and without this generator.
     """
 
     key: bytes = field(repr=False)
@@ -174,7 +174,7 @@ class Noise:
         return self._words(count, purpose, server_round) < np.uint64(below)
 
     def gaussian_number(self, place: int, count: int, std: float, *, purpose: str, server_round: int) -> float:
-        """Return the number at the index ``place`` of the array that ``gaussian`` returns for the other arguments."""
+        """Return only the number at index ``place`` of the array that ``gaussian`` returns for the same arguments."""
         [word] = self._words(1, purpose, server_round, behind=place)
         return self._exactly(GAUSSIAN, std / grid_spacing(std), (place, int(word), count), purpose, server_round)
 
@@ -207,7 +207,7 @@ class Noise:
     def _exactly(self, law: Law, ratio: float, number: tuple[int, int, int], purpose: str, server_round: int) -> float:
         """Return one number of a stream in grid steps, rounded exactly.
 
-        ``number``: the index of this number, its first word, and the count of all numbers.
+        ``number``: (index of the number in the stream, first of its two random words, count of all numbers).
         """
         place, word, count = number
         # the stream has the first words of all numbers, followed by their second words, which are seldom needed
@@ -377,7 +377,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # with fewer significant digits, U does not determine the result
+        if digits.bit_length() >= 64:  # with fewer significant digits, U may be too imprecise to determine the result
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

@@ -65,17 +65,17 @@ class SumGrid:
 
     @property
     def modulus(self) -> int:
-        """Return 2^bits."""
+        """Return the modulus of all sums, 2^bits."""
         return 1 << self.bits
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of a client's message."""
+        """Return the size in bytes of the message that a client sends for one sum."""
         return -(-self.padded * self.bits // 8)
 
     @cached_property
     def scale(self) -> float:
-        """Return the number of grid steps in one unit of a vector.
+        """Return the scale: a number x of a clipped vector becomes x * scale, in steps of the rounding grid.
 
         Let m be the number of clients, c the clipping norm, and d the padded dimension. The standard deviation of a
         number of the sum has three parts. The first part is m c / sqrt(d). It comes from m vectors of the largest norm
@@ -140,8 +140,8 @@ class SumGrid:
 def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the smallest noise multiplier with which ``rounds`` sums cost at most ``epsilon`` at ``delta``.
 
-    No client drops out of these sums. The noise multiplier in ``grid`` is ignored. Raises UserError if no noise is
-    enough for ``epsilon``.
+    Every sum contains the noise of all clients: no client drops out. The noise multiplier in ``grid`` is ignored.
+    Raises UserError if no noise is enough for ``epsilon``.
     """
 
     def spent(noise_multiplier: float, accountant: object) -> float:
@@ -236,7 +236,7 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
     The numbers are whole, from 0 to 2^``bits`` - 1.
     """
-    if bits in {16, 32}:  # in these usual cases, slow operations on single bits are not needed
+    if bits in {16, 32}:  # these usual cases avoid the slow operations on single bits below
         return numbers.astype(f"<u{bits // 8}").view(np.uint8)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
     each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]

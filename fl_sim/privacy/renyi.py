@@ -52,7 +52,7 @@ Its error is at most 1e-12 for the noise multipliers and sampling rates to which
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
-# The bound on sums of discrete Gaussians is proven only if each summand has at least this standard deviation.
+# Smallest standard deviation of each discrete Gaussian in a sum for which the privacy bound is proven.
 _LEAST_STD: Final = 0.5
 
 
@@ -70,8 +70,8 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
     """Return an upper bound on ``rdp_curve``, in a fifth of the time. The search of a noise multiplier uses it.
 
-    The bound equals ``rdp_curve`` at the order that decides the epsilon of ``steps`` releases at ``delta``. Far from
-    that order, the values are interpolated linearly between integer orders, without the slow series.
+    The bound equals ``rdp_curve`` at the order that gives the epsilon of ``steps`` releases at ``delta``. Far from that
+    order, the values are interpolated linearly between integer orders, without the slow series.
     """
     lines = steps * _bounded(event, _SERIES[:0])
     decides = _ORDERS[np.argmin(lines + prices(delta))]
@@ -98,7 +98,7 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return, for each of ``ORDERS``, the number t in the conversion of a Renyi divergence D: epsilon = D + t."""
+    """Return a number t for each of ``ORDERS``: a Renyi divergence D at the order gives epsilon D + t at ``delta``."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
@@ -137,8 +137,8 @@ def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.flo
     if math.isinf(epsilon):
         return np.full(len(orders), math.inf)
     if epsilon < 1e-4:
-        # In the exact formula, the terms would cancel, so an upper bound on the divergence is returned.
-        # The bound is order * rho, and rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2 (Harrison, Manurangsi 2026).
+        # The terms of the exact formula would cancel. So an upper bound on the divergence is returned: order * rho,
+        # where rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2 (Harrison, Manurangsi 2026).
         return np.asarray(orders * (epsilon**2 / 2))
     less = orders - 1
     return np.asarray(np.log1p(less * np.expm1(-epsilon * (less + orders)) / (less + orders)) / less + epsilon)
@@ -305,9 +305,9 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 
 @contextmanager
 def _quiet_excluded_orders() -> Iterator[None]:
-    """Silence dp_accounting's log message on each fractional order that it left out because a series did not converge.
+    """Silence dp_accounting's log messages about orders that it leaves out, because a series does not converge.
 
-    Leaving the order out is sound: the epsilon is the minimum over the other orders.
+    The epsilon stays an upper bound: it is the minimum over all remaining orders.
     """
 
     def is_other_notice(record: logging.LogRecord) -> bool:

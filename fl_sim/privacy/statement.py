@@ -62,7 +62,7 @@ class UncoveredFacts:
 
     ``read_off``: facts that were computed from the private records without noise, in words. ``tested_on``: the public
     test records, in words; empty if no measure uses them. ``tuned_on``: a sentence about settings that were chosen
-    earlier on the same records. ``beside``: further sentences, which come from layers.
+    earlier on the same records. ``beside``: further sentences, which the layers of the experiment add.
     """
 
     read_off: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def statement(
 
 @dataclass(frozen=True)
 class _Account:
-    """A ledger's charges so far with their epsilon, and the releases that were fixed beforehand with their epsilon.
+    """The releases of one ledger: those charged so far, and those fixed before the run, each with their epsilon.
 
     ``spent``: all charges so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases that were fixed
     beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only a budget was
@@ -195,7 +195,7 @@ def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _C
 def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
     """Return the number of releases of the event ``event``, from ``least`` to ``most``, that the budget allows.
 
-    If the budget is too small for ``least`` releases, the result is ``most``. This happens only with a ledger of an
+    If the budget does not allow even ``least`` releases, the result is ``most``. This happens only with a ledger of an
     earlier version, which accepted a charge beyond the budget.
     """
 
@@ -216,7 +216,7 @@ def _used_up(terms: Terms, spent: _Counts) -> bool:
 
 
 def _cost(terms: Terms, counts: _Counts) -> float:
-    """Return the epsilon of ``counts``, computed by the ledger's accountant. Callers compare it with the budget."""
+    """Return the epsilon of ``counts`` by the ledger's accountant, for comparison with the privacy budget."""
     return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 

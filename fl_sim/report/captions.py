@@ -105,7 +105,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return the sentences in ``said`` as one text. Row names precede a sentence that holds for some rows only.
+    """Return the sentences in ``said`` as one text. If a sentence holds only for some rows, their names precede it.
 
     ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
     """
@@ -143,7 +143,7 @@ def _warnings(table: Table) -> list[str]:
 
 
 def _bold(table: Table) -> str:
-    """Return the sentence that explains bold print in the table; an empty text if there are no two rows to compare."""
+    """Return the sentence that explains bold print in the table; empty if fewer than two rows can be compared."""
     seeds = most_seeds(table)
     if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:
         return ""

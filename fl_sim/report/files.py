@@ -59,12 +59,12 @@ class PrivacyStatement(FileModel):
 
     @property
     def protects(self) -> bool:
-        """Return True if the statement is a privacy guarantee: its epsilon is a number."""
+        """Return True if the statement is a privacy guarantee, and False if its epsilon is None."""
         return self.epsilon is not None
 
     @property
     def of_run(self) -> tuple[float | None, float]:
-        """Return (epsilon, delta) of the whole run: of all its outputs about this statement's privacy unit."""
+        """Return (epsilon, delta) of everything that the run publishes about the privacy unit of this statement."""
         if self.epsilon is None or self.epsilon_whole_run is None:
             return self.epsilon, self.delta or 0.0
         return self.epsilon_whole_run, self.delta_whole_run or 0.0
@@ -319,7 +319,7 @@ class CellFile(FileModel):
 
 
 class ShownMeasure(FileModel):
-    """The part of a table's settings that a report reads. ``measure``: as in ``fl_sim.tables.plan.TableSettings``."""
+    """The part of a table's settings that a report reads. ``measure``: the name of the measure that the table shows."""
 
     measure: str = ""
 

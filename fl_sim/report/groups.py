@@ -13,13 +13,13 @@ from fl_sim.report.measures import Reached, reached
 from fl_sim.report.runs import Problem, SavedRun
 
 _CENTRALIZED = "centralized"
-# runs in one group may differ in these settings; only the seed changes the result
+# Runs of one group may differ in these settings. Except the seed, these settings do not change the result.
 _NOT_COMPARED = {"seed", "engine", "round_timeout", "keep_every"}
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
-_DEFAULT_SERVER = "synchronous"  # the name of a method does not state this default value
+_DEFAULT_SERVER = "synchronous"  # the default value, which is left out of the name of a method
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
 """Default values of settings in the section ``evaluate``. A setting with its default value does not separate groups.
 
@@ -61,9 +61,9 @@ class SeedGroup:
 
     @property
     def is_bound(self) -> bool:
-        """Return True if the runs of the group are centralized training.
+        """Return True for centralized training, which is an upper bound (no federation).
 
-        Centralized training has no partition. It is shown with every partition of the same data set.
+        It has no partition, and is shown with every partition of the same data set.
         """
         return any(split_of(run) == _CENTRALIZED for run in self.runs)
 

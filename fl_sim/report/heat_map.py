@@ -25,8 +25,8 @@ class HeatMap:
 def row_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
     """Return {row of the table: its row label in a heat map, with the settings that are constant in this map}.
 
-    The rows of the table that share a line of a map have the same text. Notes below the table use this text, in place
-    of a list of all these rows.
+    Notes below the table use this text, in place of a list of all table rows that are in the same row of a heat map.
+    These table rows have the same text.
     """
     groups: dict[str, str] = {}
     for one in maps:

@@ -67,7 +67,7 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
-    """Return the known measures of a round, {name: value}. Names and units are those of the function ``measures``."""
+    """Return the measures of one round, {name: value}, except unknown ones. Names and units are as in ``measures``."""
     return _numbers(record.numbers())
 
 

@@ -166,7 +166,7 @@ def _digest(text: str) -> str:
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
     """Return the names of the pictures that fit into ``room`` bytes.
 
-    If the page's script draws the same curves, a picture is added last, because the reader sees these curves anyway.
+    Pictures of curves that the page's script draws, too, are added last, because readers see these curves anyway.
     """
     names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):
@@ -178,7 +178,7 @@ def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
 
 
 def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
-    """Return a page section with ``pictures``. If a picture is not in ``shown``, its file name stands in its place."""
+    """Return a page section with ``pictures``. A picture that is not in ``shown`` is replaced by its file name."""
     figures = []
     for picture in pictures:
         details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
@@ -195,9 +195,9 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
 
 
 class _Matrices:
-    """Sums the confusion matrices of each method over its seeds, up to ``_MOST_CELLS`` matrix cells per page.
+    """The sums of confusion matrices over seeds, one for each method. A page has at most ``_MOST_CELLS`` matrix cells.
 
-    ``left_out``: the number of sums that were left out because of this limit.
+    ``left_out``: the number of methods without a sum, because of this limit.
     """
 
     def __init__(self) -> None:

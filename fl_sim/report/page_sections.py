@@ -43,9 +43,9 @@ _BILL = (
 
 
 def groups_of(panels: Iterable[Panel]) -> Groups:
-    """Return the groups of runs of all ``panels``.
+    """Return the groups of runs of all ``panels``, each group once.
 
-    Centralized training can be in several panels, but is returned once.
+    The group of centralized training can be in several panels.
     """
     seen: set[int] = set()
     groups: dict[str, list[tuple[str, SeedGroup]]] = {}

@@ -164,7 +164,7 @@ def plain(text: str) -> str:
 
 
 def styled(names: Iterable[str]) -> list[Style]:
-    """Return a line style for each name. Up to 60 names have different styles: 12 colours times 5 dash patterns."""
+    """Return a line style for each name. Up to 60 names get distinct styles, of 12 colours and 5 dash patterns."""
     styles: list[Style] = []
     for number, _ in enumerate(names):
         repeat = number // len(_COLORS)

@@ -151,7 +151,7 @@ class RunProgress(_Bars):
         self._timed = timed
         self._done = 0
         self._measured: tuple[str, ...] = ()
-        # a tuple, because the thread that draws the bars may read it at any time
+        # an immutable tuple, because the thread that draws the bars may read it during a change
         self._round_seconds: tuple[float, ...] = ()
         self._clients = ""
         self._start = self._last_round = time.monotonic()
@@ -192,14 +192,14 @@ class RunProgress(_Bars):
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
         self._bars.update(self._task, completed=self._done)
         is_due = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
-        if not self._timed:  # about 20 lines are printed in a run, chosen by the number of the round
+        if not self._timed:  # about 20 lines per run, chosen by round numbers instead of times
             is_due = record.round % max(1, self._rounds // _UNTIMED_LINES) == 0
         if not self._live and (record.round == self._rounds or is_due):
             self._last_line = time.monotonic()
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
     def _parts(self) -> list[LinePart]:
-        """Return the parts of the progress line after the bar. For a private run, the parts contain no times."""
+        """Return the parts of the progress line that follow the bar. The line of a private run shows no times."""
         counted = LinePart(f"{self._done}/{self._rounds}", 0)
         measured = [LinePart(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
         clients = LinePart(self._clients, 7)
@@ -277,7 +277,7 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return the estimated remaining time as text, after the text ``before``, such as "; about 30 s left".
+        """Return the text ``before`` and the estimated remaining time, such as "; about 30 s left".
 
         The text is empty if the time is unknown, or if any run is private: times of private runs are hidden.
         """

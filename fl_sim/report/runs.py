@@ -54,7 +54,7 @@ class SavedRun:
 
     @property
     def voted(self) -> bool:
-        """Return True for a run of PATE, whose rounds are training epochs of the student model."""
+        """Return True for a run of PATE. The rounds of such a run are training epochs of the student model."""
         return self.result is not None and self.result.pate is not None
 
     @property
@@ -309,6 +309,6 @@ def _apply_tables(found: Found) -> None:
             found.runs.remove(run)
             error = f"left out: {TABLE} of the table in this folder does not list the run, so it has other settings"
             found.problems.append(Problem(run.path, error))
-    # Runs outside tables keep the order of the command line, because sorted() does not reorder equal elements.
+    # Runs outside tables have equal sort keys, so sorted() keeps them in the order of the command line.
     ordered = sorted(found.runs, key=lambda run: position.get(run.path, len(order)))
     found.runs = with_table_names(ordered, found.tables)

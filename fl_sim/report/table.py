@@ -70,9 +70,9 @@ class Table:
     of all runs (``Bill.to_json``); None while runs are missing. ``tuning``: the results of the hyperparameter search by
     row and column, in the format of ``table.json``. ``labels``: {row: short label}; empty for older tables.
     ``reference``: the row with which the other rows are compared; empty: the row with the highest mean. ``alone``: the
-    rows without federation, in which each client trains only its own model. ``titles``: the titles of the measures of
-    stages (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not store titles.
-    ``heat_maps``: the layouts of the heat maps that a report draws.
+    rows of local-only training: without federation, each client trains its own model. ``titles``: the titles of the
+    measures of stages (``fl_sim.simulation.stage.Stage.titles``); None for a table of an older version, which did not
+    store titles. ``heat_maps``: the layouts of the heat maps that a report draws.
     """
 
     rows: tuple[str, ...]
@@ -144,7 +144,7 @@ def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
 
 
 def cell_text(results: list[SeedResult], measure: Measure) -> str:
-    """Return the text of a cell: mean ± standard deviation over seeds, in percent, or ``failed`` if any run failed.
+    """Return the text of a cell: mean ± standard deviation over seeds, in percent; ``failed`` if any run failed.
 
     If only two of three runs are finished, the text is such as ``93.1 ± 0.4 (2 of 3)``. If no run is finished, the text
     is ``-``.
@@ -167,7 +167,7 @@ def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison
 def compare(table: Table, column: str) -> Comparison:
     """Compare the final accuracies of all rows in a column with that of the reference row.
 
-    If the table has no reference row, the row with the highest mean takes its place.
+    A table without a reference row is compared with the row that has the highest mean.
     """
     if table.reference:
         return _against(table, table.reference, column, "last")
@@ -175,10 +175,11 @@ def compare(table: Table, column: str) -> Comparison:
 
 
 def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return a set with the row of the highest mean, if every other row is significantly worse; else an empty set.
+    """Return a set with the best row, if all other rows are significantly worse; else an empty set.
 
-    A row is significantly worse if the 95 % confidence interval of its difference excludes 0. Rows with a failed run
-    are ignored. The set is empty if there are fewer than three seeds or no other rows.
+    The best row has the highest mean. Another row is significantly worse if the 95 % confidence interval of the
+    difference between both rows excludes 0. Rows with a failed run are ignored. The set is empty if there are fewer
+    than three seeds or no other rows.
     """
     comparison = compare_with_best(table, column, measure)
     rivals = [
@@ -271,7 +272,7 @@ def targets(table: Table) -> Grid | None:
     The target of a column is the highest accuracy in the list ``LADDER`` that all runs of at least one row reached. If
     only some runs of a row reach the target, the row shows their mean and their number.
     """
-    # targets are accuracies of the global model, but this table shows another measure
+    # only a table of global accuracy has targets; this table shows another measure
     if table.settings.get("measure"):
         return None
     chosen = {column: _highest(table, column) for column in table.columns}
@@ -289,7 +290,7 @@ def targets(table: Table) -> Grid | None:
 
 
 def further(table: Table) -> list[Grid]:
-    """Return a table for each further measure that any run has, such as balanced accuracy.
+    """Return further tables, one for each further measure that any run has, such as balanced accuracy.
 
     If ``table`` has heat maps, each measure has a table per heat map. If the name of a measure contains ``*``, the
     measure has a table per column of ``table``.

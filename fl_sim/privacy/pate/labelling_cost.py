@@ -48,7 +48,7 @@ class Cost(ABC):
 
     @property
     def pure_epsilon(self) -> float:
-        """Return the epsilon of one query at delta 0; ``inf`` if no such epsilon exists."""
+        """Return the epsilon of one query at delta 0; ``inf`` if the mechanism has no guarantee at delta 0."""
         return math.inf
 
     @abstractmethod
@@ -76,9 +76,9 @@ class Cost(ABC):
 
     @abstractmethod
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return a lower bound on the data-dependent Renyi divergences of an answered query, shape (orders,).
+        """Return a lower bound on the data-dependent Renyi divergences of an answered query, for any votes.
 
-        The bound holds for any votes.
+        Shape: (orders,).
         """
 
 
@@ -96,7 +96,8 @@ class AnswerCost(Cost):
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
         """Return ln(q) for votes in which the first class has ``gaps`` more votes than each other class.
 
-        The method ``log_q`` defines q. If a gap is negative, the other classes have more votes.
+        ``gaps``: several such differences. If one is negative, the other classes have more votes. The method ``log_q``
+        defines q.
         """
 
     @abstractmethod
@@ -290,7 +291,7 @@ class QueryCosts:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The privacy costs of a labelling.
+    """The privacy costs of labelling all queries with the votes of the teachers.
 
     ``dependent``: the data-dependent costs, which are PRIVATE, because they are computed from the votes.
     ``independent``: the data-independent costs. ``worst_case``: the epsilon for any votes and any number of answers, by
@@ -329,7 +330,7 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
 def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
     """Return the largest number of queries, up to ``queries``, that cost at most epsilon ``target`` at ``delta``.
 
-    The cost is an upper bound for any votes. All queries are counted as answered.
+    The cost of a query is its upper bound for any votes, as if every query were answered.
     """
     each = np.arange(1, queries + 1)
     total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)
@@ -411,7 +412,7 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
         log_a = log_stays - np.log1p(-np.exp((log_q + epsilon_2) * (1 - 1 / mu_2)))
         log_b = epsilon_1 - log_q / (mu_1 - 1)
         holds = (mu_2 > 1) & (log_q <= steepest) & (log_q + epsilon_2 < 0)
-    # ``holds`` is False where the votes are so clear that q underflows.
+    # If the votes are so clear that q underflows, the curve is 0 (last line), and ``holds`` is set to False.
     holds &= np.isfinite(log_a) & np.isfinite(log_b)
     stays, q, a, b, most = (np.where(holds, value, 0.0)[:, None] for value in (log_stays, log_q, log_a, log_b, mu_1))
     less = orders - 1
@@ -433,7 +434,7 @@ def _gaps_to_the_top(counts: Counts) -> Floats:
 
 
 def _log_beaten(gaps: Floats) -> Floats:
-    """Return ln of the probability that a smaller count exceeds the largest count after both get Laplace noise.
+    """Return ln(probability that a smaller vote count exceeds the largest one after Laplace noise is added to both).
 
     ``gaps`` >= 0: the differences of the two counts, divided by the scale of the noise.
     """

@@ -39,7 +39,7 @@ PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 _CELLS_PER_VOTE: Final = 8
 # One changed vote moves a gap by at most this number of cells. One of these cells allows for rounding.
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1
-# The values that ``planned`` tries: Renyi orders, order times smoothness, and noise.
+# The settings that ``planned`` tries: Renyi orders, products of order and smoothness, and noise.
 _ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
 _PRODUCTS: Final = (0.05, 0.1, 0.2)
 _NOISES: Final = (3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
@@ -50,10 +50,11 @@ _LEAST: Final = 1e-9  # a lower bound on the sensitivity, which keeps its logari
 class PublicationTerms:
     """Settings of the publication of a PATE cost B (see the module), fixed without looking at the votes.
 
-    ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa, the discount rate of distant votes in the
-    smooth sensitivity; its product with ``order`` must stay well below 1/2. ``noise``: the standard deviation of the
-    noise on B, as a multiple of the smooth sensitivity. The logarithm of the smooth sensitivity is published, too, with
-    a standard deviation of ``noise`` * kappa. Readers need it to bound the error of B.
+    ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa. In the smooth sensitivity, votes at
+    distance d count with the factor e^(-kappa d). ``order`` times kappa must stay well below 1/2. ``noise``: the
+    standard deviation of the noise on B, as a multiple of the smooth sensitivity. The logarithm of the smooth
+    sensitivity is published, too, with a standard deviation of ``noise`` * kappa. Readers need it to bound the error of
+    B.
     """
 
     order: float = 20.0
@@ -182,7 +183,7 @@ def smooth_sensitivity(
 
 @dataclass(frozen=True)
 class _CostPart:
-    """One part of the cost of all queries: the cost of the labels, or the cost of the tests.
+    """One part of the privacy cost B of all queries: the cost of the labels, or the cost of the tests.
 
     A query's state is an integer, such as the index of the cell that contains its gap. The query's sensitivity depends
     only on this state. ``local``: an iterator over the distances 0, 1, 2, .... It yields an array with a bound for each
@@ -196,9 +197,10 @@ class _CostPart:
 
 
 def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
-    """Return the cost of the labels. The state of a query is the index of the cell that contains its t.
+    """Return the part for the labels. The state of a query is the index of the cell that contains its gap t.
 
-    The number t is a gap: if the first class had t more votes than each other class, q would be the same.
+    The gap t of a query is defined by its q: q would be the same if the first class had t more votes than each other
+    class.
     """
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
@@ -213,7 +215,7 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
 
 
 def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
-    """Return the cost of Confident-GNMax's tests. A query's state is its largest count minus the lowest possible."""
+    """Return the part for Confident-GNMax's tests. A query's state is its largest count, minus the lowest possible."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
@@ -250,7 +252,7 @@ def _published(
 ) -> PublishedCost:
     """Return the published cost from the exact cost ``total``, its sensitivity, and two standard normal samples.
 
-    Each noisy number exceeds its quantile with probability delta / 2.
+    Two noisy numbers are published. For each, the noise exceeds its assumed quantile with probability delta / 2.
     """
     sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
     at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))

@@ -1,7 +1,7 @@
-"""Figures that compare two models of each client: one from a row of a table, and one without federation.
+"""Figures that compare two models of each client: trained by a federated method, and without federation.
 
-A figure has a panel for each row of one column of a table. A panel has a point for each client and seed. Stages compute
-the accuracies (``fl_sim.simulation.stage.Stage.titles``).
+A figure shows one column of a table. It has a panel for each row (method). A panel has a point for each client and
+seed. Stages compute the accuracies (``fl_sim.simulation.stage.Stage.titles``).
 """
 
 import math
@@ -51,7 +51,7 @@ class ClientPanel:
 
     @property
     def below(self) -> float:
-        """Return the percentage of clients whose model in this row is worse than the one trained without federation."""
+        """Return the percentage of clients for which this row's model is worse than the model without federation."""
         return 100 * sum(own < alone for alone, own in self.pairs) / len(self.pairs)
 
 
@@ -70,7 +70,7 @@ class ClientFigure:
 
 
 def client_figures(found: Found) -> list[ClientFigure]:
-    """Return the data of all figures. A table without a row of local-only training has no figures."""
+    """Return the data of all figures. A table has figures only if one of its rows is local-only training."""
     runs = {run.path: run for run in found.runs}
     figures = []
     for place, table in found.tables.items():

@@ -90,7 +90,7 @@ class Row:
 
     @property
     def epsilon(self) -> float:
-        """Return the epsilon in the run's settings, which is its privacy budget."""
+        """Return the privacy budget: the epsilon in the run's settings."""
         return float(self.settings["epsilon"])
 
 
@@ -130,7 +130,7 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
 
 
 def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRun]]:
-    """Yield each run with synthetic records, as (its group, run)."""
+    """Yield (group of runs that differ only in the seed, run) for each run with synthetic records."""
     for one in groups:
         for run in one.runs:
             if run.preprocess is not None and run.result is not None and run.result.preprocess.pool:
@@ -172,7 +172,7 @@ def is_in_features(run: SavedRun) -> bool:
 
 
 def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
-    """Return ``samples`` with only the synthetic feature vectors that the figure needs.
+    """Return the part of ``samples`` that the figure shows, for samples that are feature vectors.
 
     The result has up to ``each`` feature vectors of each of the first ``classes`` classes. Raises ValueError if the
     records are not feature vectors.

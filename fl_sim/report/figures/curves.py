@@ -58,7 +58,7 @@ _SKEWED = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """The line of one method: mean and standard deviation over seeds in each round that all seeds evaluated.
+    """The line of one method: mean and standard deviation over seeds, for each round that was evaluated with all seeds.
 
     ``deviation``: sample standard deviations; 0 for a single seed. ``times``: for each of these rounds, the mean
     virtual time in seconds at the end of the round; empty if the times are unknown.
@@ -185,7 +185,7 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # no ticks to the right of the last round, where error bars may be
+        if entries:  # no ticks beyond the last round: only error bars may be there
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries

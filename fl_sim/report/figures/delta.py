@@ -1,4 +1,4 @@
-"""Figure of the privacy of runs: for each epsilon, the delta that all planned releases of a run have together.
+"""Figure of the privacy of runs: for each epsilon, the joint delta of all planned published results of a run.
 
 The curve is computed by PLD from the privacy events in the run's privacy statement. A marked point shows the pair
 (epsilon, delta) that the statement contains.
@@ -49,7 +49,7 @@ class DeltaCurve:
 
 
 def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
-    """Return [a figure with one curve per distinct privacy statement of the runs], or [] if there are no curves."""
+    """Return a list with one figure, a curve per distinct privacy statement of the runs; [] if there are no curves."""
     statements = {
         repr((one.unit, one.epsilon, one.planned_events)): one
         for run in runs

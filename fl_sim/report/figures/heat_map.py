@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADING = "Heat maps"
-_COLORS = "viridis"  # lightness rises steadily: readable in greyscale and by colour-blind readers
+_COLORS = "viridis"  # a colour map of steadily rising lightness, for print in grey and for colour-blind readers
 _DARK = 0.55
 """Cells below this share of the colour scale are dark, so their numbers are white."""
 
@@ -90,7 +90,7 @@ def _text(results: list[SeedResult], mean: float | None) -> str:
 
 
 def _range(table: Table) -> tuple[float, float]:
-    """Return the lowest and the highest mean of all heat maps of the table, for the ends of the colour scale."""
+    """Return the ends of the colour scale: the lowest and the highest mean in all heat maps of the table."""
     means = [
         mean
         for one in table.heat_maps
@@ -107,7 +107,7 @@ def _measure(table: Table) -> str:
 
 
 def _caption(table: Table, one: HeatMap) -> tuple[str, ...]:
-    """Return the lines below the figure. They explain the star, if any cell has one."""
+    """Return the lines of text below the figure. If a number in the map has a star, the last line explains it."""
     cells = [table.at(name, one.column) for name in one.places.values()]
     seeds = sorted({result.seed for results in cells for result in results})
     partial_ones = any(0 < len(percentages(results, "last")) < len(results) for results in cells)

@@ -111,7 +111,7 @@ _PLOTS = (
 
 
 def pate_pictures(groups: Sequence[SeedGroup]) -> tuple[list[Picture], list[Problem]]:
-    """Return (the figures of PATE, an error message for each damaged file with votes).
+    """Return (figures of all runs of PATE, an error message for each damaged file with votes).
 
     A figure with fewer than two points is left out.
     """
@@ -237,7 +237,7 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
 def _votes(path: Path) -> NDArray[np.int64]:
     """Return the numbers of votes, shape (queries, classes). Raise OSError or ValueError if the file is damaged."""
     try:
-        # opening the file as a memory map checks that the file is long enough
+        # a memory map is refused if the file is shorter than its header states
         votes = np.load(path, mmap_mode="r", allow_pickle=False)
     # numpy parses the header of the file as Python code, and the parser may raise these errors
     except (SyntaxError, TokenError) as error:

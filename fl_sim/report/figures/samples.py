@@ -128,7 +128,7 @@ def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
 def figure_of(
     sheet: Tile, title: Sequence[str], *, left: int, above: int, right: int, narrowest: int = 900
 ) -> "tuple[Figure, Axes]":
-    """Return (figure, its axes). The figure shows the image ``sheet`` without scaling, below the ``title``.
+    """Return (figure, its axes). The figure shows the image ``sheet``, one pixel per pixel, below the ``title``.
 
     The coordinates of the axes are the pixels of ``sheet``. ``title``: lines of text. ``left``, ``above``, ``right``:
     widths of the margins for labels, in pixels. ``narrowest``: the smallest width of the figure in pixels. If the
@@ -173,7 +173,7 @@ class Samples:
         return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` images of the class ``label`` as tiles, selected by the method ``first``."""
+        """Return up to ``most`` synthetic images of the class ``label`` as tiles, selected by the method ``first``."""
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
@@ -182,7 +182,7 @@ class Samples:
         return found
 
     def first(self, label: int, most: int) -> NDArray[np.int64]:
-        """Return indices of up to ``most`` records of the class ``label``.
+        """Return indices of up to ``most`` records of the class ``label``, from as many clients as possible.
 
         The first record of every client comes first, then the second record of every client, and so on.
         """

@@ -48,7 +48,8 @@ _GAMMA = "the number of synthetic records of a client, divided by its number of 
 class Point:
     """A point of a line: the runs with one value of the varied setting.
 
-    ``by_seed``: {seed: final accuracy in percent}. ``released``: True if any of the runs published a synthetic record.
+    ``by_seed``: {seed: final accuracy in percent}. ``released``: True if at least one synthetic record was published in
+    these runs.
     """
 
     value: float
@@ -63,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of the figure. Its ``points`` differ only in the varied setting, and are sorted by this setting."""
+    """One line of a figure. The runs of its ``points`` differ in the varied setting, by which the points are sorted."""
 
     label: str
     points: tuple[Point, ...]
@@ -216,14 +217,14 @@ def _draw_line(axes: "Axes", line: SweepLine, style: Style, infinity: float, lay
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
-    # The line to the point at infinity is dotted, because the axis has no scale there.
+    # The line to the point of an infinite epsilon is dotted, because this point is at no place on the scale.
     axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
     bars = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
     draw_points(axes, places, means, bars, style, layout, line.label)
 
 
 def _place(value: float) -> float:
-    """Return the position of a value on the axis, limited to the range that matplotlib can draw."""
+    """Return the position of a setting's value on the horizontal axis, limited to numbers that matplotlib can draw."""
     return min(max(value, 1e-100), 1e100)
 
 
