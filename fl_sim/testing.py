@@ -305,7 +305,7 @@ def _expect_close(algorithm: Algorithm, who: str, one: Params, other: Params, st
     if gap > ROUNDING * max(moved, 1e-3):
         raise BrokenLaw(
             f"{title_of(algorithm)}: the model of {who} is at distance {gap:.3g} from that of PyTorch, one client at a "
-            f"time, and training moved the model by {moved:.3g}: the two treat a part of the local plan differently"
+            f"time, and training moved the model by {moved:.3g}: the two trainers disagree about the local plan"
         )
 
 

@@ -126,7 +126,7 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def _named_by(word: str, model: nn.Module) -> set[str]:
-    """Return the names of the trained parameters of ``model`` that ``word``, a part of the setting, chooses."""
+    """Return the names of the parameters of ``model`` that ``word``, one entry of model.trainable, selects."""
     named = trainable(model)
     if word == "all":
         return {*named}

@@ -2,8 +2,8 @@
 
 Client states are private: their files are created with access for their owner only. A resumed run verifies the checksum
 of all client states. Without this check, a client whose state is lost would start like a new client, and the results of
-the run would change. The checksum is computed from the client states, so it is as private as the states. It is stored
-in their folder, and not in the checkpoint.
+the run would change. The checksum is computed from the client states, and is as private as the states. Therefore the
+checksum is stored in the folder of the client states, and not in the checkpoint.
 """
 
 import errno
@@ -289,7 +289,7 @@ class _Slots:
 
 
 def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
-    """Return the slot (one stored client state) of the newest round before ``server_round``; None if there is none."""
+    """Return the index of the slot with the newest state from before ``server_round``; None if no slot has one."""
     earlier = [(written_in, slot) for slot, (written_in, _) in enumerate(heads) if 0 < written_in < server_round]
     return max(earlier)[1] if earlier else None
 

@@ -48,8 +48,9 @@ class Placed:
     """The differences between the tensors of a model and those in its file of weights.
 
     ``new``: the names of the tensors of a new head, which keep their random values. ``classes``: the number of classes
-    of the head in the file, 0 if the file has no head. ``summed``: the names of convolution weights for grey images.
-    Each is the sum of the file's weights for three colours.
+    of the head in the file, 0 if the file has no head. ``summed``: the names of convolution weights for which the model
+    has one input channel (grey images) and the file has three (colours). The model gets the sum of the file's weights
+    over the three channels.
     """
 
     new: tuple[str, ...] = ()
@@ -123,7 +124,7 @@ def _digest(file: Path, size: int, changed: int) -> bytes:  # noqa: ARG001 (anot
 
 
 def _version(file: Path) -> tuple[int, int]:
-    """Return the size of ``file`` and the time of its last change in nanoseconds."""
+    """Return the size of ``file`` and the time of its last change in nanoseconds, to detect changes of the file."""
     try:
         found = file.stat()
     except OSError as error:
@@ -135,8 +136,8 @@ def _version(file: Path) -> tuple[int, int]:
 def read_weights(model: str, path: str, digest: str) -> Params:
     """Return the tensors from which a model starts, by name; empty for random weights.
 
-    ``model``, ``path``: as for ``digest_of``. ``digest``: the expected digest. Raises UserError for changed files, for
-    a file with other Python objects than tensors, and for tensors with NaN or infinite numbers.
+    ``model``, ``path``: as for ``digest_of``. ``digest``: the expected digest. Raises UserError if the files have
+    another digest, for a file with other Python objects than tensors, and for tensors with NaN or infinite numbers.
     """
     if digest_of(model, path) != digest:
         raise UserError(
@@ -306,8 +307,8 @@ def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weight
         is_constant = name in weights and name.rpartition(".")[0] not in norms
         if is_constant and not torch.allclose(buffer, weights[name].to(buffer)):
             raise UserError(
-                f"model.weights: {source} has other values in the constant {name} than the model: take the model of "
-                "which it has the weights, or make the constant a parameter with requires_grad=False"
+                f"model.weights: {source} has other values in the constant {name} than the model: take the model to "
+                "which these weights belong, or make the constant a parameter with requires_grad=False"
             )
     first: dict[int, str] = {}
     for name, weight in named.items():

@@ -283,7 +283,7 @@ def _without_jobs(works: Iterable[Work]) -> tuple[Work, ...]:
 
 
 def _frozen_in_words(job: Job, known: dict[str, str]) -> str:
-    """Return the sentence on frozen parameters.
+    """Return the sentence on the frozen parameters of a run's model.
 
     ``known``: a cache; runs that differ only in their seeds share an entry.
     """

@@ -139,7 +139,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label states even with default values.
     """
     changed = _changed(settings, also)
-    # if the title is a property, its text already contains the first parameter
+    # A title that is a property already states the value of the first parameter.
     if not isinstance(vars(type(settings)).get("title", ""), str):
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:

@@ -191,7 +191,7 @@ def run_all(
 
 
 def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
-    """Return ``experiment`` with its share of the CPU cores, as threads for its clients.
+    """Return ``experiment`` with a number of threads for its clients: an equal share of the CPU cores.
 
     ``jobs``: the number of parallel runs, among which the cores are divided. An experiment on another engine, or with a
     number of threads that the user chose, is returned unchanged.

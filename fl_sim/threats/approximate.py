@@ -51,7 +51,7 @@ def unlearn_approximately(
         params, further = replay.model(server), replay.measured_by_stages(server)
         rounds = replay.num_rounds
     if not is_finite({"params": params}):
-        raise RunError(f"the model that {name} made is not finite: take --method exact")
+        raise RunError(f"the method {name} gave a model with NaN or infinite numbers: take --method exact")
     out.mkdir(parents=True, exist_ok=True)
     run_directory.write_model(out, params)
     before = run_directory.read_model(finished.out)

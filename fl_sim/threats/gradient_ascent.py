@@ -113,7 +113,7 @@ def _batches(epochs: int, count: int, size: int, coins: np.random.Generator) -> 
 
 
 def _gradient(model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[Params, float]:
-    """Return the gradient of the mean cross-entropy, and the accuracy in [0, 1]."""
+    """Return the gradient of the mean cross-entropy of a batch, and the accuracy on this batch, in [0, 1]."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     logits = functional_call(model, leaves, (inputs,))
     found = torch.autograd.grad(functional.cross_entropy(logits, labels), list(leaves.values()))

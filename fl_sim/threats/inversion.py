@@ -174,7 +174,7 @@ def _layer(model: nn.Module, asked: Asked) -> str | None:
         return None
     if asked.steps is not None or asked.variation is not None:
         raise UserError(
-            "--steps and --variation are for the optimiser, and the analytic form uses no optimiser: leave them out, "
+            "--steps and --variation are for the optimiser, and the analytic method uses none: leave them out, "
             "or add --method optimise"
         )
     return layer

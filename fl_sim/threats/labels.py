@@ -162,9 +162,9 @@ def counted_in_update(
 ) -> Counted | None:
     """Estimate the labels of all records of ``client`` from its update of a round.
 
-    The attacker assumes that all local steps use the same gradient: the mean over all records. It approximates the bias
-    gradients of the classes (``by_class``) by their mean at the received and at the sent model. The result is None if
-    the update is not a change of the model, or if the optimiser is not SGD.
+    The attacker assumes that all local steps use the same gradient: the mean over all records. For the mean bias
+    gradient of each class (``by_class``), it uses the average of the values at the received model and at the sent
+    model. The result is None if the update is not a change of the model, or if the optimiser is not SGD.
     """
     task, name = observed.training.job.task, head_bias(observed)
     settings, update = task.settings, observed.update()

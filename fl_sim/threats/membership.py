@@ -25,9 +25,10 @@ class Area:
 
 
 def area_by_loss(members: Judged, others: Judged) -> Area | None:
-    """Return the area under the ROC curve of a membership test by the loss; None if there is nothing to compare.
+    """Return the area under the ROC curve of a membership test by the loss.
 
-    ``members``: the predictions on members. ``others``: the predictions on non-members.
+    ``members``: the predictions on members. ``others``: the predictions on non-members. Returns None if no class has
+    both members and non-members.
 
     The members may have few classes, for example if they belong to one client. So the non-members get weights w, which
     give them the class proportions of the members. Members of classes without non-members are left out. The interval

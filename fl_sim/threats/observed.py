@@ -112,7 +112,7 @@ class Observed:
 
     @cached_property
     def step(self) -> StepPlan | None:
-        """The parameters of a step with noise, such as its standard deviation; None without noise."""
+        """The constants of the client's steps with noise, such as its standard deviation; None without noise."""
         if self.private is None:
             return None
         return StepPlan.of(self.private, self.training.job.task.settings, self.num_records, layout_of(self.trained))

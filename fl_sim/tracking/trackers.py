@@ -227,7 +227,7 @@ class Trackio:
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{tracked.name}-{tracked.state.identity}"
-        with redirect_stdout(StringIO()):  # Trackio prints an address; --json must print only JSON
+        with redirect_stdout(StringIO()):  # hides Trackio's message: with --json, only JSON may be printed
             self._run = trackio.init(
                 project, name=name, config=dict(tracked.settings), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,

@@ -110,12 +110,12 @@ def ready(model: nn.Module, params: Params) -> nn.Module:
 
 
 def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> Scores:
-    """Return the scores of ``logits_of``, a function that computes the logits of a batch; see ``evaluate``."""
+    """Return the scores of a model, as ``evaluate`` does. ``logits_of``: computes the model's logits of a batch."""
     threads = torch.get_num_threads()
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # each Python thread has its own setting of PyTorch's number of threads
+            torch.set_num_threads(threads)  # PyTorch stores this number per Python thread
         with torch.inference_mode():
             logits = logits_of(batch)
             loss = functional.cross_entropy(logits, targets, reduction="sum").double()

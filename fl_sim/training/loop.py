@@ -276,7 +276,7 @@ class Objective:
 def batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (record indices, random shifts and mirroring of the images) for each local step.
+    """Yield the batch of each local step: (record indices, random shifts and mirroring of the batch's images).
 
     All random numbers of an epoch are drawn at the beginning of the epoch.
     """

@@ -23,7 +23,7 @@ LONGEST_NAME: Final = 100
 
 
 def metrics_at(path: str) -> dict[str, OwnMetrics]:
-    """Return {"evaluate.metrics=PATH": the user's function}; an empty dictionary if ``path`` is "none"."""
+    """Return {"evaluate.metrics=PATH" (the name for messages): the user's function}; {} if ``path`` is "none"."""
     return {} if path == "none" else {f"evaluate.metrics={path}": load_object(path, "evaluate.metrics")}
 
 

@@ -24,9 +24,9 @@ class Scale:
 
     @classmethod
     def of(cls, dataset: Dataset, dtype: np.dtype[np.generic], ndim: int) -> Self:
-        """Return the data set's constants for input arrays of ``dtype`` with ``ndim`` axes.
+        """Return the constants that normalise a data set's inputs, for input arrays of ``dtype`` with ``ndim`` axes.
 
-        Bytes are divided by 255 first; floats are not.
+        The constants include the division of bytes by 255.
         """
         unit, shape = (255.0 if dtype == np.uint8 else 1.0), (1, -1) + (1,) * (ndim - 2)
         mean, std = (torch.tensor(part, dtype=torch.float32).reshape(shape) for part in (dataset.mean, dataset.std))
@@ -193,9 +193,9 @@ _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", tor
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Return pixel indices inside an image of ``size`` pixels.
+    """Return pixel indices from 0 to ``size`` - 1, along one axis of an image.
 
-    ``places``: pixel indices; those outside of the image are reflected at its edge.
+    ``places``: the wanted pixel indices. An index outside of the image is reflected at the image's edge.
     """
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 

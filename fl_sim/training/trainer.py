@@ -387,11 +387,14 @@ class Completion:
     _shared: dict[int, tuple[Params, Params]] = field(default_factory=dict)
 
     def task(self, task: LocalTask) -> LocalTask:
-        """Return the task with all parameters of the model."""
+        """Return ``task`` with all parameters of the model, including frozen ones."""
         return replace(task, params=self._with(task.params)) if self.frozen else task
 
     def plan(self, plan: LocalPlan, received: Params) -> LocalPlan:
-        """Return the plan for all parameters. It does not train ``frozen`` ones. ``received``: the received model."""
+        """Return ``plan`` for the model with all parameters, in which the ``frozen`` parameters are not trained.
+
+        ``received``: the received model, without the frozen parameters.
+        """
         if not self.frozen:
             return plan
         zeros = zeros_like(self.frozen)
@@ -410,7 +413,7 @@ class Completion:
         )
 
     def trained(self, trained: Trained, received: Params) -> Trained:
-        """Return the result with only the parameters that the ``received`` model has."""
+        """Return the result of training without the frozen parameters, which the ``received`` model does not have."""
         if not self.frozen:
             return trained
         buffers = {name: value for name, value in trained.momentum_buffers.items() if name in received}
