@@ -228,7 +228,7 @@ class Sizing(Protocol):
         ...
 
     def sized(self, server: ServerState, size: float) -> ServerState:
-        """Return the server state for clients with models of ``size``: with a smaller model and broadcast tensors."""
+        """Return the server state for clients with models of ``size``: the smaller model and tensors to broadcast."""
         ...
 
 
@@ -281,7 +281,7 @@ class Averaging(Settings):
 
 
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
-    """Return the rule that weights clients in the mean: its name, or the algorithm's method ``weigh``."""
+    """Return the weighting of clients in the mean: the name of a rule, or the algorithm's method ``weigh``."""
     return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
 
 

@@ -139,7 +139,7 @@ class Seen:
 
 
 class _Harmless(Settings):
-    """Base class of attacks: it changes no labels and no updates. Subclasses override ``poisoned`` or ``forged``."""
+    """Base class of attacks. ``poisoned`` and ``forged`` change nothing here; attacks override one of these methods."""
 
     def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
         del num_classes

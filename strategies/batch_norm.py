@@ -104,7 +104,7 @@ class ClientBatchNorm(ClientLayer):
         return replace(task, params=params, statistics=statistics, broadcast=broadcast, state=state)
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return ``plan``. For MOON, it also puts the client's BatchNorm layers into the client's previous model."""
+        """Return ``plan``. For MOON, also put the client's BatchNorm layers into the client's previous model."""
         if plan.contrast is None or not (names := self._personal(came)):
             return plan
         params = self.received(came).params

@@ -18,8 +18,8 @@ class CFL(Averaging):
     the cluster. A cluster is split in two if the mean update is small although single updates are large. Then the
     cluster's clients are grouped by the cosines of their updates. Both new clusters continue from the model of the old
     cluster, each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their
-    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. It finds
-    the split with the smallest value of the largest cosine between the two parts. A single client with noisy updates
+    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. Of all
+    splits, this one minimises the largest cosine between clients of different parts. A single client with noisy updates
     then often becomes a cluster of its own.
 
     ``eps_1``: a split needs ‖D‖ below this value. ``eps_2``: a split needs the largest ‖D_i‖ above this value. The
@@ -65,7 +65,7 @@ class CFL(Averaging):
         return "clusters may be too small for it, and their updates must differ" if self.num_models > 1 else ""
 
     def note(self) -> str:
-        """Return the note for tables: the evaluated model."""
+        """Return the note for tables: one sentence on the evaluated model."""
         return "CFL: the first cluster's model is evaluated, and evaluate.clients measures each client's cluster model."
 
     @property

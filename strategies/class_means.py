@@ -50,7 +50,10 @@ class KeepsModels(Averaging):
 
     @abstractmethod
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1. ``params``: the sent part of the initial ``model``."""
+        """Return the server state before round 1.
+
+        ``params``: the parameters of the initial ``model`` that clients send.
+        """
 
 
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:

@@ -25,11 +25,11 @@ class CoBoosting(OnMadeImages):
     the student. w_k starts at 1/m for m clients. In each epoch a new generator G makes images G(z) for random labels y.
     It is trained by ``generator_steps`` steps of Adam with learning rate ``generator_rate`` on the loss (1 -
     p)^``hardness`` CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) with T = 3, where p is the ensemble's probability
-    of y. The step with the lowest loss gives the epoch's ``images`` images. From the second epoch t on, w_k <- clip(w_k
-    - ``mu`` .99^t sign(dCE/dw_k), 0, 1) on each batch of the earlier images. Then the student passes once over all
-    images, by SGD with momentum .9 and weight decay 1e-4 on T² KL at ``temperature`` T. Before each step, every pixel
-    is moved by ``pixels``/255, up or down by the sign of the gradient of a random combination of the ensemble's class
-    probabilities.
+    of y. The step with the lowest loss gives the epoch's ``images`` images. From the second epoch on (t = 1, 2, ...),
+    w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1) on each batch of the earlier images. Then the student passes
+    once over all images, by SGD with momentum .9 and weight decay 1e-4 on T² KL at ``temperature`` T. Before each step,
+    every pixel is moved by ``pixels``/255, up or down by the sign of the gradient of a random combination of the
+    ensemble's class probabilities.
 
     ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator, before its
     last layer. ``mu``: 0 keeps equal weights. ``distillation_rate``: the student's learning rate, with a cosine

@@ -274,10 +274,10 @@ class ClientShares(ClientLayer):
     run_digest: str
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the client's noisy numbers as an update of weight 1, without the loss. Client state is not sent.
+        """Return the client's noisy numbers as an update of weight 1, without the loss.
 
-        A client without records sends only noise. Raises RunError if names or shapes of the update differ from the
-        template, because they could reveal facts about records.
+        Client state stays on the client. A client without records sends only noise. Raises RunError if names or shapes
+        of the update differ from the template, because they could reveal facts about records.
         """
         del task, trained
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
@@ -309,7 +309,7 @@ class ClientShares(ClientLayer):
         return Reply(reply.client, {_SHARE: {_SHARE: torch.from_numpy(numbers)}}, 1, None)
 
     def _noise(self, client: int, server_round: int) -> Noise:
-        """Return the source of noise for this message."""
+        """Return the noise source for one message: that of ``client`` in round ``server_round``."""
         if not self.run_digest:
             return Noise.secret()
         text = f"{self.run_digest} {client} {server_round}"

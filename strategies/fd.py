@@ -51,7 +51,10 @@ class FD(KeepsModels):
         return "FD: clients send only their mean logits of each class that they hold."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, without logits. ``params``: the sent part of ``model``."""
+        """Return the server state before round 1, when no mean logits are known.
+
+        ``params``: the parameters of ``model`` that clients send.
+        """
         classes, _ = head_shape(model)
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
 

@@ -70,7 +70,7 @@ class FedDF(OnEnsemble):
             yield proxy.normalised(proxy.inputs[torch.from_numpy(rows).to(proxy.inputs.device)])
 
     def note(self) -> str:
-        """Return the note for tables."""
+        """Return the note for tables: the amount of distillation."""
         records = "the run's synthetic records" if self.uses_pool else f"{self.proxy}, unlabelled"
         return f"FedDF: {f'{self.steps:,} steps on {records}' if self.learns else 'no distillation'}; {UPPER_BOUND}."
 

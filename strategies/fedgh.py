@@ -46,7 +46,10 @@ class FedGH(KeepsModels):
         return "FedGH: clients send only their mean features of each class that they hold, and receive a head."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, with the model's head. ``params``: the sent part of ``model``."""
+        """Return the server state before round 1: it broadcasts the head of ``model``.
+
+        ``params``: the parameters of ``model`` that clients send.
+        """
         return ServerState(params, {"head": {_short(name): model[name] for name in sorted(head_names(model))}})
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:

@@ -65,7 +65,10 @@ class FedMD(KeepsModels):
         return f"FedMD: clients send only their logits on {self.public_records:,} public records of {self.proxy}."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, without logits. ``params``: the sent part of ``model``."""
+        """Return the server state before round 1, when no mean logits are known.
+
+        ``params``: the parameters of ``model`` that clients send.
+        """
         return ServerState(params, {"consensus": {"logits": torch.zeros(0, head_shape(model)[0])}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
@@ -105,5 +108,5 @@ class FedMD(KeepsModels):
         return trained
 
     def digest(self, batch: Batch) -> torch.Tensor:
-        """Return the mean of |f_i(u) - fbar(u)| over classes, for each record u of the batch, (n,)."""
+        """Return the mean absolute difference of own logits and mean logits, for each of n public records, (n,)."""
         return (batch.logits - batch.data["targets"]).abs().mean(-1)

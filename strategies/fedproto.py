@@ -70,7 +70,10 @@ class FedProto(Averaging):
         return self.init_for(params, params)
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, without prototypes. ``params``: the sent part of ``model``."""
+        """Return the server state before round 1, when no prototypes are known.
+
+        ``params``: the parameters of ``model`` that clients send.
+        """
         classes, features = head_shape(model)
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 

@@ -55,7 +55,10 @@ class FedTGP(FedProtoLocal):
         return "FedTGP: clients send the mean features of each class that they hold, and each class's share."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before the first round. Its ``memory`` has the initial e_c and g."""
+        """Return the server state before the first round.
+
+        Its ``memory`` has the initial weights of the network g, which computes prototypes, and the initial vectors e_c.
+        """
         server = super().init_for(params, model)
         classes, features = server.broadcast["prototypes"]["z"].shape
         draw, bound = rng(0, "trainable prototypes"), 1 / math.sqrt(features)

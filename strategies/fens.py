@@ -28,7 +28,7 @@ class Fens(SeesModels):
     released code trains it for 500 rounds, with FedAdam at the server, and sends models as 8-bit numbers.)
 
     The final accuracy is that of all models with the combiner. Compare it with the accuracy of an ensemble, not of one
-    model. ``model.safetensors`` contains the mean model, and a file ``ensemble-DIGEST.safetensors`` the models and the
+    model. ``model.safetensors`` contains the mean model. ``ensemble-DIGEST.safetensors`` contains the models and the
     combiner. The validation accuracy is that of the mean model.
     """
 

@@ -56,12 +56,12 @@ class FederatedStrategy(Strategy):
     """A Flower Strategy made of one algorithm, one aggregator, one sampler, and the layers around them.
 
     ``server``: the server state after the last round; Flower's own ``arrays`` argument is the same model and is not
-    read. ``order``: the settings of local training that every client receives. Each round sets its round number and
-    learning rate. ``most_examples``: the largest possible number of records of a client, if known. ``sampling_seed``:
-    the seed of the cohorts, or None for ``seed``. ``on_clients``: the code of the layers that runs on clients.
-    ``cohort``: the clients of the last round whose updates are used. ``late``: the clients of the last round whose
-    updates come too late. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client that is known
-    to hold training records, shape (clients,); None: all clients hold records.
+    read. ``order``: the settings of local training that every client receives. Each round sets the round number and the
+    learning rate in ``order``. ``most_examples``: the largest possible number of records of a client, if known.
+    ``sampling_seed``: the seed of the cohorts, or None for ``seed``. ``on_clients``: the code of the layers that runs
+    on clients. ``cohort``: the clients of the last round whose updates are used. ``late``: the clients of the last
+    round whose updates come too late. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client
+    that is known to hold training records, shape (clients,); None: all clients hold records.
     """
 
     algorithm: Algorithm
@@ -210,7 +210,7 @@ class FederatedStrategy(Strategy):
         return self._sized[1][size]
 
     def contents(self, order: wire.TaskConfig, server: ServerState, clients: Sequence[int]) -> dict[int, RecordDict]:
-        """Return {client: content of its message}, with clients of the same content next to each other.
+        """Return {client: content of its message}; clients that receive the same content are next to each other.
 
         Clients that receive the same tensors (``Layer.sent_to``) share one content, which engines send only once.
         """
@@ -449,10 +449,10 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 class Round:
     """The outcome of a round, without evaluation.
 
-    ``traffic``: the number of bytes that its clients receive and send; None if the cohort is secret. ``epsilon``: a
-    client's privacy cost of all rounds so far; None without a privacy ledger. With a virtual clock: ``virtual_seconds``
-    is the round's duration, ``late`` the number of clients whose updates came too late and are lost, and ``staleness``
-    the mean staleness of the updates in server steps.
+    ``traffic``: the number of bytes that clients receive and send in the round; None if the cohort is secret.
+    ``epsilon``: a client's privacy cost of all rounds so far; None without a privacy ledger. With a virtual clock:
+    ``virtual_seconds`` is the round's duration, ``late`` the number of clients whose updates came too late and are
+    lost, and ``staleness`` the mean staleness of the updates in server steps.
     """
 
     server_round: int

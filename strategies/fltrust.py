@@ -31,12 +31,12 @@ class FLTrust(Robust):
     In every round the server trains the received model on its own records, with the local settings of clients. The
     number of epochs then means passes over the server's records. The weight of an update is its cosine to g0, or 0 if
     this cosine is negative. Each update is scaled to the norm of g0, so an update with a large norm has no more
-    influence. If g0 is 0, or if all weights are 0, the aggregate is 0, and the model stays as it is. No privacy
+    influence. If g0 is 0, or if all weights are 0, the aggregate is 0, and the model does not change. No privacy
     guarantee.
 
     ``records``: the number of training records of the server (the paper has 100). They are drawn with the run's seed,
-    and removed from the clients' shards after the partition. With the name of another data set, the server uses the
-    training records of that data set. The server never uses test records.
+    and removed from the clients' shards after the partition. If ``records`` is the name of another data set, the server
+    uses the training records of that data set. The server never uses test records.
     """
 
     kind: Literal["fltrust"] = "fltrust"
@@ -51,7 +51,7 @@ class FLTrust(Robust):
         return self.records if isinstance(self.records, int) else 0
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for private runs, and if the server's update would have other tensors than a client's."""
+        """Raise ValueError for private runs, and if the server's and a client's update would have different tensors."""
         super().check(experiment)
         reason = ""
         if experiment.is_private:
@@ -66,7 +66,7 @@ class FLTrust(Robust):
             raise ValueError(f"the server of aggregator {self.kind} trains like a client, and {reason}")
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the mean of the scaled updates, weighted by trust."""
+        """Return the mean of the scaled updates, weighted by max(0, cosine to the server's own update)."""
         del weighting
         updates, own = rows.double(), row_like(as_named(cohort.own), cohort.replies[0].payloads).double()
         length = own.norm()
