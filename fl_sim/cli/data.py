@@ -147,7 +147,10 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return ``value`` with each text as a single line, because names from files may contain line breaks."""
+    """Return ``value``, for printing, with each text in it as a single line.
+
+    Names from files, such as class names, may contain line breaks.
+    """
     if isinstance(value, str):
         return in_a_line(value)
     if isinstance(value, list):

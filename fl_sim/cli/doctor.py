@@ -85,8 +85,8 @@ def _version(name: str) -> str | None:
 def _installation() -> dict[str, Any]:
     """Return the version of fl-sim, its folder, and a list of problems with the installation.
 
-    One problem: another installed project also has an import package ``fl_sim``, like one project on GitHub. pip then
-    overwrites files of fl-sim with files of that project, or the reverse.
+    An example of a problem: another installed project contains a package with the same import name, ``fl_sim``. Such a
+    project exists on GitHub. pip then overwrites files of one project with files of the other.
     """
     place, problems = Path(fl_sim.__file__).parent, []
     others = sorted({name for name in metadata.packages_distributions().get("fl_sim", []) if name != "fl-sim"})

@@ -170,11 +170,12 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 
 
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
-    """Return (images, distances) for the synthetic feature ``vectors`` of ``run``, and show the progress of the search.
+    """Find an image for each of the synthetic feature ``vectors`` of ``run``, to show them in the report.
 
-    For each vector there is one image with similar features, and the distance of these features from the vector. The
-    search uses only the vectors, the shape of the images and the public feature transform. Raises ValueError if the
-    shape or the transform is unknown, or if ``vectors`` cannot be features of such images.
+    Returns (images, distances). The features of an image are similar to its vector, and the distance states how
+    similar. The search prints its progress. It uses only the vectors, the shape of the images and the public feature
+    transform. Raises ValueError if the shape or the transform is unknown, or if ``vectors`` cannot be features of
+    images of this shape.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 
@@ -198,7 +199,7 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # the search for images begins at the first call
+            searching_since = searching_since or time.monotonic()  # the first call marks the start of the search
             share = done
             bar.update(task, completed=done)
 

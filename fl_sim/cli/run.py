@@ -226,7 +226,7 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
 
 
 def title_of(group: Group) -> str:
-    """Return the title of a group of settings, such as ``algorithm=fedprox``.
+    """Return the title that 'fl-sim settings' prints above a group of settings, such as ``algorithm=fedprox``.
 
     If the group is valid only together with another setting, the title also names that setting.
     """
@@ -340,8 +340,9 @@ def _percent(accuracy: float | None) -> str:
 class _Planned(NamedTuple):
     """The planned runs, and their unfinished hyperparameter searches.
 
-    ``cells``: the folder of all run directories. ``runs``: {name of a run directory: experiment}. ``jobs``: the number
-    of parallel runs. ``settings``: the settings of the table; None for a single run.
+    ``runs``: {name of the run directory: experiment}. ``cells``: the folder with these run directories. ``jobs``: the
+    number of parallel runs. ``settings``: the settings of the table; None for a single run. ``searches``: the
+    unfinished hyperparameter searches.
     """
 
     runs: Mapping[str, Experiment]

@@ -63,9 +63,9 @@ def show_ascent(
 ) -> None:  # fmt: skip
     """Unlearn ``client`` by gradient ascent, and print the measures.
 
-    ``radius``: the ascent stays in a ball around an estimate of the other clients' mean model. ``radius`` is its
-    radius, divided by the mean distance from this estimate to random models. ``rounds``: the number of rounds of the
-    other clients after the ascent.
+    The model stays in a ball around an estimate of the other clients' mean model. ``radius``: the radius of this ball,
+    divided by the mean distance from the estimate to random models. ``rounds``: the number of rounds in which the other
+    clients train after the ascent.
     """
     with importing():
         from fl_sim.threats.gradient_ascent import GradientAscent  # noqa: PLC0415 (slow, only here)
@@ -209,7 +209,10 @@ def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: b
 
 
 def _measured(members: Judged, others: Judged) -> dict[str, Any]:
-    """Return the measures of a membership test as JSON values."""
+    """Return the measures of a membership attack as JSON values, such as the area under its ROC curve.
+
+    ``members``: results for training records of the run. ``others``: results for records that the run did not use.
+    """
     from fl_sim.threats.membership import area_by_loss  # noqa: PLC0415 (slow, only here)
 
     area = area_by_loss(members, others)
@@ -227,7 +230,10 @@ def _rates(members: Judged, others: Judged) -> list[tuple[float, Rate | None]]:
 
 
 def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
-    """Print the true-positive rates, the largest rates that epsilon allows, and the run's privacy statements."""
+    """Print the true-positive rates of a membership attack, and the largest rates that the run's epsilon allows.
+
+    Also print the privacy statements of the run.
+    """
     from fl_sim.threats.membership import most_allowed  # noqa: PLC0415 (slow, only here)
 
     for share, one in _rates(members, others):

@@ -42,10 +42,10 @@ def version_of(features: Features) -> str:
 def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """Replace the images of ``dataset`` by feature vectors of shape (records, numbers), each of L2 norm at most 1.
 
-    Models receive the features divided by ``Dataset.std``. This function sets ``std`` to 1 / sqrt(numbers), so that the
-    divided features have a standard deviation of about 1. ``records``: a digest of all records of ``dataset``, for the
-    name of the cache file. Raises UserError for records that are no images or have an unsuitable size, RunError if the
-    cache file cannot be written.
+    The function sets ``Dataset.std`` to 1 / sqrt(numbers). Models receive the features divided by ``std``, which have a
+    standard deviation of about 1. ``records``: a digest of all records of ``dataset``, for the name of the cache file.
+    Raises UserError for records that are no images or have an unsuitable size, RunError if the cache file cannot be
+    written.
     """
     if features == "none":
         return dataset
@@ -88,7 +88,7 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
         lambda: {part: vectors_of(getattr(dataset, part).inputs, features) for part in _PARTS},
         lambda found: [found[part].shape for part in _PARTS] == shapes and _is_float32(found),
         f"the {features} features of {count:,} images",
-        private=is_own(dataset.name),  # features of the user's own records are as private as the records
+        private=is_own(dataset.name),  # features of the user's own records are private, as the records are
     )
     return made["train"], made["test"]
 

@@ -84,14 +84,17 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _drawn(test_part: TestPart, *, has_domains: bool) -> str:
-    """Describe the random draw of test records, for ``Dataset.note``; empty if no test records are drawn."""
+    """Describe in words how test records are drawn at random, for ``Dataset.note``.
+
+    The result is empty if they are not drawn at random, because there is a folder of test images.
+    """
     of_domains = " of every domain" if has_domains else ""
     drawn = f"{test_part.share:g} of every class{of_domains} is for testing, drawn by test_seed {test_part.seed}"
     return drawn if test_part.share else ""
 
 
 def _order(parts: Sequence[_Part], num_classes: int) -> str:
-    """Describe the order of the classes, for ``Dataset.inferred``."""
+    """Describe in words how the classes and their order were inferred from the folders, for ``Dataset.inferred``."""
     many = parts[-1].domain > 0
     matched = "; test's are matched by name" if parts[-1].is_test and not many else ""
     within = "all domains" if many else parts[0].root.name
@@ -127,7 +130,7 @@ def _domains(path: Path) -> dict[str, Path]:
 
 
 def _with_domains(dataset: Dataset, domains: tuple[str, ...], path: Path) -> Dataset:
-    """Return ``dataset`` with added notes on its ``domains``: their order, sizes, and classes without images."""
+    """Return a copy of ``dataset`` that also describes its ``domains``: their order, sizes, and missing classes."""
     sizes, held = [], []
     for part in (dataset.train, dataset.test):
         assert part.groups is not None

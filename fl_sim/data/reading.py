@@ -420,7 +420,7 @@ def _of_inputs(inputs: NDArray[Any]) -> str:
 
 
 def _combined(digests: Iterable[bytes]) -> bytes:
-    """Combine ``digests`` to one digest that does not depend on their order."""
+    """Combine the ``digests`` of records to one digest that does not depend on the order of the records."""
     total, count = 0, 0
     for digest in digests:
         total, count = total + int.from_bytes(digest), count + 1

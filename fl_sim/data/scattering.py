@@ -280,7 +280,10 @@ def in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
 
 
 def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.complex128]:
-    """Return a Morlet wavelet: a wave of frequency 3 pi / (4 scale) under an elliptic Gaussian, with sum zero."""
+    """Return a Morlet wavelet: a plane wave of frequency 3 pi / (4 ``scale``), multiplied by an elliptic Gaussian.
+
+    A multiple of the Gaussian is subtracted, so that the sum of the wavelet is zero.
+    """
     frequency = 3 / 4 * math.pi / scale * np.array([math.cos(angle), math.sin(angle)])
     wave, envelope = (_gabor(height, width, 0.8 * scale, angle, each) for each in (frequency, 0 * frequency))
     wave -= wave.sum() / envelope.sum() * envelope
@@ -290,9 +293,9 @@ def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.c
 def _gabor(
     height: int, width: int, sigma: float, angle: float, frequency: NDArray[np.float64]
 ) -> NDArray[np.complex128]:
-    """Return the product of a plane wave and a Gaussian, with periodic boundaries.
+    """Return a Gabor function: the product of a plane wave and a Gaussian, with periodic boundaries.
 
-    The Gaussian is twice as wide at right angles to the wave's direction as along this direction.
+    The Gaussian is narrow along the direction of the wave, and twice as wide at right angles to this direction.
     """
     slant = 4 / ORIENTATIONS
     total = np.zeros((height, width), dtype=np.complex128)

@@ -333,9 +333,9 @@ def _note(plan: TablePlan, *, scales: bool) -> str:
 
 
 def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
-    """Return pairs (column, description of its use), for ``Dataset.shown``.
+    """Return pairs (column, description of its use), which the command line shows to the user (``Dataset.shown``).
 
-    Label, client and split come first, then features, then unused columns.
+    The columns of labels, clients and split come first, then features, then unused columns.
     """
     scaled = ", scaled by the mean and deviation of the training records" if scales else ""
     lines = [(plan.roles.label, f"label: {', '.join(plan.classes)}")]
@@ -348,7 +348,10 @@ def _shown(plan: TablePlan, *, scales: bool) -> tuple[tuple[str, str], ...]:
 
 
 def found_by_name(plan: TablePlan, own: OwnName) -> tuple[str, ...]:
-    """Return a line about the columns that were found by their names; empty if the settings name all of them."""
+    """Return a line that tells the user which columns were found by their names, such as a column ``label``.
+
+    The result is empty if the settings name the columns of labels, clients and split.
+    """
     roles = {"label": plan.roles.label, "client": plan.roles.client, "split": plan.roles.split}
     found = [role for role, name in roles.items() if name and not own.option(role)]
     return (f"columns found by their names: {', '.join(found)}",) if found else ()
@@ -398,9 +401,9 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
 
 
 def _fill(rows: Rows, plan: TablePlan) -> None:
-    """Write all records of the tables into the arrays ``rows``. Before the call, these must be zeros.
+    """Write all records of the tables into the arrays ``rows``, which must contain zeros before the call.
 
-    ``rows.kept`` becomes False for the rows that the settings leave out.
+    ``rows.kept`` becomes False for the rows that the setting ``data.missing=drop`` leaves out.
     """
     compute = pyarrow().compute
     first = 0

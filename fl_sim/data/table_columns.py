@@ -69,7 +69,7 @@ class CellPlace:
 
 @dataclass
 class ColumnContent:
-    """The facts about one column that a pass over its cells has found so far.
+    """The facts about one column of a table, collected in one pass over its cells, to infer its type and encoding.
 
     ``declared``: the type that the file declares. ``texts``: the different texts; None if there are more than ``most``.
     ``as_text``: True if numbers in the column are names (postal codes). ``spelling``: the expected notation of numbers.
@@ -96,9 +96,9 @@ class ColumnContent:
     are_dates: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
-        """Update these facts with the next batch of ``cells`` of the column.
+        """Update the facts about the column with its next batch of ``cells``.
 
-        The batch begins after the first ``rows_before`` rows of ``file``.
+        ``rows_before``: the number of rows of ``file`` before this batch.
         """
         compute = pyarrow().compute
         present = cells.is_valid()
@@ -251,7 +251,7 @@ def listed_columns(own: OwnName, key: str, table: TableReader) -> list[str]:
 
 
 def blank_contents(own: OwnName, roles: Roles, table: TableReader) -> dict[str, ColumnContent]:
-    """Return {column: an empty ``ColumnContent``} of all columns that ``survey`` must read."""
+    """Return {column: an empty ``ColumnContent``} for all columns that ``survey`` must read and fill."""
     uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS), (roles.text, 0))
     most = {name: count for name, count in uses if name}
     texts = {*listed_columns(own, "text", table), *own.of_columns("category"), *most}
@@ -487,7 +487,7 @@ def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | N
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Return True if ``numbers`` are the row numbers that follow after ``rows_before`` rows, counted from 0 or 1."""
+    """Return True if ``numbers`` are row numbers that continue after ``rows_before`` rows, counted from 0 or 1."""
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)

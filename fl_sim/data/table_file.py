@@ -321,7 +321,10 @@ def as_number(text: str) -> float | None:
 
 
 def in_order(text: str) -> tuple[float, str]:
-    """Return the sort key of a name: whole numbers come first, by size, then other texts in alphabetical order."""
+    """Return the key by which class and client names are sorted.
+
+    Whole numbers come first, sorted by size, then other texts in alphabetical order.
+    """
     return (float(text), text) if text.isascii() and text.isdigit() else (math.inf, text)
 
 

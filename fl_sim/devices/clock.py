@@ -64,9 +64,9 @@ class Clock:
         return math.exp(jitter * rng(self.seed, "jitter", client, server_round).standard_normal())
 
     def asking_seconds(self, client: int, server_round: int) -> float:
-        """Return the simulated seconds for a download and an evaluation of the model on the client's records.
+        """Return the simulated seconds in which ``client`` downloads the model and evaluates it on its own records.
 
-        The evaluation of a record takes a third of the time of training on it, because it has only a forward pass.
+        The evaluation of a record takes a third of the time of training, because there is only a forward pass.
         """
         fleet, (traffic, work), size = self.fleet, self.load_of(client), int(self.sizes[client])
         taken = float(traffic.down / fleet.download[client] + size * work * fleet.record_seconds[client] / 3)
@@ -75,8 +75,8 @@ class Clock:
     def steps_within(self, client: int, server_round: int, seconds: float) -> int | None:
         """Return the number of local steps of ``client`` that fit into ``seconds``, including download and upload.
 
-        Return None if the time is too short for one step. A client without records needs time for download and upload
-        only.
+        Return None if the time is too short for one step. A client without records makes no step: the result is 0 if
+        ``seconds`` are enough for download and upload.
         """
         steps = range(min(1, self.steps(client)), self.steps(client) + 1)
         fitting = bisect.bisect_right(steps, seconds, key=lambda some: self.seconds(client, server_round, some))
@@ -157,9 +157,9 @@ class ClientTurn:
 class ServerStep:
     """One step of the server in asynchronous training. The server merges the updates of several clients into the model.
 
-    ``number``: the number of the step, counted from 1. ``arrived``: the turns whose updates are merged, in the order of
-    arrival. ``num_started``: the number of turns that started since the previous step. ``seconds``: the simulated
-    seconds since the previous step.
+    ``number``: the number of the step, counted from 1. ``arrived``: the clients' turns whose updates are merged, in the
+    order of arrival. ``num_started``: the number of turns that started since the previous step. ``seconds``: the
+    simulated seconds since the previous step.
     """
 
     number: int

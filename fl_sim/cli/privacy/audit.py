@@ -53,9 +53,9 @@ _SEED: Final = 0
 class Finding:
     """The result of the audit of one mechanism: the real mechanism, or a mechanism with a planted fault.
 
-    ``mechanism``: the name of the mechanism. ``profile``: lower bounds of delta at several epsilons, and the claimed
-    deltas. ``calibration``: {statistical test of the distribution of the noise: p-value of the test}; empty if there
-    was no test.
+    ``mechanism``: the name of the mechanism. ``profile``: for several epsilons, the claimed delta and the lower bound
+    on delta that the audit proved. ``calibration``: {name of a statistical test of the noise's distribution: its
+    p-value}; empty if the noise was not tested.
     """
 
     mechanism: str
@@ -71,9 +71,9 @@ class Finding:
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
     """Audit the real aggregator with ``noise_multiplier``, and its variants with planted faults.
 
-    A faulty variant is tested against the claimed guarantee of the real mechanism. ``num_runs``: the number of runs
-    with the audited client, and also the number of runs without it. ``only``: the name of a single mechanism to audit;
-    None: all mechanisms.
+    The audit compares many runs with the audited client and many runs without it. A faulty variant is tested against
+    the guarantee that the real mechanism claims. ``num_runs``: the number of runs with the audited client, and also of
+    runs without it. ``only``: the name of a single mechanism to audit; None: all mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
@@ -157,12 +157,12 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism}: the real sampling from secret random numbers, and faulty sampling from a public seed.
+    """Return {name: mechanism} for the audit of cohort sampling.
 
-    A mechanism returns the test statistic of an auditor who knows the public seed. The auditor samples each cohort from
-    this seed, and uses only the rounds whose cohort contains the audited client. For each of these rounds, the auditor
-    computes a log likelihood ratio: how likely is the published noisy sum with the audited client, and how likely is it
-    without this client? The test statistic is the sum of these ratios.
+    The real mechanism samples cohorts from secret random numbers. The faulty one samples them from a public seed. The
+    auditor tries this seed: which rounds would have the audited client in the cohort? For each of these rounds, the
+    auditor computes a log likelihood ratio: how likely is the published noisy sum with the audited client, and how
+    likely is it without this client? A mechanism returns the sum of these ratios.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)
@@ -189,10 +189,10 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def _world(world: World, run: int) -> Cohort:
-    """Return the cohort of one round: with the audited client if ``world`` is 1, without it if ``world`` is 0.
+    """Return the cohort of one audited round: with the audited client if ``world`` is 1, without it if ``world`` is 0.
 
-    The update of the audited client is large in all parameters. A second client, whose update is zero, is always in the
-    cohort.
+    This is the worst case for privacy: the update of the audited client is large in all parameters, and the only other
+    client in the cohort has the update zero.
     """
     bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
     audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)

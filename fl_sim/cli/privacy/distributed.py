@@ -13,9 +13,10 @@ from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, roun
 class SumsRequest:
     """The quantities of a privacy plan for secure aggregation, without a trusted server.
 
-    ``grid``: the settings of the rounding grid for updates; its noise multiplier is ignored. ``noise``: the noise
-    multiplier. ``target``: the largest allowed epsilon. At most one of ``noise``, ``rounds`` and ``target`` may be
-    None. ``dropped``: the number of clients that drop out in each round.
+    ``grid``: the number of clients, and the settings by which updates are clipped and rounded to a grid. The noise
+    multiplier in ``grid`` is ignored. ``noise``: the noise multiplier. ``target``: the largest allowed epsilon. At most
+    one of ``noise``, ``rounds`` and ``target`` may be None. ``dropped``: the number of clients that drop out in each
+    round.
     """
 
     grid: SumGrid

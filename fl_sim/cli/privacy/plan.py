@@ -71,7 +71,10 @@ class Sampling:
 
 
 class PlannedReleases(Protocol):
-    """The interface of planned releases, such as the steps of DP-SGD or the rounds of Global DP."""
+    """The interface of releases whose privacy is planned, such as the steps of DP-SGD or the rounds of Global DP.
+
+    In this module, a step is one release of a noisy sum: a step of DP-SGD, or a round of the other methods.
+    """
 
     @property
     def unit(self) -> str:
