@@ -90,7 +90,10 @@ def as_cell(text: str) -> str:
 
 
 def _middle_cut(message: str) -> str:
-    """Return ``message``. If a word or the whole message is too long, its middle is replaced by "..."."""
+    """Return ``message`` for the user, with "..." in the middle of any word that is too long.
+
+    If the whole message is too long, its middle is also replaced by "...".
+    """
     half = MOST_OF_A_WORD // 2
     text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

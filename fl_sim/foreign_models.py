@@ -41,16 +41,16 @@ class ModelSource(Protocol):
         ...
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files with the model's own weights; empty for random weights.
+        """Return the paths of the files with the model's own weights; empty if the model has random weights.
 
-        A run stores a digest of these files.
+        A run stores a digest of these files, to detect later changes.
         """
         ...
 
     def weights(self) -> Params:
-        """Return the model's own weights, with the same names as the parameters of the model that ``build`` returns.
+        """Return the model's own weights, such as pretrained weights, under the names of its parameters.
 
-        The result is empty for random weights.
+        The result is empty if the model has random weights.
         """
         ...
 
@@ -138,9 +138,10 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
 class _Ids:
     """A hook that converts records of tokens to ids and an attention mask: 1 for tokens, 0 for padding.
 
-    ``padding``: the model's id for padding; None if it has none. Records use 0 for padding. If the model uses 0, too,
-    ids and tokens are equal. Otherwise token i + 1 of a record becomes id i (fl_sim.data.tokens). ``has_mask``: True if
-    the model takes a mask. The hook then also removes the padding that follows the longest record of the batch.
+    ``padding``: the model's id for padding; None if it has none. Records use 0 for padding. If the model's id for
+    padding is 0, too, ids and tokens are equal. Otherwise token i + 1 of a record becomes id i (fl_sim.data.tokens).
+    ``has_mask``: True if the model takes a mask. In this case, the hook also cuts the batch to the length of its
+    longest record.
     """
 
     padding: int | None
@@ -148,7 +149,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # a call with keyword arguments only comes from the model's own code, and stays unchanged
+        if not given:  # a call with only keyword arguments is by the model's own code, and stays unchanged
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
@@ -171,7 +172,10 @@ class _Logits:
 
 
 def _parts(output: Any) -> dict[str | int, Any]:
-    """Return the values in a mapping, a list or a tuple as {name or index: value}; empty for any other output."""
+    """Return the values in a model's output, a mapping, list or tuple, as {name or index: value}.
+
+    For any other output, the result is empty.
+    """
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, tuple) and hasattr(output, "_asdict"):

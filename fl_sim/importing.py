@@ -14,7 +14,7 @@ _EXCLUDED: Final = Event()
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection for imports in this ``with`` block, and exclude the imported objects from it later.
+    """Disable garbage collection in this ``with`` block. Later collections leave out the objects imported in it.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
     objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).

@@ -70,7 +70,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TableResult:
-    """The result of a table: the ``table`` with its finished cells, and the ``directory`` of the table and its runs."""
+    """The result of a grid of experiments: the ``table`` of finished cells, and the ``directory`` with all runs."""
 
     directory: Path
     table: "Table" = field(repr=False)
@@ -230,7 +230,7 @@ def table(
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), RESULTS / name if out is None else Path(out)
     board = TableState(settings, plan_table(settings, root))
-    with suppress(TimeIsUp):  # after the time limit, the function returns the table with the cells finished so far
+    with suppress(TimeIsUp):  # the time limit has passed: the cells finished so far are returned
         fill(board, directory, jobs, root, deadline=deadline, progress=progress, tracking=tracking, again=again)
     return TableResult(directory, conclude(board, directory)[0])
 
@@ -275,7 +275,7 @@ def _data_root(given: str | Path | None) -> Path | None:
 
 
 def _without_objects(value: Any) -> Any:
-    """Return ``value``, a part of a table's plan, with each settings object converted to a dict, as in a TOML file."""
+    """Return a table's plan, or a part of it, with each settings object converted to a dict, as in a TOML file."""
     if isinstance(value, Mapping):
         return {key: _without_objects(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):

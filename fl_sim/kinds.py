@@ -201,9 +201,9 @@ class Completing(Protocol):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return ``given``, the user's values for the fields of this class, with the missing values computed.
+        """Return values for the fields of this class: the user's values ``given``, and the computed missing values.
 
-        ``made``: a function that takes values for the fields of this class, and returns the whole experiment with them.
+        ``made``: a function that takes values for these fields, and returns the whole experiment with these values.
         Raises UserError if no value is possible.
         """
 
@@ -263,12 +263,12 @@ class Promising(Protocol):
 
 @runtime_checkable
 class Withstanding(Protocol):
-    """A private settings class whose guarantee for honest clients does not depend on the messages of other clients."""
+    """A settings class whose privacy guarantee for honest clients holds whatever other clients send."""
 
     def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
-        """Raise ValueError if the guarantee would not hold under ``attack``, the name of an attack.
+        """Raise ValueError if the privacy guarantee would not hold during the attack with the name ``attack``.
 
-        ``sees_honest``: True if the attack computes forged updates from the updates of honest clients.
+        ``sees_honest``: True if attackers compute their forged updates from the updates of honest clients.
         """
 
     def despite_hostile(self) -> str:
@@ -277,24 +277,24 @@ class Withstanding(Protocol):
 
 @runtime_checkable
 class Supplying(Protocol):
-    """A settings class of a stage that makes training records, such as synthetic records, for clients or the server."""
+    """A settings class of a stage before round 1 that makes training records, such as synthetic records."""
 
     @property
     def replaces_records(self) -> bool:
-        """True if clients train only on the supplied records, not on their own records."""
+        """True if clients train only on the records that the stage makes, and not on their own records."""
 
     @property
     def supplies_rounds(self) -> bool:
-        """True if clients train on the supplied records in rounds; False if only the server trains on these records."""
+        """True if clients train in the rounds on the records that the stage makes; False if only the server does."""
 
 
 @runtime_checkable
 class UsingPool(Protocol):
-    """A settings class whose server may learn from the synthetic records that the stage before the rounds supplies."""
+    """A settings class whose server may learn from the synthetic records that a stage before round 1 makes."""
 
     @property
     def uses_pool(self) -> bool:
-        """True if the server learns from the supplied synthetic records."""
+        """True if the server learns from the synthetic records of the stage before round 1."""
 
 
 @runtime_checkable
@@ -307,7 +307,7 @@ class SettingAside(Protocol):
 
 
 def replaces_records(kind: object) -> bool:
-    """Return True if clients train only on records that the stage ``kind`` gives them, not on their own records."""
+    """Return True if clients train only on records from the stage before round 1, and not on their own records."""
     return isinstance(kind, Supplying) and kind.replaces_records
 
 
@@ -319,7 +319,7 @@ class Captioned(Protocol):
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
         """Return captions for the table, one sentence each. ``chosen``: the objects of this class in the table's runs.
 
-        ``values``: a function that lists the different values of one field in a text.
+        ``values``: a function that takes the values of one field in all runs, and lists the different ones as text.
         """
 
 
@@ -328,10 +328,10 @@ class Choosing(Protocol):
     """The marker of a settings field whose value is an object of one of several settings classes (``OneOf``)."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
-        """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``."""
+        """Return fl-sim's own settings classes for the field with this ``annotation``, as {name: class}."""
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose for the field with this ``annotation``."""
+        """Return the names of settings classes that a user may choose for a field with this ``annotation``."""
 
 
 @runtime_checkable
@@ -345,10 +345,10 @@ class Computing(Protocol):
 
 
 def hides_clients(aggregator: object) -> bool:
-    """Return True if ``aggregator`` promises privacy, and so hides which clients take part and which have records.
+    """Return True if ``aggregator`` promises privacy for clients: nobody may learn which of them have records.
 
-    A client without records then sends zeros, even if it could train on synthetic records. The mean includes these
-    zeros.
+    A client without records then sends zeros, even if it could train on synthetic records. The mean of the updates
+    includes these zeros.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 
@@ -369,7 +369,7 @@ def path_in(kind: type, name: str) -> str:
 
 
 def off(setting: str, instead: str) -> str:
-    """Return a warning for the user about a setting without effect. ``instead``: the real behaviour, as a sentence.
+    """Return a warning for the user: a setting has no effect. ``instead``: a sentence about what happens instead.
 
     >>> off("algorithm.mu=0", "the run is one of fedavg")
     'algorithm.mu=0 has no effect: the run is one of fedavg'

@@ -131,12 +131,13 @@ class Ascent:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A contrastive term: features move towards the received model's features, away from another model's (MOON, eq. 3).
+    """MOON's contrastive loss term: it compares the features of three models (Li et al. 2021, eq. 3).
 
-    The features z of a record are the inputs of the last linear layer, flattened. The term adds ``weight`` *
-    softplus((cos(z, z of ``previous``) - cos(z, z of the received model)) / ``temperature``), the mean over the batch.
-    Only z of the trained model is differentiated. A vector of zeros has no direction: its cosines and its gradient are
-    0.
+    The term moves the trained model's features towards those of the received model, and away from those of the model
+    ``previous``, such as the client's model of its last round. The features z of a record are the inputs of the last
+    linear layer, flattened. The term adds ``weight`` * softplus((cos(z, z of ``previous``) - cos(z, z of the received
+    model)) / ``temperature``), the mean over the batch. Only z of the trained model is differentiated. A vector of
+    zeros has no direction: its cosines and its gradient are 0.
     """
 
     weight: float
@@ -175,7 +176,7 @@ class Phase:
 
 
 class NoiseSource(Protocol):
-    """The interface of a client's secret random numbers in one round (``fl_sim.privacy.mechanisms.Noise``)."""
+    """The interface of the source of a client's secret random numbers (``fl_sim.privacy.mechanisms.Noise``)."""
 
     @property
     def key(self) -> bytes:
@@ -188,10 +189,13 @@ class NoiseSource(Protocol):
     def taking_part(
         self, count: int, sampling_rate: float, *, purpose: str, server_round: int
     ) -> npt.NDArray[np.bool_]:
-        """Return the mask of the records that Poisson sampling draws, shape (``count``,)."""
+        """Draw a batch from ``count`` records by Poisson sampling, and return its mask, shape (``count``,)."""
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> npt.NDArray[np.float64]:
-        """Return ``count`` independent N(0, std^2) numbers, each an integer multiple of the rounding grid's step."""
+        """Return ``count`` independent random numbers from N(0, std^2), rounded to multiples of a step.
+
+        The results are whole numbers: the unit is this step, ``fl_sim.privacy.mechanisms.grid_spacing(std)``.
+        """
 
 
 @dataclass(frozen=True)
@@ -224,18 +228,19 @@ class LocalPlan:
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
-    The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step:
-    w <- w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a step
+    The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step: w <-
+    w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a step
     changes no parameter, and the norm of a gradient leaves these numbers out. ``momentum_buffers``: the initial
     momentum buffers. ``class_features``: True requests ``Trained.feature_sums``. ``trained``: the names of the
-    parameters that local steps change, None for all. All other parameters are frozen and left out of norms.
-    ``phases``: parts of the training, one after another, in place of the setting ``local.epochs``. The anchor of a
-    phase is the model at the beginning of the phase. ``private``: makes the steps private for each record; all other
-    fields then act on the noisy gradient. A term of strength 0 (``weight``, ``radius``, ``share``) is left out. A
-    trainer that does not support a field in use passes the client to another trainer.
+    parameters that local steps change, None for all. All other parameters are frozen and left out of norms. ``phases``:
+    parts of the training, one after another, in place of the setting ``local.epochs``. In each phase, the anchor is the
+    model at the beginning of this phase. ``private``: makes the steps private for each record. In this case, all other
+    fields act on the noisy gradient. A term of strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer
+    that does not support a field in use passes the client to another trainer.
 
-    Raises UserError for a shift or a scale together with ``mix``. They would correct logits by the client's own label
-    counts. The averaged record with which a batch is mixed may come from another client and have other classes.
+    Raises UserError for a shift or a scale of logits together with ``mix``. The shift corrects logits by the client's
+    own label counts. But with ``mix``, the averaged record in a batch may come from another client and have other
+    classes.
     """
 
     gradient_offset: Params | None = None
@@ -268,7 +273,7 @@ class LocalPlan:
 
     @cached_property
     def in_use(self) -> frozenset[str]:
-        """Return the names of the fields that differ from their defaults (``fields_in_use``)."""
+        """Return the names of the fields that differ from their defaults; a trainer must support these fields."""
         kind: Any = type(self)
         used, held = [], vars(self)
         # most values are the default object itself, so ``is``, which is fast, is tried before ``==``

@@ -14,7 +14,7 @@ MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600
 
 
 def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ' (did you mean ...?)' with the valid name that is most similar to ``name``; empty if none is similar.
+    """Return a hint, " (did you mean 'x'?)", with the most similar of the valid names; empty if none is similar.
 
     Case, hyphens and underscores do not count: MNIST is close to mnist, and CIFAR-10 to cifar10.
     """
@@ -40,7 +40,7 @@ def explain(error: ValidationError, settings: type, what: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return ``text``, a quoted value, with its middle cut out if it is far longer than any setting."""
+    """Return ``text``, a value to quote in a message. The middle of a very long text is replaced by "..."."""
     return _middle_cut(text, MOST_OF_A_VALUE)
 
 
@@ -74,10 +74,11 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
-    """Return the path of keys to a mistake, as the user wrote them, and the settings class with the last key.
+    """Return the keys that lead to a mistake, as the user wrote them, and the settings class with the last key.
 
-    ``location``: the location of the mistake, as pydantic returns it. For a field with several classes, pydantic's
-    location also contains the name of the chosen class, which the user did not write as a key. So it is removed.
+    ``location``: the location of the mistake, as pydantic returns it. If a field may be one of several classes,
+    pydantic's location also contains the name of the chosen class. The user did not write this name as a key, so it is
+    removed.
     """
     path: list[str] = []
     parts = iter(location)

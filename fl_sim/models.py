@@ -165,9 +165,9 @@ def build(
 
     Initial weights depend only on ``seed``. ``vocabulary``: if above 0, records are sequences of token ids below this
     number. ``trial``: two records, on which a model of the user or of a library is tested. ``prepare``: a function that
-    changes the new model in place. A model of a library is tested only once for all functions that compare equal, so
-    equal functions must make the same change. Raises UserError for an unknown name, and for a model that fails the
-    test. If ``batch_norm`` is set, raises UserError for a model without BatchNorm layers.
+    changes the new model in place. A model of a library is tested once for all functions ``prepare`` that compare
+    equal, so equal functions must make the same change. Raises UserError for an unknown name, and for a model that
+    fails the test. If ``batch_norm`` is set, raises UserError for a model without BatchNorm layers.
     """
     own = None
     if ":" in name:
@@ -197,7 +197,7 @@ def build(
 def is_tried(
     name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm, vocabulary: int, prepare: Prepare
 ) -> bool:
-    """Return True if ``build`` has already tested this model of a library in this process, with any seed."""
+    """Return True if this process has already built and tested this model of a library, with any seed."""
     source = source_of(name)
     return source is not None and (source, input_shape, num_classes, batch_norm, vocabulary, prepare) in _TRIED
 
@@ -367,9 +367,9 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 
 
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
-    """Return the logits of the two records ``trial`` in training mode. If the model computes its loss, return losses.
+    """Return the model's logits for the two records ``trial``, in training mode.
 
-    Every call gives all random generators the same seed.
+    If the model computes its loss itself, return the losses. Every call seeds all random generators alike.
     """
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
@@ -417,7 +417,10 @@ def _check_logits(path: str, logits: Any, shape: tuple[int, ...]) -> None:
 
 
 def _check_again(path: str, model: nn.Module, trial: torch.Tensor, logits: torch.Tensor) -> None:
-    """Raise UserError if a second call returns other ``logits`` for the same records."""
+    """Raise UserError if the model returns other logits in a second call with the same records and seeds.
+
+    ``logits``: the result of the first call.
+    """
     if not torch.equal(logits, _logits(path, model, trial)):
         raise UserError(
             f"model {path!r} returned different logits for the same records in a second call, with the generators of "
@@ -446,9 +449,9 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError if a buffer depends on the seed, because clients would then build models with different buffers.
+    """Raise UserError if a buffer of the model depends on the seed: buffers are not sent, so clients would differ.
 
-    ``before``: the buffers of a model. ``other``: the same model, built with another seed.
+    ``before``: the buffers of the model. ``other``: the same model, built with another seed.
     """
     for name, buffer in other.named_buffers():
         if name not in before or not torch.equal(buffer, before[name]):

@@ -1,6 +1,6 @@
-"""Narrow models: models with fewer channels in every layer.
+"""Narrow models: copies of a model with fewer channels in every layer, for clients with less memory.
 
-The parameters of a narrow model are parts of the whole model's parameters.
+The parameters of a narrow model are slices of the whole model's parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScaledConv2d(_Scaled, nn.Conv2d):
 
 
 def check_narrowable(model: nn.Module) -> None:
-    """Raise UserError if no narrow model can be made from ``model``. The message names the layer that prevents this."""
+    """Raise UserError if no narrow model can be made from ``model``. The message names an unsupported layer."""
     for name, module in model.named_modules():
         kind = type(module)
         is_known = kind in {nn.Sequential, ResidualBlock, nn.Linear, nn.GroupNorm, *_PASSED}
@@ -108,7 +108,7 @@ def cut(params: Params, places: Places) -> Params:
 
 @lru_cache(maxsize=64)
 def places_of(layout: Layout, width: float, first: int = 0) -> Places:
-    """Return {name: indices}: the places of a narrow model's parameters in the whole model's parameters.
+    """Return {name: indices}: where the parameters of a narrow model are in the whole model's parameters.
 
     ``layout``: names and shapes of the whole model's parameters. ``width``: the share of channels that the narrow model
     has, in (0, 1]. Let K be the number of a layer's channels, numbered from 0. The narrow model has ceil(``width`` * K)
@@ -126,7 +126,7 @@ def places_of(layout: Layout, width: float, first: int = 0) -> Places:
             continue
         inputs = torch.arange(shape[1])
         if last:  # the first layer keeps all its inputs
-            # each: how many inputs of this layer come from one channel of the layer before it
+            # ``each``: the number of inputs of this layer that one channel of the previous layer provides
             each = 1 if len(shape) > 2 else shape[1] // last
             inputs = (_channels(shape[1] // each, width, first)[:, None] * each + torch.arange(each)).flatten()
         places[name] = (outputs[:, None], inputs[None, :])

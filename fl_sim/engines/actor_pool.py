@@ -65,10 +65,10 @@ class Worker:
     """A Ray actor with its node and its measured speed.
 
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
-    calls, in the order of the actor's answers. ``has``: the IDs of the message contents that the actor received with
-    its last call and still stores. ``is_warm``: True after the first answered call; that call also loads the data.
-    ``since``: the time of the actor's start. It becomes infinite when the user is warned of a slow start, so that there
-    is only one warning.
+    calls, in the order in which the actor answers them. ``has``: the IDs of the message contents that the actor
+    received with its last call and still stores. ``is_warm``: True after the first answered call; that call also loads
+    the data. ``since``: the time of the actor's start. If the start takes too long, the user gets one warning, and
+    ``since`` becomes infinite, so that no second warning follows.
     """
 
     actor: Any
@@ -82,17 +82,16 @@ class Worker:
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
         """Return the message contents to send with the next call, as {ID: content}.
 
-        A content that the actor still stores is replaced by None. An actor stores only the contents of its last call.
+        None replaces a content that the actor still stores. An actor stores only the contents of its last call.
         """
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
         return sent
 
     def took(self, seconds: float, steps: int) -> None:
-        """Update ``step_seconds`` by the duration of a call in seconds and its number of steps.
+        """Update ``step_seconds`` after a call that took ``seconds`` for ``steps`` minibatch steps.
 
-        The first call also loads the data, so its duration is ignored. Otherwise the worker would seem too slow for
-        another batch.
+        The first call is ignored, because it also loads the data: the worker would seem too slow for another batch.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -110,10 +109,11 @@ class Worker:
 class ActorPool:
     """All workers of a ``RayGrid``: the list ``ready`` and the mapping ``starting`` ({start call: worker}).
 
-    ``arguments``: references to encrypted values, for ``CheckedActor.start``. ``most``: the largest allowed number of
-    workers. ``modules``: names of the user's own modules; a node with another version of a module is refused.
-    ``is_own``: True if this run started Ray. ``is_remote``: True if nodes are other machines; such nodes may join and
-    leave, and their versions are checked. ``say``: prints a message about nodes to the user.
+    ``arguments``: the arguments with which each actor starts (``CheckedActor.start``), as Ray references to encrypted
+    values. ``most``: the largest allowed number of workers. ``modules``: names of the user's own modules; a node with
+    another version of a module is refused. ``is_own``: True if this run started Ray. ``is_remote``: True if nodes are
+    other machines. Such nodes may join and leave, and the versions of their software are checked. ``say``: prints a
+    message about nodes to the user.
     """
 
     resources: RayResources
@@ -142,7 +142,7 @@ class ActorPool:
         return {call: worker for worker in self.ready for call in worker.calls}
 
     def update(self, wanted: int) -> list[Any]:
-        """Update the list of nodes, and start workers until there are ``wanted``.
+        """Update the list of nodes, and start workers until the pool has ``wanted`` workers.
 
         Returns the unfinished calls of workers whose node has left the cluster.
         """
@@ -192,7 +192,7 @@ class ActorPool:
     def check_has_workers(self) -> None:
         """Raise RunError if the pool has no worker at the deadline of a round.
 
-        Then the cluster caused the timeout, not a client.
+        In this case no client caused the timeout: the cluster had no node for the clients.
         """
         if not self.workers:
             raise RunError(
@@ -201,9 +201,9 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Process the answer to a worker's start call or version check.
+        """Process the answer of a worker that starts: first the versions on its node, then that it is ready.
 
-        Returns the reason if no worker can start on the node, else an empty string.
+        Returns an empty string, or the reason why no worker can start on the node.
         """
         worker = self.starting.pop(call)
         try:
@@ -235,7 +235,7 @@ class ActorPool:
         """
         worker.kill()
         self.ready = [one for one in self.ready if one is not worker]
-        # A node that accepts no connection is lost; Ray itself detects this only later.
+        # if a node accepts no connection, the node is lost; Ray itself detects this only later
         if not self.is_remote or is_there(f"{worker.node.host}:{worker.node.port}"):
             return None
         return self._forget(worker.node)
@@ -273,7 +273,7 @@ class ActorPool:
         if not self.is_own:
             direct = DIRECT if self.is_remote else {}
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **direct, "PYTHONPATH": import_path()}}
-        # A second thread of the actor can report its finished replies while a client hangs.
+        # The actor has a second thread, which can report the finished replies while a client hangs in the first thread.
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(CheckedActor)
         worker = Worker(actor_class.options(**options).remote(), node)
@@ -331,7 +331,7 @@ def sources_of(modules: Iterable[str]) -> dict[str, bytes]:
 
 
 def _room(there: dict[str, float], resources: RayResources) -> int:
-    """Return the number of actors that fit on a node if all its processors and GPUs are free.
+    """Return the number of actors that fit on a node if all processors and GPUs of the node are free.
 
     ``there``: the resources of the node, as Ray reports them.
     """

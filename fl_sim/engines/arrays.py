@@ -54,7 +54,7 @@ class TensorArray(Array):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Return the pickled form of this array: its shape and a buffer of numbers.
 
-        Below protocol 5, return a plain Array.
+        For a pickle protocol below 5, which has no buffers, return the pickled form of a plain Array.
         """
         if protocol.__index__() < 5:
             return Array, (self.dtype, self.shape, self.stype, self.data)
@@ -111,8 +111,8 @@ def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]
 def num_bytes(content: RecordDict) -> int:
     """Return the total size in bytes of the arrays in a message, each in the format of numpy.save.
 
-    A float32 number takes 4 bytes, and each group of tensors has a header of 128 bytes. Names, settings and the rest of
-    Flower's message format are not counted.
+    A float32 number takes 4 bytes, and each array has a header of 128 bytes. Names, settings and the rest of Flower's
+    message format are not counted.
     """
     return sum(sum(map(array_bytes, group.values())) for group in content.values() if isinstance(group, ArrayRecord))
 
@@ -150,7 +150,10 @@ def read_group(record: object, layout: Layout) -> Params:
 
 
 def packed_record(packed: Packed) -> ArrayRecord:
-    """Convert a compressed group of tensors to an ArrayRecord with at most two arrays: float32 numbers, packed bits."""
+    """Convert a compressed group of tensors to an ArrayRecord: one array of float32 numbers, and one of packed bits.
+
+    An empty array is left out.
+    """
     record = ArrayRecord()
     if len(packed.numbers):
         record[_NUMBERS] = TensorArray(packed.numbers)
@@ -160,7 +163,7 @@ def packed_record(packed: Packed) -> ArrayRecord:
 
 
 def read_packed(record: object, size: Size) -> Packed:
-    """Return the compressed group of tensors in an ArrayRecord. Raises Malformed if its size differs from ``size``."""
+    """Return the compressed group of tensors in an ArrayRecord. Raises Malformed if the arrays differ from ``size``."""
     names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
     if not isinstance(record, ArrayRecord) or set(record) != names:
         raise Malformed("sent a compressed update with other arrays than expected")
@@ -205,7 +208,7 @@ def whole_number(value: object, largest: int, what: str) -> int:
 
 
 def _arrived(shape: tuple[int, ...], numbers: bytes | bytearray | NDArray[Any]) -> TensorArray:
-    """Return a TensorArray of unpickled numbers. Read-only numbers, such as numbers in Ray's memory, are copied."""
+    """Rebuild a TensorArray when it is unpickled. Read-only numbers, such as numbers in Ray's memory, are copied."""
     values = np.frombuffer(numbers, np.float32).reshape(shape)
     return TensorArray(torch.from_numpy(values if values.flags.writeable else values.copy()))
 

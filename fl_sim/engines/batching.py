@@ -36,7 +36,7 @@ FIRST_NODE_ID: Final = 1000  # the node ids 0 and 1 mean the server
 STEPS_AT_A_TIME = 16
 """The number of minibatch steps in a batch of messages. Such a batch takes far longer than its fixed overhead."""
 
-_FIRST_STEPS = 4  # minibatch steps in the first batch; each further batch has 4 steps more, up to ``STEPS_AT_A_TIME``
+_FIRST_STEPS = 4  # minibatch steps in the first batch of a round; each next batch has 4 more, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 """Bounds in seconds of the estimated duration of a batch of messages. The fixed time for a call is only 4 ms."""
@@ -47,7 +47,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # a time in seconds that is shorter than any step, against a division by zero
+_TINY = 1e-9  # seconds: shorter times of a step are set to this value, against a division by zero
 
 Call = TypeVar("Call")
 
@@ -59,9 +59,10 @@ class ClientBatching:
     ``handler``: a function that is called once in every process and returns the batch handler of that process.
     ``steps``: each client's number of minibatch steps in a round; the client ID is the index. ``stack``: the number of
     clients that are trained as one computation. If it is above 1, each batch is one such stack. If it is 1, clients are
-    added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: for a
-    batch with fewer steps, a further thread would cost more time than it saves. ``most_clients``: the largest number of
-    clients in a batch. It limits the memory, because the models of all clients of a batch are in memory at once.
+    added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: the
+    smallest number of minibatch steps for which a thread of its own saves time. ``most_clients``: the largest number of
+    clients in a batch. This number limits the memory, because the models of all clients of a batch are in memory at
+    once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -84,8 +85,8 @@ class ClientBatching:
     def batches(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
         """Return the messages of a round divided into batches for ``workers`` workers; the result is deterministic.
 
-        The last batches are smaller, so that all workers finish at about the same time. The first batches are small,
-        too, because in one process the workers can prepare their first batches only one after another.
+        The last batches are small, so that all workers finish at about the same time. The first batches are small, too:
+        in one process, workers prepare batches one after another, and small batches let each worker start early.
         """
         ordered = self.ordered(messages)
         if self.stack > 1:
@@ -135,9 +136,9 @@ class Exchange(Generic[Call]):
     """The messages of one exchange over several workers, and the replies so far.
 
     ``fresh``: the messages that no worker has received yet. ``running``: the batch of every unfinished call; ``begin``
-    adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that a message
-    asks for, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order, because the
-    rounding of a result depends on the clients in its batch.
+    adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that the answer
+    to a message takes, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order,
+    because the rounding of a result depends on the clients in its batch.
 
     If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each as a batch of its
     own, to find the client that kills its worker. Running a client twice is safe, since client states are keyed by
@@ -217,10 +218,11 @@ class Exchange(Generic[Call]):
         return message
 
     def _is_too_slow(self, mine: float, first: int, others: Sequence[float]) -> bool:
-        """Return True if this worker would finish one batch only after all other workers have finished all messages.
+        """Return True if the other workers would finish all messages before this worker finishes one batch.
 
-        ``mine``: this worker's seconds for the batch; ``first``: the steps of the batch; ``others``: seconds per step
-        of the other workers. The progress of running batches is unknown: they count with all their steps.
+        Such a worker gets no batch. ``mine``: this worker's seconds for the batch. ``first``: the number of steps in
+        the batch. ``others``: seconds per step of the other workers. The progress of running batches is unknown, so all
+        steps of these batches count as unfinished.
         """
         known = [seconds for seconds in others if seconds < math.inf]
         if not known or mine == math.inf:
@@ -229,7 +231,7 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Register the call ``call``, in which a worker now answers ``batch``, and count the batch's steps."""
+        """Store ``batch`` as the batch that a worker answers in the call ``call``, and count its minibatch steps."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 
@@ -245,8 +247,8 @@ class Exchange(Generic[Call]):
     def worker_died(self, call: Call, reason: str) -> None:
         """Schedule the messages of a dead worker's batch once more, each as a batch of its own.
 
-        A message whose worker died for the second time gets an error reply with ``reason``. After ``MAX_DEATHS`` dead
-        workers all messages are given up.
+        If a message has now cost two workers, it gets an error reply with ``reason`` instead. After ``MAX_DEATHS`` dead
+        workers, all waiting messages get an error reply.
         """
         self._deaths += 1
         for message in self._end(call):
@@ -273,9 +275,9 @@ class Exchange(Generic[Call]):
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
         """Answer all messages that are unfinished after ``timeout`` seconds with error replies.
 
-        A client that hangs gets an error reply with its state. A client that waited for a hanging client gets an error
-        reply with the ID of the hanging client. ``progress``: the replies so far, for every running call whose worker
-        still responds.
+        For a client that hangs, the error says whether the client was training or its worker was stuck. For a client
+        that waited for a hanging client, the error has the ID of the hanging client. ``progress``: the replies so far,
+        for every running call whose worker still responds.
         """
         late, hanging = f"no answer within {timeout:g} s", []
         for call, batch in self.running.items():

@@ -101,10 +101,10 @@ class LocalGrid(Grid):
 
 @dataclass(frozen=True)
 class Groups:
-    """The settings of client tasks that one computation executes for several clients.
+    """The settings of client tasks in which several clients are computed at once, as one batch.
 
-    ``tasks``: the names of these tasks. ``handler``: the function that answers a batch. ``threads``: the number of
-    threads that are reserved for these tasks.
+    ``tasks``: the names of these tasks. ``handler``: the function that answers the messages of a batch. ``threads``:
+    the number of threads that are reserved for these tasks.
     """
 
     tasks: frozenset[str]
@@ -116,7 +116,7 @@ class Groups:
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
-        """Divide the messages of an exchange into batches of 3 to 10 clients, if possible at least one per thread."""
+        """Divide the messages of an exchange into batches of 3 to 10 clients, if possible one or more per thread."""
         size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
         return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 
@@ -126,9 +126,9 @@ class InProcessGrid(LocalGrid):
 
     ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
     other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
-    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks that one
-    computation executes for several clients, in separate threads. A hanging client cannot be interrupted in its own
-    process: ``timeout`` is checked between batches only.
+    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks in which
+    several clients are computed at once; they have threads of their own. A hanging client cannot be interrupted in its
+    own process: ``timeout`` is checked between batches only.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class RayGrid(LocalGrid):
     client, even twice. A dead actor is replaced, and its messages are sent again, one by one. An actor that is busy
     after the deadline is killed. ``app_factory`` is called once in every actor and must be importable there.
     ``batching``, if given, decides which clients an actor trains in one call. ``remote``: the settings for nodes that
-    do not share a disk with this process and may join and leave. ``say``: a function that prints messages about nodes.
-    Raises UserError if Ray cannot be joined or has no resources for an actor.
+    do not share a disk with this process, and that may join and leave. ``say``: a function that prints messages about
+    nodes. Raises UserError if Ray cannot be joined or has no resources for an actor.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RayGrid(LocalGrid):
             check_head(self._head)
 
     def _collect(self, exchange: Exchange[Any], call: Any) -> None:
-        """Store the replies of the worker's earlier calls, and then the replies of the finished call ``call``."""
+        """Store the replies of the finished call ``call``, after those of all earlier calls of the same worker."""
         worker = self._pool.calls[call]
         while call in worker.calls:
             first = worker.calls[0]
@@ -185,9 +185,10 @@ class RayGrid(LocalGrid):
         return ray.put(self._encryption.encrypt(value))
 
     def _share(self, content: RecordDict) -> tuple[int, Any]:
-        """Prepare a content that several messages share. Return its new ID, and the value to send to actors.
+        """Encrypt a message content that several messages share. Return its new ID, and the value to send to actors.
 
-        The value is the encrypted content if it is small and nodes are remote, else a Ray reference to the content.
+        If the content is small and nodes are other machines, the value is the encrypted content. Otherwise the value is
+        a Ray reference to the encrypted content.
         """
         encrypted = self._encryption.encrypt(content)
         is_small = self._remote is not None and encrypted_bytes(encrypted) <= MOST_WITH_A_CALL
@@ -205,7 +206,7 @@ class RayGrid(LocalGrid):
         exchange.too_late(progress, timeout)
 
     def _progress(self, exchange: Exchange[Any]) -> dict[Any, list[Message]]:
-        """Return the replies so far of every busy worker, {call: replies}. Workers that do not answer are left out."""
+        """Ask all busy workers for their finished replies, {call: replies}. Workers that do not answer are left out."""
         busy = [worker for worker in self._pool.ready if worker.calls]
         asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}
         heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS) if asked else ([], [])
@@ -231,7 +232,7 @@ class RayGrid(LocalGrid):
 
 
 class _Outbox:
-    """An object that prepares messages for workers. It prepares shared contents once per round, and files once per run.
+    """Prepares messages for workers: encrypts shared message contents once per round, and files once per run.
 
     ``put``: a function that encrypts a value and returns a Ray reference to it. ``share``: the method
     ``RayGrid._share``. ``files``: {name of a file: Ray reference to its content}; new files are added to this
@@ -253,8 +254,8 @@ class _Outbox:
     def request(self, message: Message) -> tuple[Any, int, Any] | None:
         """Prepare a message: return its metadata, the ID of its content, and the Flower records for this client only.
 
-        ``contents`` contains the content by its ID. If no worker is needed, the method returns None and adds the answer
-        to the list ``answered``.
+        The content itself is stored in the dictionary ``contents`` under this ID. If the message needs no worker, the
+        method returns None and adds the answer to the list ``answered``.
         """
         parcel = self._store.before(message) if self._store else Parcel(message.content)
         if isinstance(parcel, Message):

@@ -22,10 +22,10 @@ with importing():  # in a new process, Ray imports this file before all other fi
 class MessageHandler:
     """An object that answers messages in an actor, and keeps the experiment's data for later messages.
 
-    ``factories``: a reference to the source files of the user's own modules and the pickled values (app_factory,
-    num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a disk with the driver.
-    Otherwise a reference to a value, which ``app_factory`` and ``batching.handler`` get as their argument. The values
-    that ``factories`` and ``setup`` refer to are encrypted.
+    ``factories``: a Ray reference to two encrypted values: the source files of the user's own modules, and the pickled
+    arguments (app_factory, num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a
+    disk with the driver. Otherwise a Ray reference to an encrypted value. ``app_factory`` and ``batching.handler`` are
+    then called with this value.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:
@@ -45,11 +45,12 @@ class MessageHandler:
         self._decrypted: dict[int, RecordDict] = {}
 
     def answer(self, requests: Any, contents: Mapping[int, Any], files: Mapping[str, Any]) -> Any:
-        """Return the encrypted pair (one reply per request, duration in seconds).
+        """Answer messages, and return the encrypted pair (one reply per request, duration in seconds).
 
         ``requests``: encrypted tuples (metadata of a message, ID of its content, Flower records for its client only).
-        ``contents``: {ID: content}; a content is encrypted, or a Ray reference, or None if the previous call contained
-        the same content. ``files``: Ray references to the files that the contents name.
+        ``contents``: {ID: message content}. A content is encrypted, or a Ray reference to an encrypted content, or None
+        if the previous call contained the same content. ``files``: {name: Ray reference to a file that the contents
+        name}.
         """
         start = time.perf_counter()
         for name, content in files.items():
@@ -76,7 +77,7 @@ class MessageHandler:
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared content with the ID ``number``, and ``own``, the client's records."""
+        """Return a message's content: the shared content with the ID ``number``, plus ``own``, one client's records."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

@@ -168,9 +168,9 @@ def _start(num_cpus: int) -> None:
 
 
 def _start_cleanup(folder: str) -> "subprocess.Popen[bytes]":
-    """Start the cleanup process, and return it. It clears ``folder`` after the end of this process.
+    """Start and return the cleanup process, which ends Ray and deletes ``folder`` when this process has ended.
 
-    The cleanup process also reports a lost Ray node to the user. Ctrl-C does not end it.
+    The cleanup process also reports a lost Ray node to the user. Ctrl-C does not end the cleanup process.
     """
     command = [sys.executable, "-I", own_ray.__file__, folder]
     _cleanups.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)

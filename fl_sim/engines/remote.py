@@ -1,9 +1,9 @@
 """Workers on other machines, which do not share a disk with the driver (the process that runs the server).
 
-This file defines the form of their messages, the encryption, signed tickets, and the import of the user's own modules
-on workers. A ticket is the proof that a client's privacy ledger contains the cost of a private output. This file does
-not import Ray. Messages are encrypted, because Ray keeps objects in a node's memory, and writes them to the node's disk
-if memory runs short.
+This file defines the parts of messages to such workers, the encryption, signed tickets, and the import of the user's
+own modules on workers. A ticket is the proof that a client's privacy ledger contains the cost of a private output. This
+file does not import Ray. Messages are encrypted, because Ray keeps objects in a node's memory, and writes them to the
+node's disk if memory runs short.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class DriverStore(Protocol):
     """The driver's storage for clients that run on other machines: client states and files stay on the driver."""
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return the parts of the message for a worker, or the client's answer if no worker is needed.
+        """Return the parts of ``message`` to send to a worker, or the client's answer if no worker is needed.
 
         If a message is sent again, this method is called again and must return an equal result.
         """
@@ -92,9 +92,9 @@ class RemoteWorkers:
 
 @dataclass(frozen=True)
 class Encryption:
-    """An object that encrypts and decrypts values by AES-GCM. With an empty ``key`` values stay unchanged.
+    """An object that encrypts and decrypts values by AES-GCM. If ``key`` is empty, values stay unchanged.
 
-    Nobody without the key can read an encrypted value, or make a value that ``decrypt`` accepts.
+    Without the key, nobody can read an encrypted value, or make a value that ``decrypt`` accepts.
     """
 
     key: bytes = field(default=b"", repr=False)
@@ -157,10 +157,11 @@ def _cut(content: NDArray[np.uint8], sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _place(whole: bytes, place: int, last: int) -> bytes:
-    """Return the associated data of one part for AES-GCM.
+    """Return the associated data of AES-GCM for one part of an encrypted value.
 
-    They consist of an identifier of the whole value, the number of this part, and the number of the last part. AES-GCM
-    refuses a part with wrong associated data. So decryption fails if parts of a value are moved or missing.
+    The associated data contain an identifier of the whole value, the number of this part, and the number of the last
+    part. AES-GCM refuses to decrypt a part with wrong associated data. So decryption fails if parts of a value are
+    moved or missing.
     """
     return b"%b %d %d" % (whole, place, last)
 
@@ -169,9 +170,9 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 class Ticket:
     """The driver's proof that the client's privacy ledger contains the cost of a private output that a worker makes.
 
-    ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise has a seed.
-    ``counts``: whole numbers for the task, such as the number of synthetic records to make of each class. Only a
-    ``Signer`` reads a ticket from a message.
+    ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise is derived from a
+    seed. ``counts``: whole numbers that the client task needs, such as the number of synthetic records of each class.
+    Only a ``Signer`` reads a ticket from a message.
     """
 
     key: bytes = field(repr=False)
@@ -196,10 +197,10 @@ class Signer:
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
-        """Return a Flower record with the signed ticket. The caller adds it to the ``content`` of one client's message.
+        """Return a Flower record with the signed ticket. The caller adds it to one client's message.
 
-        ``kind``: the name of the client task, such as "synthesize". The signature covers ``kind``, ``client`` and
-        ``content``.
+        ``kind``: the name of the client task, such as "synthesize". ``content``: the content of the message without the
+        ticket. The signature covers ``kind``, ``client`` and ``content``.
         """
         record = ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only})
         record["counts"] = list(ticket.counts)
@@ -207,7 +208,7 @@ class Signer:
         return {_TICKET: record}
 
     def read(self, kind: str, client: int, content: RecordDict) -> Ticket:
-        """Return the ticket in a message. Raises RunError if this run's driver did not sign it for this message."""
+        """Return the ticket in a message. Raises RunError if this run's driver did not sign this ticket and message."""
         match dict(content[_TICKET]):
             case {"key": bytes(key), "simulation-only": bool(secret), "counts": list(counts), "signature": bytes(sign)}:
                 ticket = Ticket(key, secret, tuple(int(count) for count in counts))
@@ -223,12 +224,12 @@ class Signer:
 
 
 def has_ticket(content: RecordDict) -> bool:
-    """Return True if a message contains a ticket, with a valid signature or not."""
+    """Return True if a message contains a ticket. The ticket's signature is not checked."""
     return _TICKET in content
 
 
 def _digests(content: RecordDict) -> list[list[str]]:
-    """Return [name, SHA-256 digest of the content] for every Flower record of a message except the ticket."""
+    """Return [name, SHA-256 digest] of every Flower record in a message, for the signature. The ticket is left out."""
     found = []
     for name in sorted(content):
         if name == _TICKET:

@@ -51,7 +51,7 @@ _POOL, _SAID, _VOTES, _MOMENTS, _SUMS = "pool", "said", "votes", "moments", "sum
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
-_LARGEST_MOMENT: Final = 1e100  # larger than any sum of products of two float32 numbers
+_LARGEST_MOMENT: Final = 1e100  # a bound: no sum of products of two float32 features is larger
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ def state_in(content: RecordDict) -> Payloads:
 
 
 def is_same_round(one: RecordDict, other: RecordDict) -> bool:
-    """Return True if two contents were derived from the same content and differ at most in their client states."""
+    """Return True if two message contents belong to one exchange, and so differ at most in their client states."""
     return one[_ORDER] is other[_ORDER]
 
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
-    """Return the pair (global model, broadcast groups by name) in the content of a round's message."""
+    """Return the pair (global model, further groups of tensors for all clients, by name) in a round's message."""
     # The attribute content.array_records would be slower, because it sorts all records into three new dictionaries.
     groups = {
         name.removeprefix(_BROADCAST): unpack(record) for name, record in content.items() if name.startswith(_BROADCAST)
@@ -234,7 +234,7 @@ def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Return a message content with a worker's synthetic records. The driver adds class counts and privacy costs."""
+    """Return a message content with a worker's synthetic records. The driver knows their classes and privacy costs."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 
@@ -246,7 +246,7 @@ def read_made(content: RecordDict) -> torch.Tensor:
 def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
     """Return a message content with a client's synthetic records.
 
-    ``said``: the client's facts about these records, as JSON.
+    ``said``: the client's facts about these records as JSON, such as the number of records of each class.
     """
     return RecordDict({_POOL: pack({"inputs": inputs}), _SAID: ConfigRecord({_JSON: said})})
 
@@ -256,10 +256,11 @@ def read_synthetic(
 ) -> tuple[torch.Tensor, str]:
     """Return the pair (synthetic records, the client's facts about these records as JSON).
 
-    The JSON object has the keys counts, refused, facts and receipt; the content of ``facts`` and ``receipt`` is not
-    checked. Raises Malformed for more than ``most_rows`` records, for records of another shape than ``input_shape``,
-    and for numbers that are not finite. Also raises Malformed if the counts of the classes do not add up to the number
-    of records.
+    The JSON object has four keys: ``counts`` (records of each class), ``refused`` (the reason if the client made no
+    records), ``facts`` (the privacy costs) and ``receipt`` (a digest of the client's privacy ledger). The content of
+    ``facts`` and ``receipt`` is not checked. Raises Malformed for more than ``most_rows`` records, for records of
+    another shape than ``input_shape``, and for numbers that are not finite. Also raises Malformed if the counts of the
+    classes do not add up to the number of records.
     """
     check_names(content, {_POOL, _SAID})
     inputs = read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
@@ -286,12 +287,18 @@ def read_synthetic(
 
 
 def votes_content(votes: NDArray[np.int64]) -> RecordDict:
-    """Return a message content with a teacher's votes: one class for each public record, shape (records,)."""
+    """Return a message content with the votes of one teacher (a client of PATE).
+
+    The teacher votes for one class for each public record. The shape of the votes is (records,).
+    """
     return RecordDict({_VOTES: ArrayRecord({_VOTES: Array(votes)})})
 
 
 def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArray[np.int64]:
-    """Return a teacher's votes, shape (records,). Raises Malformed unless there is one valid class for each record."""
+    """Return the votes of one teacher (a client of PATE), one class for each public record, shape (records,).
+
+    Raises Malformed for another number of votes, and for a class that does not exist.
+    """
     votes = _single_array(content, _VOTES, (num_records,), "<i8").astype(np.int64)
     if ((votes < 0) | (votes >= num_classes)).any():
         raise Malformed(f"votes for a class that does not exist: classes are 0 to {num_classes - 1}")
@@ -299,16 +306,20 @@ def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArr
 
 
 def moments_content(moments: NDArray[np.float64]) -> RecordDict:
-    """Return a message content with moments of a client's features: one row (count, sums, products) for each class."""
+    """Return a message content with moments of a client's features, one row for each class.
+
+    A row has the number of the client's records of the class, the sums of their features, and the sums of products of
+    features.
+    """
     return RecordDict({_MOMENTS: ArrayRecord({_MOMENTS: Array(moments)})})
 
 
 def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int | None = None) -> NDArray[np.float64]:
     """Return the moments of a client's features in a message content.
 
-    There is one row for each class; the first column has the numbers of records. ``most_records``: the largest total
-    number of records; None if the moments have noise. Raises Malformed for another shape, and for numbers that are not
-    finite or far too large. Without noise, raises Malformed for invalid numbers of records, too.
+    The moments have one row for each class; the first column is the number of records of the class. ``most_records``:
+    the largest total number of records; None if the moments have noise. Raises Malformed for another shape, and for
+    numbers that are not finite or far too large. Without noise, raises Malformed for invalid numbers of records, too.
     """
     moments = _single_array(content, _MOMENTS, shape, "<f8").astype(np.float64)
     if not (np.abs(moments) <= _LARGEST_MOMENT).all():
@@ -348,9 +359,10 @@ def read_who(content: RecordDict) -> int:
 
 
 def _single_array(content: RecordDict, name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """Return the numbers in a message content with one Flower record that has one array, both called ``name``.
+    """Return the numbers of the only array in a message content.
 
-    Raises Malformed for any other content.
+    The content must have one Flower record, called ``name``, with one array, also called ``name``. Raises Malformed for
+    any other content.
     """
     check_names(content, {name})
     record = content[name]

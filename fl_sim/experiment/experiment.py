@@ -255,7 +255,7 @@ class Experiment(Settings):
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def chosen(self, *names: str) -> dict[str, Any]:
-        """Return the settings with these ``names`` as JSON values, for the cache key of a result.
+        """Return the settings with these ``names`` as JSON values. The cache key of a result is computed from them.
 
         Two kinds of settings are left out: optional seeds that are not set, and newer settings at their defaults. So
         the cache keys of older versions stay valid.
@@ -329,12 +329,15 @@ def defined_in_script(experiment: Experiment) -> str:
 
 
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
-    """Return the top-level modules of all import paths in the experiment, except the import path in ``data``."""
+    """Return the names of the user's own top-level modules, whose source workers on other machines need.
+
+    They follow from all import paths in the experiment, except that of ``data``, which only the driver imports.
+    """
     return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
 
 
 def own_paths(experiment: Experiment) -> list[str]:
-    """Return all import paths (``module:name``) in the experiment's settings, except the import path in ``data``."""
+    """Return all import paths (``module:name``) of the user's own code in the settings, except that of ``data``."""
     return paths_in(experiment.model_dump(mode="json", exclude={"data"}))
 
 

@@ -61,13 +61,15 @@ class FrozenBody:
     def entered(self, dataset: Dataset) -> Dataset:
         """Return ``dataset`` with features in place of its records.
 
-        If the cache file exists, the features come from it. Raises RunError if the cache file cannot be written.
+        If an earlier run has stored these features in a cache file, they are read from this file. Otherwise they are
+        computed and written. Raises RunError if the file cannot be written.
         """
         parts = parts_of(dataset)
         place, identity = self.place(dataset)
 
         def fits(found: Arrays) -> bool:
-            # some stored features are recomputed and compared, to detect a change of the model's code
+            # some stored features are recomputed and compared, because the digest does not detect a change of the
+            # model's code
             start = dataset.test.take(np.arange(min(BATCH, len(dataset.test))))
             return all(found[name].shape == (len(part), self.size) for name, part in parts.items()) and np.array_equal(
                 found["test"][: len(start)], self.features_of(start, dataset)
@@ -109,9 +111,10 @@ class FrozenBody:
         return found
 
     def place(self, dataset: Dataset) -> tuple[Path, str]:
-        """Return the path of the cache file, and a digest of all inputs of the features, except the body's code.
+        """Return the path of the cache file, and a digest of all values from which the features are computed.
 
-        The inputs are the records, the body's tensors and the way in which the features are computed.
+        These values are the records, the body's tensors, and settings such as the batch size. The code of the body has
+        no part in the digest.
         """
         device = next(self.model.parameters()).device.type
         facts = [_VERSION, torch.__version__, device, self.batch, dataset.mean, dataset.std, dataset.vocabulary]
@@ -187,10 +190,10 @@ def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return the pair (features of two records, reason).
+    """Return (features, reason): the features of the two records ``trial``, as ``model`` passes them to its head.
 
-    The reason states why features cannot be stored; it is "" if they can. After this call, every forward pass of
-    ``model`` stops before its head (``_Entered``).
+    The reason states why features cannot be stored; it is "" if they can. In the second case, a hook is added to
+    ``model``: from now on, a forward pass stops before the head and raises ``_Entered`` with the features.
     """
     calls: list[tuple[Any, Any]] = []
     head = head_of(model)
@@ -216,8 +219,8 @@ def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> 
     """Return (batch size, reason): a size at which a record's features do not depend on its batch, bit for bit.
 
     The size is ``BATCH`` if a test finds no dependence at this size, else 1. The reason is "" if the features of a
-    record depend only on this record. Otherwise the reason states what else they depend on, and no features are stored.
-    ``features``: the features of ``trial``, two records. ``model`` is in evaluation mode afterwards.
+    record depend only on this record. Otherwise the reason states what else the features depend on; then no features
+    are stored, and the size means nothing. ``features``: the features of ``trial``, two records.
     """
     with process_alone():
         before = process_state()

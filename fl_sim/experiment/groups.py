@@ -77,7 +77,7 @@ class Model(Settings):
     @model_validator(mode="before")
     @classmethod
     def _several(cls, table: Any) -> Any:
-        """Return ``table`` with the first of several names as ``name``, and all further names as ``others``."""
+        """Split a text of several models, such as "mlp,2nn": the first becomes ``name``, the rest become ``others``."""
         given = table.get("name") if isinstance(table, dict) else table
         names = given.split(",") if isinstance(given, str) else given
         if not isinstance(names, list | tuple) or (len(names) < 2 and names is not table) or not names:
@@ -116,7 +116,9 @@ class Model(Settings):
                 raise ValueError(f"{what}, and {name}={value} needs equal ones: leave {name} out, or give one model")
 
     def sealed(self, name: str = "") -> Self:
-        """Return a copy with the digest of the weights file. Raises UserError if the file cannot be read.
+        """Return a copy of these settings with the digest of the weights file, to detect later changes of the file.
+
+        Raises UserError if the file cannot be read.
 
         ``name``: the name of the model, used if the setting ``name`` is empty.
         """
@@ -171,9 +173,9 @@ class RateSchedule(Protocol):
     """A schedule of the learning rate: a class of this module, or a class of the user's own."""
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return the factor of the learning rate in round ``server_round`` of ``rounds``: finite and at least 0.
+        """Return a number of at least 0: the learning rate of a round, divided by ``local.learning_rate``.
 
-        The learning rate of the round is this factor times ``local.learning_rate``.
+        ``server_round``: the number of the round, from 1 to ``rounds``.
         """
 
 
@@ -246,12 +248,12 @@ Schedule: TypeAlias = Constant | Exponential | Step | Cosine
 
 
 def _whole_as_int(value: float) -> float:
-    """Return the number as int if it is whole, so that files contain 10 and not 10.0."""
+    """Return a whole number as int, so that files contain 10 and not 10.0. Return any other number unchanged."""
     return int(value) if value == int(value) else value
 
 
 def goes_by_steps(local: Mapping[str, Any]) -> bool:
-    """Return True if the settings ``local`` count the training in steps instead of epochs."""
+    """Return True if the settings ``local`` set the length of training in steps instead of epochs."""
     return str(local.get("steps", 0)) != "0"
 
 
@@ -525,7 +527,7 @@ class Evaluate(Settings):
         return self.test == "never" and not self.validation
 
     def tests(self, *, is_last: bool) -> bool:
-        """Return True if the model is measured on the test set after an evaluated round.
+        """Return True if the model is measured on the test set after a round in which models are measured.
 
         ``is_last``: True for the last round of the run.
         """

@@ -1,4 +1,4 @@
-"""The identity of a run's inputs, in addition to its settings: digests of the user's own records and code."""
+"""Digests of the user's own records and code, which together with the settings identify the inputs of a run."""
 
 import hashlib
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Identity:
     root: Path | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return the identity to store in a run directory; empty if neither records nor code are the user's own."""
+        """Return the digests to store in a run directory; empty if neither the records nor the code are the user's."""
         records = self.records
         if self.is_private and records:
             records = private.keyed(self.records)
@@ -43,8 +43,8 @@ class Identity:
     def has_other_records(self, sealed: str) -> bool:
         """Return True if the records have changed since a finished result was computed.
 
-        ``sealed``: the keyed digest of the records, as the result stores it. Returns False if the digests cannot be
-        compared because the result is from an older version or another machine.
+        ``sealed``: the digest of the records that the result stores, a hash with a secret key. Returns False if the
+        digests cannot be compared, because the result is from an older version or another machine.
         """
         if not sealed or not self.data:
             return False
@@ -52,9 +52,9 @@ class Identity:
         return now.partition(":")[0] == sealed.partition(":")[0] and now != sealed
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
-        """Return a phrase that names what has changed since the identity ``recorded`` was stored: records or code.
+        """Return a phrase for the user about changes since the digests ``recorded`` were stored.
 
-        The phrase is empty if no change is known.
+        The phrase says whether records or code have changed. It is empty if no change is known.
         """
         changes = []
         if self._same_records(recorded) is False:
@@ -69,11 +69,11 @@ class Identity:
         return " and ".join(changes)
 
     def has_records_of(self, recorded: Mapping[str, Any]) -> bool:
-        """Return True if the digest of the present records equals the digest in the stored identity ``recorded``."""
+        """Return True if the records are the same as when the digests ``recorded`` were stored."""
         return bool(self._same_records(recorded))
 
     def unverified(self, recorded: Mapping[str, Any]) -> str:
-        """Return the inputs of the run that cannot be compared with the stored identity ``recorded``.
+        """Return the inputs that cannot be compared with the stored digests ``recorded``, because a digest is missing.
 
         The result is "records", "code", "records and code", or "".
         """
@@ -95,7 +95,7 @@ class Identity:
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
-    """Return the identity of ``experiment``: digests of its present records and of its imported code."""
+    """Return the digests of the user's own records and code, as ``experiment`` would use them now."""
     data = experiment.data
     further = experiment.algorithm.further_data() if isinstance(experiment.algorithm, ReadingFurther) else ""
     read = [fingerprint(name, data_root, with_test=True) for name in (data, further) if name and is_own(name)]
@@ -104,10 +104,10 @@ def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
 
 
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the digests of the user's own modules whose import paths are in ``settings``, for a cache key.
+    """Return the digests of the user's own modules, for a cache key.
 
-    ``settings``: JSON values. Without such a module the result is empty, so that the cache keys of older versions stay
-    valid.
+    ``settings``: JSON values with the modules' import paths. The result is a list with one dictionary {module: digest}.
+    If there is no such module, the list is empty, so that the cache keys of older versions stay valid.
     """
     code = digests(path.partition(":")[0] for path in paths_in(settings))
     return [code] if code else []

@@ -40,18 +40,18 @@ from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling
 
 @runtime_checkable
 class Fitting(Protocol):
-    """The interface of settings classes that do not support all data sets."""
+    """The interface of settings classes that support only some data sets, such as a method for images."""
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for an unsupported data set. ``features``: the value of the setting ``features``."""
+        """Raise UserError if the class does not support ``dataset``. ``features``: the setting ``features``."""
 
 
 @runtime_checkable
 class Heading(Protocol):
-    """The interface of settings classes that use the features, the inputs of the model's last layer (its head)."""
+    """The interface of settings classes that compute with the inputs of the model's last layer (its head)."""
 
     def check_head(self, num_features: int, num_classes: int) -> None:
-        """Raise UserError if the head has too many inputs or classes."""
+        """Raise UserError if the model's head has more inputs or classes than the method supports."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +100,8 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records: from the data set if it has any, else held out by the clients."""
-        # if the data set has validation records, all are used: job_of raises an error for unused ones
+        """The number of validation records: those of the data set, or else those that clients hold out."""
+        # if the data set has validation records, they are in use: otherwise job_of raises an error
         given = self.dataset.validation
         return len(self.validation.records) if given is None else len(given)
 
@@ -145,7 +145,10 @@ class Job:
         return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
 
     def source(self, examples: Examples) -> Source:
-        """Return ``examples``, records of the job's data set, as inputs for ``self.model()`` on the job's device."""
+        """Return records of the job's data set as inputs of ``self.model()``, with labels, on the job's device.
+
+        If features are stored, the inputs are the features of the records.
+        """
         if not isinstance(self.body, FrozenBody):
             return resident(examples, self.dataset, self.device)
         features = torch.from_numpy(self.body.features_of(examples, self.dataset))
@@ -153,7 +156,7 @@ class Job:
 
     @property
     def fixed(self) -> Params:
-        """The tensors of the whole model that training never changes. The tensors are no copies."""
+        """The tensors of the whole model that training never changes. Callers must not change these tensors."""
         return fixed_in(self._first[0])
 
     @cached_property
@@ -250,9 +253,9 @@ class Job:
 class _Preparation:
     """A function that copies weights into a new model, adds adapters, and freezes the parameters that are not trained.
 
-    ``settings``: the settings of the model and of the algorithm. Two preparations with equal settings differ only in
-    the random values of adapters. ``placed``: for each prepared model, its tensors that differ from the file of
-    weights.
+    ``settings``: the settings of the model and of the algorithm as text. If two preparations have equal settings, they
+    differ only in the random values of adapters. ``placed``: for each prepared model, the tensors that differ from the
+    file of weights.
     """
 
     settings: tuple[str, str]
@@ -264,7 +267,7 @@ class _Preparation:
 
     @classmethod
     def of(cls, job: Job, seed: int) -> "_Preparation":
-        """Return the preparation of the models of ``job``. ``seed``: the seed of the adapters' random values."""
+        """Return the preparation for the models of ``job``. ``seed``: the seed for the random values of adapters."""
         chosen, algorithm = job.experiment.model, job.experiment.algorithm
         alone = algorithm if isinstance(algorithm, PartialTraining) else None
         settings = chosen.model_dump_json(), "" if alone is None else repr(alone)
@@ -330,9 +333,9 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
 
 
 def _uses_records(experiment: Experiment) -> str:
-    """Return a phrase with a setting that needs the records in every round, so that features cannot replace them.
+    """Return the reason why each round needs the records themselves, so that stored features cannot replace them.
 
-    The phrase is empty if there is no such setting.
+    The reason names a setting. It is empty if the features are enough.
     """
     if experiment.local.augment != "none":
         return f"local.augment={experiment.local.augment} changes the records"
@@ -574,8 +577,8 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
 def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
     """Return the indices of the training records that the server keeps for its aggregator, in ascending order.
 
-    The indices depend neither on ``forgotten`` nor on ``left_out``. Raises UserError if clients would have no records
-    left.
+    The settings ``forgotten`` and ``left_out`` do not change these indices. Raises UserError if clients would have no
+    records left.
     """
     aggregator, held = experiment.aggregator, len(dataset.train)
     count = aggregator.num_set_aside if isinstance(aggregator, SettingAside) else 0
@@ -589,9 +592,9 @@ def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Partition the training records with the indices ``records``.
+    """Partition the training records with the indices ``records`` by the rule ``scheme``.
 
-    For each client, return the positions of its records in the array ``records``.
+    The result has one array for each client: the positions of the client's records in the array ``records``.
     """
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
 

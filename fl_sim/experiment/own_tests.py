@@ -86,13 +86,13 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
 def _class_shares(
     held: NDArray[np.int64], records: NDArray[np.int64], tested: NDArray[np.int64], coins: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Return for each client a selection of test records with the class distribution of its training records.
+    """Select test records for each client, with the class distribution of the client's training records.
 
-    ``held``: the number of training records of each client and class. ``records``: the indices of the available test
-    records. ``tested``: the labels of these records. Each selection is in ascending order.
+    Return one array of indices for each client, in ascending order. ``held``: the number of training records, (clients,
+    classes). ``records``: the indices of the available test records. ``tested``: the labels of these records.
     """
     there = np.bincount(tested, minlength=held.shape[1])
-    usable = held * (there > 0)  # classes without test records are left out
+    usable = held * (there > 0)  # a client's records of classes without test records do not count
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
@@ -115,9 +115,10 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
     """Round each client's number of test records per class to a whole number.
 
     ``exact``: the numbers before rounding, (clients, classes). The cumulative sums of each row are rounded, so a
-    client's total stays the same. ``totals``: above 0 for the clients that should not share test records. ``there``:
-    the number of available test records of each class. If these clients would need more records of a class than there
-    are, the clients whose numbers were rounded up most get one record less.
+    client's total stays the same. ``there``: the number of available test records of each class. ``totals``: the number
+    of test records of each client; 0 for small clients, which may share test records with others. The large clients
+    must not share. If they would need too many records of a class because of the rounding, those of them whose numbers
+    were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
@@ -171,10 +172,10 @@ def merged(dataset: Dataset) -> Dataset:
 
 
 def _only_sources(shards: Parts, groups: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return the number of each client's source, shape (clients,); -1 for a client without records.
+    """Return the only source of each client, such as a hospital, as an index, shape (clients,).
 
-    ``groups``: the number of the source of each training record. The result is None if a client has records of several
-    sources.
+    The index is -1 for a client without records. ``groups``: the index of the source of each training record. The
+    result is None if a client has records of several sources.
     """
     source_of = np.full(len(shards), -1, dtype=np.int64)
     source_of[shards.owners] = groups[shards.records]

@@ -23,7 +23,7 @@ _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
 _SYMBOL: Final = re.compile(r"[b-z]\b")
 """A formula's symbol, such as x, at the beginning of a text; it keeps its case."""
 _NAME: Final = re.compile(r"``(\w+)``")
-_LONG: Final = 1e15  # bounds from this number on are written in scientific notation, such as 1e+30
+_LONG: Final = 1e15  # numbers of at least this size are written in scientific notation, such as 1e+30
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _WORDS: Final = {
     int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "nothing",
@@ -49,8 +49,9 @@ class Group:
     """The settings of one class: the experiment itself, a table in the experiment, or one kind of a setting.
 
     ``name``: the setting that holds this group, empty for the experiment. ``kind``: the kind, such as ``fedprox``,
-    empty for a table. ``within``: a group inside another kind exists only if the user chooses that kind, such as
-    ``algorithm=pate``; empty for all other groups. ``about``: the first paragraph of the class's docstring.
+    empty for a table. ``within``: the choice without which this group does not exist, such as ``algorithm=pate`` for a
+    table of settings of PATE; empty if the group always exists. ``about``: the first paragraph of the class's
+    docstring.
     """
 
     name: str
@@ -72,9 +73,9 @@ def groups() -> tuple[Group, ...]:
 
 
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the ``Group`` of a settings class, then all groups nested in it.
+    """Yield the ``Group`` of a settings class, then all groups nested in this class.
 
-    ``defaults``: default values that replace the default values of the class.
+    ``defaults``: values by field name that replace the default values of the class.
     """
     prefix = f"{name}." if name else ""
     documentation, known = _documentation(settings), {field for field, *_ in _fields(settings)}

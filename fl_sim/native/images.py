@@ -11,7 +11,7 @@ from torch import nn
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.perceptrons import Shown, address, call
 
-_SIDE, _MOST_CHANNELS = 32, 4  # the same constants as in images.h
+_SIDE, _MOST_CHANNELS = 32, 4  # these constants have the same values as in images.h
 
 
 class _Painters(ctypes.Structure):
@@ -44,9 +44,10 @@ def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
 
 
 class _Images:
-    """A compiled network of images. Its weights must be consecutive parts of one vector, and keep their addresses.
+    """A network for images (discriminator or generator) that compiled code computes.
 
-    Raises ValueError for other weights.
+    Its weights must lie one after another in the memory of one vector, and must not be moved. Raises ValueError for
+    other weights.
     """
 
     prefix: ClassVar[str] = "image_"
@@ -61,7 +62,7 @@ class _Images:
             raise ValueError("the weights of a network of images must be consecutive parts of one vector")
 
     def start(self) -> int:
-        """Return the address of the network's parameters."""
+        """Return the memory address of the network's first parameter."""
         assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
         return self._addresses[0]
 
@@ -84,7 +85,7 @@ class ImageDiscriminator(_Images):
         self._check(rows, self.width)
 
     def clipped_sum(self, real: Shown, fake: Shown, bound: float) -> NDArray[np.float64]:
-        """Return the sum of the clipped gradients of the pairs: see ``Perceptron.clipped_sum``."""
+        """Return the sum of the clipped gradients of all pairs (real, fake), as ``Perceptron.clipped_sum`` does."""
         self.check(real)
         self.check(fake)
         if len(real) != len(fake):
@@ -113,7 +114,7 @@ class ImageGenerator(_Images):
         self._check(rows, self.latent_dim)
 
     def arguments(self, discriminator: ImageDiscriminator) -> list[Any]:
-        """Return C structures with both networks: the first arguments of the C functions."""
+        """Return C structures with the generator and the discriminator: the first arguments of the C functions."""
         start = discriminator.start()
         return [ctypes.byref(_Painters(start, self.start(), self.channels, self.num_classes, self.latent_dim))]
 

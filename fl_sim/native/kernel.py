@@ -55,7 +55,7 @@ class PreparedTraining:
 def trained_of(
     stack: Stack, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor, loss: float | None
 ) -> Trained:
-    """Return the result of a client's training from the vectors of its parameters and momentum buffers."""
+    """Return a client's result of training, made from its vectors of trained parameters and momentum buffers."""
     return Trained(
         params=FlatParams(params, stack.layout),
         momentum_buffers=_buffers_of(job, FlatParams(buffers, stack.layout)),
@@ -129,7 +129,7 @@ class Kernel:
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        weights, records = params.contiguous(), inputs.contiguous()  # variables, because the C++ code reads this memory
+        weights, records = params.contiguous(), inputs.contiguous()  # kept, because the C++ code reads their memory
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows
@@ -224,11 +224,11 @@ class CompiledNormals:
         return made
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write normal random numbers times ``ratio``, rounded to integers, to ``out``; return undecided indices.
+        """Fill ``out`` with normal random numbers times ``ratio``, rounded to integers; return uncertain indices.
 
-        Each number is defined by two random words, but this method reads only the first word, in ``first``, and
-        computes in float64. A number is undecided if its first word is not enough to decide between rounding up and
-        rounding down. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
+        Two random words define each number, but this method reads only the first word, in ``first``, and computes in
+        float64. If this is not enough to decide between rounding up and rounding down, the number is uncertain: the
+        caller must compute it exactly. Raises ValueError if ``first`` and ``out`` differ in length or have wrong types.
         """
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)

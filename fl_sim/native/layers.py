@@ -137,9 +137,10 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return a phrase about the convolutions that PyTorch computes faster than the compiled trainer.
+    """Return the reason why PyTorch trains a model faster than the compiled trainer; empty if it does not.
 
-    The phrase is empty if such convolutions have less than half of the model's multiplications.
+    The reason names large convolutions. It is empty if these convolutions have less than half of the model's
+    multiplications.
     """
     products, slow = products_of(stack), dict[int, dict[str, int]]()
     for index, row in enumerate(rows_of(stack)):
@@ -162,8 +163,8 @@ class _Rows:
 
     A layer's input is a node: node 0 is the model's input, and node i + 1 is the output of row i. The ``source`` of a
     row is its input. ``node``: the input of the next layer. ``is_flat``: True if this node is a vector, without height
-    and width. ``is_fork``: True if other layers have the same input. The next layer then cannot be fused with the row
-    that computes it. ``seen``: the ids of all modules so far.
+    and width. ``is_fork``: True if other layers also read this node. The next layer then cannot be fused with the row
+    that computes the node. ``seen``: the ids of all modules so far.
     """
 
     is_flat: bool
@@ -202,7 +203,7 @@ class _Rows:
         return bool(is_known)
 
     def fork(self, node: int) -> None:
-        """Make ``node`` the input of the next layer. Another layer has the same input."""
+        """Begin a branch: ``node`` becomes the input of the next layer, and another layer reads the same input."""
         self.node, self.is_fork = node, True
 
 

@@ -177,7 +177,7 @@ class TwoWays:
         self.curved.check(rows)
 
     def arguments(self, discriminator: Perceptron) -> list[Any]:
-        """Return C structures with both networks: the first arguments of the C functions."""
+        """Return C structures with the generator and the discriminator: the first arguments of the C functions."""
         return [ctypes.byref(self.described()), ctypes.byref(discriminator.described())]
 
     def described(self) -> _Generator:
@@ -209,7 +209,7 @@ def call(kernel: Kernel, name: str, *arguments: Any) -> None:
 
 
 def address(values: NDArray[Any]) -> int:
-    """Return the memory address of an array's numbers. The address is valid while the array exists."""
+    """Return the memory address of an array's numbers, for C code. The address is valid while the array exists."""
     return values.ctypes.data
 
 
@@ -256,7 +256,7 @@ class GradientNoise:
 
 
 class DiscriminatorRows(Protocol):
-    """The interface of a discriminator for ``Adversaries``: see ``Perceptron``."""
+    """The interface of a discriminator that ``Adversaries`` trains. An example is ``Perceptron``."""
 
     weights: list[torch.nn.Parameter]
     num_parameters: int
@@ -272,7 +272,7 @@ _Of_contra = TypeVar("_Of_contra", bound=DiscriminatorRows, contravariant=True)
 
 
 class GeneratorOf(Protocol[_Of_contra]):
-    """The interface of a generator for ``Adversaries``: see ``TwoWays``.
+    """The interface of a generator that ``Adversaries`` trains. An example is ``TwoWays``.
 
     ``prefix``: the prefix of the names of the C functions.
     """
@@ -325,7 +325,7 @@ class Adversaries(Generic[D]):
             )
 
     def discriminator_step(self, pairs: Pairs, release: GradientNoise) -> None:
-        """Update the discriminator by one Adam step with the noisy sum of the pairs' clipped gradients.
+        """Update the discriminator by one Adam step on the noisy sum of the clipped gradients of all ``pairs``.
 
         The sum without noise is stored in the attribute ``total``. Raises ValueError for rows or noise of wrong type or
         number, and IndexError for rows or classes that do not exist.

@@ -40,9 +40,9 @@ class _PrivateSteps(ctypes.Structure):
 class ClippingBounds:
     """The bounds on the norm of a record's gradient, for one of the clipping rules of the class ``Clipping``.
 
-    ``limit``: the largest norm. ``stability``: the constant of automatic clipping (``Clipping``), 0 for other clipping
-    rules. ``of_layers``: if each layer is clipped separately, the largest norm of each layer with parameters,
-    (layers,); else None.
+    ``limit``: the largest norm. ``stability``: the constant that automatic clipping adds to the norm of a gradient
+    (``Clipping``); 0 for other clipping rules. ``of_layers``: if each layer is clipped separately, the largest norm for
+    each layer with parameters, (layers,); else None.
     """
 
     limit: float
@@ -51,7 +51,7 @@ class ClippingBounds:
 
     @classmethod
     def of(cls, clipping: Clipping, limit: float, layout: Layout) -> Self:
-        """Return the bounds of the rule ``clipping`` for a model with this ``layout``. ``limit``: the largest norm."""
+        """Return the bounds of the clipping rule ``clipping``. ``limit``: the largest norm. ``layout``: the model's."""
         shares = clipping.shares([name for name, _ in layout])
         return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
 
@@ -98,7 +98,7 @@ def is_supported(stack: Stack) -> bool:
 
 
 def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> Trained:
-    """Train the client of ``job`` by private steps. Return the result, in which no loss is reported.
+    """Train the client of ``job`` by private steps (DP-SGD). The result has no loss, because a loss is not private.
 
     ``draws`` defines the private steps, so the field ``private`` in the plan of ``job`` must be None. Other Python
     threads can run meanwhile. Raises ValueError and IndexError as ``Kernel.train`` does, and the exceptions of
@@ -132,7 +132,7 @@ def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> 
 
 
 def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor) -> KernelJob:
-    """Return a job for private steps. They draw their batches themselves, so the order of the records is undefined."""
+    """Return a training job without an order of records, because private steps draw their batches themselves."""
     order = np.empty((task.settings.num_passes(len(labels)), len(labels)), np.int64)
     return KernelJob(task, replace(plan, private=None), inputs, labels, Draws(order, np.empty(0, np.int64)))
 
