@@ -228,9 +228,9 @@ class LocalPlan:
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
-    The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step: w <-
-    w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a step
-    changes no parameter, and the norm of a gradient leaves these numbers out. ``momentum_buffers``: the initial
+    The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step, that
+    is, w <- w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a
+    step changes no parameter, and the norm of a gradient leaves these numbers out. ``momentum_buffers``: the initial
     momentum buffers. ``class_features``: True requests ``Trained.feature_sums``. ``trained``: the names of the
     parameters that local steps change, None for all. All other parameters are frozen and left out of norms. ``phases``:
     parts of the training, one after another, in place of the setting ``local.epochs``. In each phase, the anchor is the

@@ -201,7 +201,7 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Process the answer of a worker that starts: first the versions on its node, then that it is ready.
+        """Process an answer of a starting worker: the versions of software on its node, or that it is ready.
 
         Returns an empty string, or the reason why no worker can start on the node.
         """

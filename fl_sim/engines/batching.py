@@ -247,8 +247,8 @@ class Exchange(Generic[Call]):
     def worker_died(self, call: Call, reason: str) -> None:
         """Schedule the messages of a dead worker's batch once more, each as a batch of its own.
 
-        If a message has now cost two workers, it gets an error reply with ``reason`` instead. After ``MAX_DEATHS`` dead
-        workers, all waiting messages get an error reply.
+        A message is sent only twice: if a second worker has died of it, it gets an error reply with ``reason``. After
+        ``MAX_DEATHS`` dead workers, all waiting messages get an error reply.
         """
         self._deaths += 1
         for message in self._end(call):

@@ -192,8 +192,8 @@ def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return (features, reason): the features of the two records ``trial``, as ``model`` passes them to its head.
 
-    The reason states why features cannot be stored; it is "" if they can. In the second case, a hook is added to
-    ``model``: from now on, a forward pass stops before the head and raises ``_Entered`` with the features.
+    The reason states why features cannot be stored; it is "" if they can. If they can, a hook is added to ``model``:
+    from now on, a forward pass stops before the head and raises ``_Entered`` with the features.
     """
     calls: list[tuple[Any, Any]] = []
     head = head_of(model)

@@ -44,7 +44,7 @@ class PreparedTraining:
     function: Callable[..., int]
 
     def train(self) -> list[Trained]:
-        """Train the clients as ``Kernel.train`` does, and return the results. Other Python threads run meanwhile."""
+        """Train the prepared clients, and return the results, as ``Kernel.train`` does. Other threads run meanwhile."""
         losses = (ctypes.c_double * len(self.jobs))()
         if failed := self.function(self.requests, ctypes.c_int64(len(self.jobs)), losses):
             raise failure(failed, self.stack, "local training")
