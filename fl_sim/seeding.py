@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from fl_sim.importing import torch
 
-# the same thread may take this lock again, because a user's model factory may call ``fl_sim.models.build``
+# One thread may take this lock twice: a user's model factory, called under this lock, may call ``models.build``.
 _LOCK = RLock()
 
 

@@ -25,10 +25,10 @@ CHECKS: Final = "fl_sim.check"
 
 @dataclass(frozen=True)
 class InOneLine:
-    """Marks a text setting that can also be given as a table. Settings files contain the text.
+    """Marks a text setting that can also be given as a table of options. Settings files contain the text.
 
-    So a user can change a part of the text: ``data.label=outcome`` changes one option of ``data``. ``to_table``:
-    converts the text to a table. ``to_text``: converts the table to a text.
+    The table allows users to change one option: ``data.label=outcome`` changes the option ``label`` in the text
+    ``data``. ``to_table``: converts the text to a table. ``to_text``: converts the table to a text.
     """
 
     to_table: Callable[[str], Json]
@@ -218,7 +218,10 @@ TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")
 
 
 def model_line(written: Mapping[str, Any]) -> str:
-    """Return the settings of a model in one line: its name, then the settings in ``written`` except the digest."""
+    """Return a model's settings as one line of text: the names of architectures, then the other settings.
+
+    ``written``: the model's settings. The digest of the weights file is left out of the line.
+    """
     options = [f"{name}={value}" for name, value in written.items() if name not in {"name", "others", "digest"}]
     return ", ".join([" + ".join([str(written.get("name", "")), *written.get("others", ())]), *options])
 

@@ -179,10 +179,9 @@ def csv_text(table: Table) -> str:
 def run_lines(table: Table) -> list[dict[str, Value | None]]:
     """Return a line of ``table.csv`` for each run, as {name of the entry: value}.
 
-    The entries are the run's row, column, seed, status, settings, measures and directory.
-
-    All runs have the same names. A value is None if the run has no such setting or measure. A run of centralized
-    training belongs to several columns, but is returned once, with the names of all its columns.
+    The entries are the run's row, column, seed, status, settings, measures and directory. They have the same names in
+    all lines. A value is None if the run has no such setting or measure. A run of centralized training belongs to
+    several columns, but is returned once, with the names of all its columns.
     """
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings,

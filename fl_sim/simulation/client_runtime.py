@@ -344,9 +344,10 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return the validation records on the job's device, with the labels and the feature skew of their clients.
+    """Return the validation records on the job's device.
 
-    A data set may contain validation records. Such records belong to no client and are treated like test records.
+    If they are held-out records of clients, the partition changes them like the clients' training records. Validation
+    records that come with the data set belong to no client, and are treated like test records.
     """
     if job.records.validation is not None:
         return _as_evaluated(job, job.records.validation, "validation feature-noise")
@@ -389,7 +390,7 @@ def _changes_records(experiment: Experiment) -> bool:
 
 
 def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
-    """Return ``examples`` after the changes of inputs and labels that the partition makes for each client.
+    """Return ``examples`` with the inputs and labels that the partition gives to each client, without feature noise.
 
     ``examples``: the records of all ``parts``, in the order of clients.
     """
@@ -529,7 +530,7 @@ def clients_at_once(engine: Engine, job: Job) -> float:
 
 
 def answers_at_once(job: Job) -> float:
-    """Return the joint speed of the threads or actors that answer clients' messages, relative to one core."""
+    """Return the joint speed of the threads or actors that compute clients' answers, relative to one core."""
     engine, clients = local_engine(job.experiment.engine), job.experiment.num_clients
     workers = generator_threads(engine) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, clients))

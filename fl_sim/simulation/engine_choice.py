@@ -95,15 +95,15 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Engin
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
         if not engine.address:
-            choose_token()  # Ray reads its access token when it is imported, so it must be set before
-        # This module is imported here, so that the other engines do not need Ray.
+            choose_token()  # sets Ray's access token before Ray is imported, because the import reads the token
+        # Ray's modules are imported here, so that the other engines do not need Ray.
         from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
         batching = batching_of(job, runtime_of, stack)
         if engine.address:
-            # This module is imported here, because most runs use no cluster.
+            # The code for remote workers is imported here, because most runs have none.
             from fl_sim.simulation.remote_workers import (  # noqa: PLC0415
                 ClientStore,
                 WorkerSetup,

@@ -108,7 +108,7 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
-# These settings do not change the seconds of a minibatch step. The second list has settings of the section ``local``.
+# These settings do not change the seconds of a minibatch step. The second set has settings of the section ``local``.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",

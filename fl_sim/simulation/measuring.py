@@ -130,7 +130,7 @@ class Measuring:
         """Return the measures of the model with the parameters ``params``.
 
         ``is_last``: True for the last model of the run. Raises Diverged if a loss is not finite. ``when``: the end of
-        that error message, such as "after round 3: try a smaller learning rate".
+        the message of this error, such as "after round 3: try a smaller learning rate".
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
         is_tested = self.job.experiment.evaluate.tests(is_last=is_last)

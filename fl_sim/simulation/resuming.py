@@ -158,9 +158,9 @@ def start_or_resume(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 
 def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
-    """Return the identity to write into the run directory.
+    """Return the identity (digests of the user's records and code) to write into the run directory.
 
-    The result is the stored identity if it agrees with ``now``, else ``now``.
+    The result is the stored identity if it agrees with the present identity ``now``; else it is ``now``.
     """
     recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
     return now.written() if now.unverified(recorded) or now.changed(recorded) else recorded
@@ -319,7 +319,7 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return the prefixes of the measures, such as ``test_``, that this round has only as the last round of a run."""
+    """Return the prefixes of measures that a round has only if it is the last round of the run, such as ``test_``."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED

@@ -116,7 +116,7 @@ class Rounds(Procedure):
             self._conclude(run, rounds_before)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
-        """Return the function that executes one round: the clients train, and the server merges their updates."""
+        """Return the function that executes a round: clients train, and the server merges their updates."""
         del out
         strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy))
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
@@ -151,7 +151,7 @@ class Rounds(Procedure):
         return _with_measures(log.measured.noted_in(record), {**further, **own}, run)
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
-        """Log the warnings of all rounds and the final model, then call ``after`` of every stage."""
+        """Add the final model and the warnings of the rounds to the log, then call ``after`` of every stage."""
         strategy, log = run.strategy, run.log
         log.stopped = log.stopped or strategy.layer.ended(log.rounds) or log.stopped_by_observer
         log.warnings += strategy.layer.conclusions(log.rounds)

@@ -72,7 +72,7 @@ _SHARES: Final = "fl_sim.stages.shares:Shares"  # the stage of all algorithms wi
 
 @dataclass(frozen=True)
 class Run:
-    """The server's objects in a run: the argument of a stage's methods. Only ``ask`` sends messages to clients."""
+    """The objects of a run that a stage's methods can use. Only the method ``ask`` sends messages to clients."""
 
     job: Job
     strategy: FederatedStrategy
@@ -209,7 +209,7 @@ class Stage:
         return 0
 
     def work(self) -> "Sequence[Work]":
-        """Return the stage's amounts of computation, for the time forecast, without its ``num_server_steps``."""
+        """Return the stage's computation, for the time forecast, without the steps in ``num_server_steps``."""
         return ()
 
     def key(self) -> str:

@@ -64,7 +64,7 @@ class AsynchronousRounds(Rounds):
         """
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
-        # Raises UserError for invalid devices before the run.
+        # computed only for its UserError: invalid devices stop the run before its first round
         fleet_of_clients(devices, experiment.num_clients, experiment.seed)
         try:
             self.server.check_broadcast(self.algorithm, begun)

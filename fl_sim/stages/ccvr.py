@@ -58,7 +58,7 @@ class Calibration(Stage):
         self._task = Summarise(job, settings_of(job), "calibrate")
 
     def tasks(self) -> Mapping[str, Summarise]:
-        """Return the client task ``summarise``."""
+        """Return the client task ``summarise``, which computes a client's moments."""
         return {SUMMARISE: self._task}
 
     def after(self, run: Run) -> None:
@@ -124,7 +124,7 @@ class Calibration(Stage):
         return payments_of(settings_of(self.job))
 
     def warnings(self) -> list[str]:
-        """Return a warning about the contents of the clients' messages after training."""
+        """Return a warning that clients send moments after training, with or without noise."""
         with_noise = "with" if settings_of(self.job).is_private else "without"
         said = "after training clients send for every class the number of their records, the sum of the features and"
         return [f"{said} the sum of the features' products, {with_noise} noise"]

@@ -82,5 +82,5 @@ class MeasuresEnsemble(Stage):
 
 
 def on_device(device: torch.device, params: Params) -> Params:
-    """Return ``params`` on ``device``."""
+    """Return the tensors ``params`` on the torch device ``device``."""
     return {name: value.to(device) for name, value in params.items()}

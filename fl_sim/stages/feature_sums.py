@@ -56,7 +56,7 @@ class FeatureSums(Protocol):
     def summed(
         self, features: NDArray[np.float64], labels: NDArray[np.int64], num_classes: int, noise: "Noise | None"
     ) -> NDArray[np.float64]:
-        """Return the sums of ``features``, (n, d), with ``labels``, (n,).
+        """Return the sums over n records with the ``features``, shape (n, d), and the ``labels``, shape (n,).
 
         n may be 0. ``noise``: the source of the noise; None for sums without noise.
         """

@@ -93,7 +93,7 @@ class TrainedCombiner(MeasuresEnsemble):
         self._found: dict[str, Any] = {}
 
     def tasks(self) -> Mapping[str, Combine]:
-        """Return the client task ``combine``."""
+        """Return the client task ``combine``, which trains the combiner."""
         return {COMBINE: Combine(self.job)}
 
     def after(self, run: Run) -> None:

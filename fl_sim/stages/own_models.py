@@ -264,7 +264,8 @@ def _in_words(measures: Mapping[str, float], how: str) -> str:
 def _check_held_out(job: Job) -> None:
     """Raise UserError unless at least one client is held out, and at least one client takes part.
 
-    UserError is also raised if another setting asks all clients, because held-out clients must not be asked so early.
+    UserError is also raised if another setting sends requests to all clients, because held-out clients take no part in
+    the run until their final test.
     """
     experiment = job.experiment
     if not (share := experiment.evaluate.held_out_clients):

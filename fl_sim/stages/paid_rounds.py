@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 class PayingClients:
     """A group of clients for which a round has the same privacy cost.
 
-    ``clients``: the client IDs. ``cost``: the cost of a round. ``planned``: {privacy event: count} of a round, under
-    the adjacency of the privacy statement. A client adds noise to a sum of clipped vectors. ``std``: the standard
-    deviation of this noise in each coordinate. ``size``: the dimension of the sum. ``summands``: the number of vectors
-    in the sum. ``num_records``: the number of records of each client, 0 if this number is private.
+    ``clients``: the client IDs. ``cost``: the cost of a round. ``planned``: the privacy events of a round under the
+    adjacency of the privacy statement, {event: count}. A client adds noise to a sum of clipped vectors, such as
+    gradients. ``std``: the standard deviation of this noise in each coordinate. ``size``: the dimension of the sum.
+    ``summands``: the number of vectors in the sum. ``num_records``: the number of records of each client, 0 if this
+    number is private.
     """
 
     clients: tuple[int, ...]
@@ -80,8 +81,8 @@ class PaidRoundsBill(Stage):
     def before(self, run: Run) -> None:
         """Store the layer that counts each client's rounds.
 
-        Raises UserError if the budget is below the cost of a client's first round, or if the noise is too small or its
-        rounding too coarse.
+        Raises UserError if the budget is below the cost of a client's first round, or if the noise is too small or too
+        coarsely rounded.
         """
         self._layer, self._run = found_in(run.strategy.layer, PrivateTraining), run.order.run
         for group in self.groups:
@@ -132,7 +133,7 @@ class PaidRoundsBill(Stage):
         charges = [(f"round {number}", event) for number in range(1, trained + 1) for event in each]
         coverage = Coverage(self.covers, self.does_not_cover, self.settings.noise == "seeded")
         said, together = statement(self.terms, charges, self.planned(worst), coverage), self._together
-        # The privacy ledgers contain other releases about the same records, too.
+        # If the privacy ledgers contain more releases about the same records, their joint cost is stated, too.
         if together is None or together.shares > trained:
             said["guarantee"] = f"{said['guarantee']}{joint_cost_in_words(together, self.settings.delta)}"
         joint = together and none_if_infinite(together.epsilon)

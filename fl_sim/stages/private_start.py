@@ -205,7 +205,7 @@ def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
 
     def answered(question: FrequencyQuestion) -> tuple[Params, float]:
-        """Ask the question. Return the noisy mean answer, and the standard deviation of its noise per coordinate."""
+        """Ask clients ``question``. Return their noisy mean answer, and the standard deviation of noise per number."""
         template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
         sums = released(run, question.step, question_tensors(question), template)
         release = privacy_of(run).beforehand[question.step - 1]

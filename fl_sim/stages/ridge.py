@@ -68,7 +68,7 @@ class RidgeHead(Stage):
         self._identity = f"products-{secrets.token_hex(8)}"
 
     def tasks(self) -> Mapping[str, Summarise]:
-        """Return the client task ``multiply``."""
+        """Return the client task ``multiply``, which computes a client's sums of products of features."""
         return {MULTIPLY: self._task}
 
     def preparing(self, log: RunLog) -> str:

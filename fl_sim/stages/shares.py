@@ -57,7 +57,7 @@ class Shares(Stage):
     """The stage at the server. It concatenates all clients' summaries, which clients then use in every round."""
 
     def tasks(self) -> Mapping[str, ShareTask]:
-        """Return the client task ``share``."""
+        """Return the client task ``share``, which computes a client's summary."""
         return {SHARE: ShareTask(self.job)}
 
     def before(self, run: Run) -> None:

@@ -50,7 +50,7 @@ _PAUSE: Final = 0.02  # seconds between two tries to lock a folder
 # The lock is tried several times, because its previous owner may be about to remove the lock file.
 _A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-# The system clock may have changed by so many seconds since the lock was made.
+# The system clock may have changed by up to this number of seconds since the lock was made.
 _SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 

@@ -39,7 +39,7 @@ def keyed(digest: str) -> str:
 
 
 def matches(recorded: str, digest: str) -> bool | None:
-    """Return True if ``recorded`` is the keyed hash of ``digest``; None if another machine's key made ``recorded``."""
+    """Return True if ``recorded`` is the keyed hash of ``digest``, else False; None if another machine made it."""
     found, key = _KEYED.fullmatch(recorded), machine_key()
     if found is None or found[1] != _name(key):
         return None

@@ -354,7 +354,7 @@ def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress
 
 
 def relink_kept(out: Path, settings: Mapping[str, Any], like: ServerState) -> None:
-    """Update the hash chain in all kept checkpoints of the run in ``out``, after its settings became ``settings``."""
+    """Update the hash chain in all kept checkpoints of the run in ``out``, after a change to ``settings``."""
     for server_round in kept_rounds(out):
         path = kept_path(out, server_round)
         progress, server = read_state(path, like)

@@ -3,8 +3,8 @@
 A pool is a folder below ``$FL_SIM_POOLS`` (else the user's cache). Its name is a digest of everything that determines
 the pool. Runs that differ only in the algorithm or the rounds share one pool, so every client makes synthetic records
 only once. Clients' answers are checked before they are stored, and again when they are read. The file ``pool.json``
-contains the privacy costs, and the receipts from the clients' privacy ledgers. A privacy ledger that lacks these costs
-is refused, because the stated cost of the pool would be too low.
+contains the privacy costs, and receipts (proofs that the clients' privacy ledgers contain these costs). A privacy
+ledger that lacks these costs is refused, because the stated cost of the pool would be too low.
 """
 
 import hashlib

@@ -118,7 +118,7 @@ class SynthesisStage(Stage):
         self.pool: Pool | None = None
 
     def tasks(self) -> Mapping[str, Synthesize]:
-        """Return the client task ``synthesize``."""
+        """Return the client task ``synthesize``, which makes a client's synthetic records."""
         return {SYNTHESIZE: Synthesize(self.job)}
 
     def preparing(self, log: RunLog) -> str:

@@ -49,7 +49,7 @@ _VOTES_FORMAT, _MOST_FACTS = 1, 2**16
 
 @dataclass(frozen=True)
 class Votes:
-    """The votes of all teachers. PRIVATE.
+    """The votes of all teachers on public records. They are PRIVATE.
 
     ``predictions``: the class for which each teacher votes, (teachers, pool). ``counts``: the number of votes for each
     class, (pool, classes); every teacher has one vote on each record. ``rows``: the row numbers of the records in the
@@ -158,7 +158,7 @@ class _VoteShape:
 
 
 class _VoteFacts(BaseModel):
-    """The content of ``votes.json``. PRIVATE.
+    """The content of ``votes.json``. It is PRIVATE.
 
     ``seconds``: the time that training and voting took. ``silent``: the teachers that failed. ``sha256``: the digest of
     the file of votes.

@@ -330,7 +330,7 @@ def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):  # its parameter groups come from the settings
+        if isinstance(part, torch.optim.Optimizer):  # stores only the state; the settings give the parameter groups
             state = {f"{index}/{key}": value for index, of in state["state"].items() for key, value in of.items()}
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), f"{name}: {key} is no tensor"

@@ -85,7 +85,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency in which one record affects only one teacher, and a text on facts treated as public."""
-    if isinstance(partition, OverSplit):  # each teacher transforms its own records
+    if isinstance(partition, OverSplit):  # the changes of a record depend only on its teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
         neighbours(partition.over)  # raises UserError if the inner partition is the user's own
