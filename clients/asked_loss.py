@@ -14,7 +14,10 @@ from fl_sim.errors import Malformed
 
 @dataclass(frozen=True)
 class TellLoss:
-    """The client task that evaluates the client's initial model of the round. It changes no client state."""
+    """The client task that measures the loss of the model with which the client would start the round.
+
+    It changes no client state.
+    """
 
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True

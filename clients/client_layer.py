@@ -1,4 +1,4 @@
-"""The client half of a layer, such as compression: its changes to a client's tasks and updates.
+"""The client half of a layer, such as compression. It changes the tasks and the updates of a client.
 
 These layers wrap every round, and are not layers of the network. Server and client each build the same layers from the
 experiment. A client passes the task from the server through all layers, from the outermost to the innermost. Then it
@@ -153,7 +153,7 @@ class ClientLayer:
         return {}
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return the update with its payloads decompressed.
+        """Return the client's update with decompressed payloads. The server calls this method.
 
         Raises Malformed for an update that an honest client cannot send.
         """

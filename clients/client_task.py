@@ -82,7 +82,7 @@ class Resizing(Protocol):
     """The client side of an algorithm whose clients have models of different sizes (server side: ``Sizing``)."""
 
     def size_in(self, task: LocalTask) -> float:
-        """Return the size of the client's model, in (0, 1]; 1 is the whole model."""
+        """Return the size of the client's model as a fraction of the whole model, in (0, 1]."""
         ...
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
@@ -99,7 +99,7 @@ class Broadcast:
 
     @cached_property
     def write_guard(self) -> WriteGuard:
-        """Return a guard that detects writes to the tensors of the broadcast."""
+        """Return an object that detects writes to the tensors of the broadcast, which an algorithm must only read."""
         groups = {f"the server's {name!r}": one for name, one in self.groups.items()}
         return WriteGuard.of({"the global model": self.params, **groups})
 
@@ -307,7 +307,7 @@ class ClientRuntime:
         return seeded_alone(self.seed, purpose, client, server_round)
 
     def use_threads(self) -> None:
-        """Set PyTorch's number of threads to ``threads``."""
+        """Set PyTorch's number of threads to the setting ``threads`` of this client runtime."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 

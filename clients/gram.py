@@ -57,7 +57,7 @@ def vectors_of(features: Array, clipping_norm: float, longest: float = 1.0) -> A
 def products_of(
     features: Array, labels: NDArray[np.int64], num_classes: int, clipping_norm: float, longest: float = 1.0
 ) -> tuple[Array, Array]:
-    """Return a client's G, shape (d + 1, d + 1), and B, shape (d + 1, classes), without noise.
+    """Return a client's sums of feature products without noise: G (d + 1, d + 1) and B (d + 1, classes).
 
     ``features``: (n, d); ``labels``: (n,); n may be 0.
     """
@@ -70,12 +70,12 @@ def products_of(
 
 
 def packed(gram: Array, by_class: Array) -> Array:
-    """Return the upper triangle of G and then B, row by row, as one row (1, ``num_products``)."""
+    """Return the sums G and B as one row (1, ``num_products``): the upper triangle of G, then B, row by row."""
     return np.concatenate([gram[np.triu_indices(len(gram))], by_class.ravel()])[None]
 
 
 def unpacked(sums: Array, num_features: int, num_classes: int) -> tuple[Array, Array]:
-    """Return G (d + 1, d + 1) and B (d + 1, classes) of ``sums``: the inverse of ``packed``."""
+    """Return G (d + 1, d + 1) and B (d + 1, classes) from one row of ``sums``: the inverse of ``packed``."""
     size = num_features + 1
     upper, rest = np.split(sums[0], [size * (size + 1) // 2])
     gram = np.zeros((size, size))

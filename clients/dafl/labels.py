@@ -182,10 +182,8 @@ class ExponentialMechanism(_Selection):
 class Geometric(_Selection):
     """The geometric mechanism, which selects the number of synthetic records of a class.
 
-    It adds noise z to the number of the client's records of the class.
-
-    The probability of z is proportional to exp(-epsilon |z|). Afterwards the noisy number is multiplied by gamma,
-    rounded and clamped.
+    It adds noise z to the number of the client's records of the class. The probability of z is proportional to
+    exp(-epsilon |z|). Afterwards the noisy number is multiplied by gamma, rounded and clamped.
     """
 
     kind: Literal["geometric"] = "geometric"

@@ -201,7 +201,7 @@ def exponential_mechanism(scores: Array, epsilon: float, noise: Noise, draw: int
 
 
 def unnamed(num_features: int, cells: int) -> tuple[Column, ...]:
-    """Return one column for each of ``num_features`` features in [0, 1] that the data set does not describe.
+    """Return a column description for each of ``num_features`` features in [0, 1], if the data set has none.
 
     The values of a column are the midpoints of ``cells`` equal intervals from 0 to 1.
     """
@@ -271,7 +271,7 @@ class CellTable:
 
 @dataclass(frozen=True)
 class ForestMarginals:
-    """The numbers of records per class in the cells of columns, and in the cells of pairs of columns.
+    """Marginals of a table: numbers of records per class in the cells of columns, and of pairs of columns.
 
     ``ones``: a table (classes, cells) for each column. ``twos``: a table (classes, cells, cells) for each pair
     (parent, child); the pairs are the edges of a forest, and a parent comes before its children.
@@ -409,7 +409,7 @@ def _gradient_and_loss(
 def _combine_tables(
     combine: Callable[..., Any], by_class: NDArray[Any], first: ForestMarginals, second: ForestMarginals
 ) -> ForestMarginals:
-    """Call ``combine`` for each table of ``first`` and the same table of ``second``, and return the resulting tables.
+    """Call ``combine`` for each table of ``first`` and the corresponding table of ``second``; return the results.
 
     ``by_class``: one value for each class. It is the first argument of ``combine``, in a shape that broadcasts over the
     tables.

@@ -160,7 +160,7 @@ class _LinearGradients:
     def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return weighted sums of the pairs' gradients, for each client and each parameter of the layer.
 
-        The gradient of each pair is multiplied by the pair's factor.
+        ``factors``: for each pair, the clipping factor by which its gradient is multiplied.
         """
         errors = (self.e.view(-1, 2, self.e.shape[1]) * factors[:, None, None]).flatten(0, 1)
         parts = zip(torch.split(errors, [len(part) for part in self.a]), self.a, strict=True)

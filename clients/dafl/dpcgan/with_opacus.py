@@ -91,7 +91,7 @@ class OpacusGradients:
         self.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(terms.bill.sampling_rate))
 
     def released(self, real: torch.Tensor, fake: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the noisy gradient of a step on (real, fake) pairs, as a flat float32 vector."""
+        """Return D's noisy gradient for a step on pairs of a real and a fake record, as a flat float32 vector."""
         with torch.no_grad():
             for weight, current in zip(self.weights, self.discriminator.parameters(), strict=True):
                 weight.copy_(current)
