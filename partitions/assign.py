@@ -30,7 +30,7 @@ def check_drawn(beta: float, min_size: int | None) -> None:
     Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6. Also raises ImpossibleSplit if ``min_size`` is negative; None
     means that it is not set.
     """
-    if not 0 < beta <= MAX_BETA:  # in this form ``not`` also refuses NaN
+    if not 0 < beta <= MAX_BETA:  # NaN is refused, too: every comparison with NaN is False
         raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
@@ -110,7 +110,7 @@ def deal(labels: Indices, counts: Indices, rng: Generator) -> Parts:
 
 
 def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) -> Indices:
-    """Return the number of records of each client and class, shape (clients, ``num_classes``).
+    """Return each client's number of records of each class, shape (clients, ``num_classes``).
 
     ``parts``: the record indices of every client.
     """

@@ -29,7 +29,7 @@ class AggregatorMemory(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> AggregatorMemory:
-        """Create the layer of a run. It has no state of its own."""
+        """Create the layer of a run. The layer has no state of its own."""
         del experiment, out, progress
         return cls()
 

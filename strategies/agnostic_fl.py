@@ -71,7 +71,7 @@ class AgnosticFL(SendingLoss):
         return server.memory["mean"] if self.average else server.params
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params``, and a running mean of models."""
+        """Return the server state before the first round: the model ``params``, also as the initial mean of models."""
         return ServerState(params, memory={"mean": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:

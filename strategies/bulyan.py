@@ -38,7 +38,7 @@ class Bulyan(Robust):
         """Return for each coordinate the mean of those selected values that are nearest to their median."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric: rounding breaks no ties
+        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not break ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)
@@ -55,7 +55,7 @@ def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
     ascending = ordered(rows).double()
     centre = middle(ascending)
     # The ``count`` values nearest to the centre are consecutive in ascending order.
-    # The index of the first of them is the number of values i that are further away than value i + count.
+    # The index of the first one is the number of values i that are further from the centre than value i + ``count``.
     first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
     mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
     return mean

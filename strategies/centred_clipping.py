@@ -33,7 +33,7 @@ class CentredClipping(Robust):
 
     @property
     def has_memory(self) -> bool:
-        """Return True: the rule keeps v from round to round."""
+        """Return True: the rule keeps the centre of clipping, v, from round to round."""
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
@@ -42,7 +42,7 @@ class CentredClipping(Robust):
         return {name: torch.zeros_like(value) for name, value in as_named(payloads).items()}
 
     def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
-        """Return the next v: the aggregate, and the old values of tensors that were not sent in this round."""
+        """Return the next centre of clipping: the aggregate, and the old values of tensors that were not sent."""
         return {**cohort.memory, **as_named(payloads)}
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:

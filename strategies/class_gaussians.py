@@ -31,7 +31,7 @@ class ClassGaussian:
         return ClassGaussian(self.label, self.count, unit * self.mean, unit**2 * self.covariance)
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
-        """Return ``number`` samples, shape (number, d). Negative eigenvalues of the covariance count as 0."""
+        """Return ``number`` sampled features, shape (number, d). Negative eigenvalues of the covariance count as 0."""
         # torch, not numpy: rounding depends on the number of threads, and a run fixes this number for torch only.
         values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
         root = vectors * values.clamp(min=0).sqrt()

@@ -85,7 +85,7 @@ class CoBoosting(OnMadeImages):
     def weighed(
         self, weights: tuple[float, ...], logits: torch.Tensor, labels: torch.Tensor, epoch: int
     ) -> tuple[float, ...]:
-        """Return the clients' weights after a step on a batch.
+        """Return the clients' weights in the ensemble after one gradient step on a batch of images.
 
         ``logits``: the logits of each client's model, (clients, n, classes). ``labels``: (n,). ``epoch``: from 0 on.
         """
@@ -98,7 +98,10 @@ class CoBoosting(OnMadeImages):
     def _direction(
         self, images: torch.Tensor, models: Sequence[Params], weights: Sequence[float], lesson: Lesson
     ) -> torch.Tensor:
-        """Return the signs of the gradient of a random combination of the ensemble's class probabilities."""
+        """Return the direction, up or down, in which each pixel is moved.
+
+        It is the sign of the gradient of a random combination of the ensemble's class probabilities.
+        """
         moved = images.detach().clone().requires_grad_()
         soft = (ensemble_logits(models, moved, lesson.logits_of, weights) / _DIRECTIONS_TEMPERATURE).softmax(1)
         mixture = torch.from_numpy(lesson.generator.uniform(-1, 1, soft.shape)).to(soft)

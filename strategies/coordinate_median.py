@@ -40,5 +40,5 @@ def median(rows: torch.Tensor) -> torch.Tensor:
 
 
 def middle(ascending: torch.Tensor) -> torch.Tensor:
-    """Return the median of every column whose values are in ascending order."""
+    """Return the median of every column. The values of each column must be in ascending order."""
     return (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2

@@ -232,7 +232,7 @@ class DistributedSums(Layer):
         return warnings
 
     def state(self) -> Mapping[str, Any]:
-        """Return the receipt, which is the number and the digest of all ledger entries, for the checkpoint."""
+        """Return the receipt for the checkpoint: the number and the digest of all ledger entries."""
         return {"receipt": self.ledger.receipt.to_json()}
 
     def _pay(self, server_round: int, present: int) -> None:

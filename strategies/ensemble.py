@@ -1,4 +1,4 @@
-"""Base classes of methods whose server learns from the ensemble of a round's models, and the ensemble's logits."""
+"""Methods whose server learns from the ensemble of a round's models: base classes, and the ensemble's logits."""
 
 from __future__ import annotations
 
@@ -125,9 +125,10 @@ class OnEnsemble(SeesModels):
 def ensemble_logits(
     models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf, weights: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Return the mean of the models' logits, (n, classes). If all models are equal, it is exactly their logits.
+    """Return the mean of the models' logits, (n, classes).
 
-    ``weights``: if given, the weights of the models in the mean; they need not sum to 1.
+    If all models are equal, the mean is exactly the logits of one model. ``weights``: if given, the weights of the
+    models in the mean; they need not sum to 1.
     """
     logits = [logits_of(model, records) for model in models]
     stacked = torch.stack([one.double() for one in logits])

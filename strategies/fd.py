@@ -59,7 +59,7 @@ class FD(KeepsModels):
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: steps with the distance in the loss, and then sums of the features of each class."""
+        """Return the local plan: a loss term on the logits and, after the steps, sums of the features of each class."""
         term = LossTerm(self.distances, task.broadcast["others"]) if self.gamma else None
         return LocalPlan(loss_term=term, class_features=True)
 

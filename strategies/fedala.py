@@ -130,7 +130,7 @@ def _one_step(
 
 
 def _mixture(task: LocalTask, weights: Params) -> Params:
-    """Return v + (x - v) W: exactly x for W = 1, and exactly v for W = 0."""
+    """Return the mixture v + (x - v) W of own and global model: exactly x for W = 1, and exactly v for W = 0."""
     return {name: torch.lerp(task.state[_OWN][name], task.params[name], weight) for name, weight in weights.items()}
 
 

@@ -91,7 +91,7 @@ def distilled(
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # If student and teacher agree, autograd's gradient is not exactly 0, and Adam would enlarge it. This one is 0.
+        # If student and teacher agree, this gradient is exactly 0. That of autograd is not, and Adam would enlarge it.
         with torch.no_grad():
             teacher = ensemble_logits(models, records, logits_of).softmax(1)
             slope = (logits.softmax(1) - teacher) / len(records)

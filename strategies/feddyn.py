@@ -40,7 +40,7 @@ class Dynamic(Averaging):
         )
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model ``params`` and h = 0."""
+        """Return the server state before the first round: the model ``params`` and h = 0, the mean of all g_i."""
         return ServerState(params, memory={"h": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:

@@ -67,7 +67,7 @@ class FedExP(Averaging):
         return ServerState(params, memory={"mean of two": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: D_i = y_i - x and ||D_i||^2."""
+        """Return the update D_i = y_i - x and its squared norm ||D_i||^2."""
         update = super().finish(task, trained)
         square = flattened(update.payloads["delta"]).flat.double().pow(2).sum().float()
         payloads = {**update.payloads, "square": {"norm": square.reshape(1)}}

@@ -22,9 +22,9 @@ class FedMGDA(Averaging):
     """x <- x + server_learning_rate sum_i lambda_i d_i, with d_i = (y_i - x) / ||y_i - x||.
 
     x is the global model, and y_i the trained model of client i. The weights lambda_i are at least 0 and sum to 1.
-    Among all such weights with |lambda_i - p_i| <= epsilon for every i, they minimise ||sum_i lambda_i d_i||. p_i = n_i
-    / n is client i's share of the records. At epsilon 1 a small step lowers the loss of every client. At epsilon 0 each
-    lambda_i is p_i. All d_i have length 1, so that a client with a huge update has a limited effect.
+    Among all such weights with |lambda_i - p_i| <= epsilon for every i, the lambda_i minimise ||sum_i lambda_i d_i||.
+    p_i = n_i / n is client i's share of the records. At epsilon 1 a small step lowers the loss of every client. At
+    epsilon 0 each lambda_i is p_i. All d_i have length 1, so that a client with a huge update has a limited effect.
 
     ``epsilon``: the largest difference of a weight lambda_i from the share p_i. ``server_learning_rate``: also the
     largest possible length of a step, because the weighted mean of vectors of length 1 has at most length 1. The paper

@@ -39,7 +39,7 @@ class FedProto(Averaging):
     knobs: ClassVar[str] = "algorithm.strength weighs squared distances without an upper bound: set a smaller one"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError under Global DP, where sums of features would share the clipping norm with the update."""
+        """Raise ValueError under Global DP: sums of features and the update would share one clipping norm."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 f"algorithm {kind_of(self)} cannot run under aggregator {kind_of(experiment.aggregator)}: the norm of "

@@ -16,5 +16,5 @@ class FedRolex(HeteroFL):
     title: ClassVar[str] = "FedRolex"
 
     def first_channel(self, rounds: int) -> int:
-        """Return the index of the first channel of small models. It increases by one in every round."""
+        """Return the index of the first channel of small models. The index increases by one in every round."""
         return rounds

@@ -32,6 +32,6 @@ class FedSAM(Averaging):
         return [] if self.rho else [off("algorithm.rho=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that takes each gradient after a step of length ``rho`` that increases the loss."""
+        """Return the local plan that computes each gradient at a point of higher loss, at distance ``rho``."""
         del task
         return LocalPlan(ascent=Ascent(self.rho, adaptive=self.adaptive))

@@ -43,7 +43,7 @@ class Fens(SeesModels):
     combiner_batch: int = Field(128, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for hostile clients, without held-out records, or if the server sees no single models."""
+        """Raise ValueError if clients are hostile, no records are held out, or the server sees no single models."""
         super().check(experiment)
         if experiment.attack.clients:
             raise ValueError(

@@ -30,7 +30,7 @@ class Flame(Robust):
     title: ClassVar[str] = "FLAME"
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the noisy mean of the clipped updates in the cluster."""
+        """Return the noisy mean of the clipped updates in the largest cluster."""
         del weighting
         rows = rows.double()
         norms = rows.norm(dim=1)

@@ -41,7 +41,7 @@ class Compression(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
-        """Return None: compression does not change the rounds of the server."""
+        """Return None: compression needs no layer at the server."""
         del experiment, out, progress
 
     @classmethod
@@ -132,9 +132,9 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return the client state ``state`` with ``held`` added, the tensors of compression.
+    """Return the client state ``state`` with the tensors of compression added.
 
-    ``held``: {payload name: tensors}.
+    ``held``: the tensors of compression, as {payload name: tensors}.
     """
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
