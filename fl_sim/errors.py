@@ -14,7 +14,7 @@ MOST_OF_A_WORD: Final = 600
 
 
 class UserError(ValueError):
-    """A mistake of the user: the message names the wrong value and the cure. The command line exits with 2.
+    """A mistake of the user: the message names the wrong value and the cure. The command line ends with exit code 2.
 
     A message has at most ``MOST_LETTERS`` characters, however long the quoted values are.
     """
@@ -24,7 +24,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A failed run: the message names client and round. The command line exits with 1.
+    """A failed run: the message names client and round. The command line ends with exit code 1.
 
     ``private``: error messages of clients. They may contain a client's records, so they are never written to a file
     that other people may read.

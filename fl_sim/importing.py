@@ -59,8 +59,8 @@ def leave_out() -> None:
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection in this ``with`` block.
 
-    If ``leave_out`` was called before, nothing changes: its objects stay excluded after the block, too. To include them
-    again would cost a garbage collection of almost a second.
+    If ``leave_out`` was called before, this function changes nothing: all objects stay excluded after the block, too.
+    To include them again would cost a garbage collection of almost a second.
     """
     if _EXCLUDED.is_set():
         yield

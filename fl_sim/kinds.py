@@ -189,7 +189,7 @@ class Proceeding(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """A settings class that is incompatible with some values of other settings."""
+    """A settings class that is incompatible with some values of other settings, and checks them."""
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError, with the cure in one line, if ``experiment`` is incompatible with these settings."""
@@ -210,7 +210,7 @@ class Completing(Protocol):
 
 @runtime_checkable
 class Sealing(Protocol):
-    """A settings class that reads a file, such as devices from a table. It stores a digest, to detect later changes."""
+    """A settings class that reads a file, such as a table of devices, and stores a digest of it to detect changes."""
 
     def sealed(self) -> Self:
         """Return a copy of these settings that contains the digest of their file, such as a table of devices.
@@ -226,7 +226,7 @@ class ReadingFurther(Protocol):
     def further_data(self) -> str:
         """Return the name of the second data set; "" for none.
 
-        A run does not resume if this data set is the user's own and its records have changed.
+        If this data set is the user's own and its records have changed, an unfinished run cannot be resumed.
         """
         ...
 
@@ -299,7 +299,7 @@ class UsingPool(Protocol):
 
 @runtime_checkable
 class SettingAside(Protocol):
-    """A settings class that moves some training records from the clients to the server."""
+    """A settings class that takes some training records from the clients and gives them to the server."""
 
     @property
     def num_set_aside(self) -> int:

@@ -1,4 +1,4 @@
-"""Local plans: an algorithm's local objective as data, for all trainers (compiled C++, stacked, PyTorch)."""
+"""Local plans: an algorithm's local objective, described by data that all trainers (C++, stacked, PyTorch) read."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a client's local training in which only some parameters are trained, such as the head in FedRep.
+    """A phase of a client's local training in which only some parameters are trained, such as the head in FedRep.
 
     ``names``: the names of the trained parameters; all others keep their values. ``epochs``: the number of passes over
     the client's records, in place of the setting ``local.epochs``.
@@ -231,12 +231,13 @@ class LocalPlan:
     The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step, that
     is, w <- w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a
     step changes no parameter, and the norm of a gradient leaves these numbers out. ``momentum_buffers``: the initial
-    momentum buffers. ``class_features``: True requests ``Trained.feature_sums``. ``trained``: the names of the
-    parameters that local steps change, None for all. All other parameters are frozen and left out of norms. ``phases``:
-    parts of the training, one after another, in place of the setting ``local.epochs``. In each phase, the anchor is the
-    model at the beginning of this phase. ``private``: makes the steps private for each record. In this case, all other
-    fields act on the noisy gradient. A term of strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer
-    that does not support a field in use passes the client to another trainer.
+    momentum buffers. ``class_features``: True if the result must contain the sums of each class's features
+    (``Trained.feature_sums``). ``trained``: the names of the parameters that local steps change, None for all. All
+    other parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in place of
+    the setting ``local.epochs``. In each phase, the anchor is the model at the beginning of this phase. ``private``:
+    makes the steps private for each record. In this case, all other fields act on the noisy gradient. A term of
+    strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer that does not support a field in use passes
+    the client to another trainer.
 
     Raises UserError for a shift or a scale of logits together with ``mix``. The shift corrects logits by the client's
     own label counts. But with ``mix``, the averaged record in a batch may come from another client and have other

@@ -74,7 +74,7 @@ def check_narrowable(model: nn.Module) -> None:
 
 
 def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
-    """Return a copy of ``model`` whose parameters have the shapes of ``params``, with undefined values.
+    """Return a copy of ``model`` with narrower layers: its parameters have the shapes of ``params``, but no values yet.
 
     ``factor``: in training mode, the outputs of all linear and convolution layers except the last are multiplied by
     ``factor``. In nn.GroupNorm, the number of channels per group becomes the greatest common divisor of the old number
@@ -102,7 +102,7 @@ def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
 
 
 def cut(params: Params, places: Places) -> Params:
-    """Return the parameters of a narrow model, copied from the whole model's parameters ``params``."""
+    """Return the parameters of a narrow model, copied from ``params``, the whole model's parameters."""
     return {name: value[places[name]] for name, value in params.items()}
 
 

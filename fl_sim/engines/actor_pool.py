@@ -138,7 +138,7 @@ class ActorPool:
 
     @property
     def calls(self) -> dict[Any, Worker]:
-        """Return the unfinished calls of all ready workers, as {call: worker}."""
+        """Return the calls that ready workers have not finished, as {call: worker}."""
         return {call: worker for worker in self.ready for call in worker.calls}
 
     def update(self, wanted: int) -> list[Any]:
@@ -241,7 +241,7 @@ class ActorPool:
         return self._forget(worker.node)
 
     def end_busy(self) -> None:
-        """Kill all workers with unfinished calls."""
+        """Kill all workers with unfinished calls, after a deadline or Ctrl-C."""
         for worker in self.calls.values():
             worker.kill()
         self.ready = [worker for worker in self.ready if not worker.calls]

@@ -1,6 +1,6 @@
 """Batches of messages: a runner that answers batches in one process, and the distribution of batches to workers.
 
-An exchange is the sending of messages to clients and the collection of all replies. This file does not import Ray.
+In an exchange, the server sends messages to clients and collects all replies. This file does not import Ray.
 """
 
 import logging
@@ -133,7 +133,7 @@ class BatchRunner:
 
 @dataclass
 class Exchange(Generic[Call]):
-    """The messages of one exchange over several workers, and the replies so far.
+    """The state of one exchange: the messages of the server to clients, distributed to workers, and all replies so far.
 
     ``fresh``: the messages that no worker has received yet. ``running``: the batch of every unfinished call; ``begin``
     adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that the answer
@@ -245,7 +245,7 @@ class Exchange(Generic[Call]):
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
-        """Schedule the messages of a dead worker's batch once more, each as a batch of its own.
+        """Schedule the messages of a dead worker's batch again, each as a batch of its own, to find the cause.
 
         A message is sent only twice: if a second worker has died of it, it gets an error reply with ``reason``. After
         ``MAX_DEATHS`` dead workers, all waiting messages get an error reply.

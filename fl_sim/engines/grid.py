@@ -55,12 +55,12 @@ class LocalGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def set_run(self, run: Run) -> None:
-        """Set Flower's description of the run."""
+        """Store Flower's description of the run (``Run``), as Flower's class Grid requires."""
         self._run = run
 
     @property
     def run(self) -> Run:
-        """Return Flower's description of the run."""
+        """Return Flower's description of the run (``Run``)."""
         return self._run
 
     def create_message(
@@ -126,9 +126,9 @@ class InProcessGrid(LocalGrid):
 
     ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
     other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
-    several clients in one batch; batches of stacked clients run one after another. ``groups``: the tasks in which
-    several clients are computed at once; they have threads of their own. A hanging client cannot be interrupted in its
-    own process: ``timeout`` is checked between batches only.
+    several clients in one batch. If a batch is computed as one stack, batches run one after another. ``groups``: the
+    tasks in which several clients are computed at once; they have threads of their own. A client that hangs cannot be
+    interrupted, because it runs in this process: ``timeout`` is checked between batches only.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class InProcessGrid(LocalGrid):
             workers, pool = self._groups.threads, self._group_pool
         else:
             batches = self._runner.batches(messages, workers)
-            # All threads share one model, so stacks of clients (each one computation) cannot run in parallel.
+            # All threads share one model, so two stacks (clients that are trained as one computation) cannot run in
+            # parallel.
             is_parallel = tasks <= self._in_threads or (tasks == {wire.TRAIN} and not self._is_stacked)
             pool = self._pool if is_parallel and len(batches) > 1 else None
         waiting, replies = deque(batches), dict[str, Message]()

@@ -223,7 +223,8 @@ class RayGrid(LocalGrid):
     def _stored(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
         """Return the replies for the server.
 
-        If the driver keeps the client states, this method first takes the new states from the replies and stores them.
+        If this process (the driver) keeps the client states, the new states are first removed from the replies and
+        stored.
         """
         if self._remote is None:
             return list(replies)

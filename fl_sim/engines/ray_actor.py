@@ -1,4 +1,4 @@
-"""The message handler of a Ray actor. It starts only on a node with the same software versions as the driver."""
+"""The message handler of a Ray actor. It starts only on nodes with the software versions of the main process."""
 
 import time
 from collections.abc import Callable, Mapping

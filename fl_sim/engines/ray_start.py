@@ -73,7 +73,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
     Raises UserError if Ray cannot be joined, or lacks room for an actor or the requested GPU share.
     """
     if not resources.address and not ray.is_initialized():
-        # A Ray that this process starts gets all requested actors, even with fewer processors.
+        # If this process starts Ray, Ray gets all requested actors, even if this machine has fewer processors.
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         room = int(processors / resources.cpus) if resources.cpus else processors
         num_actors = min(num_clients, resources.actors or max(1, room))

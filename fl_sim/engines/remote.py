@@ -61,7 +61,7 @@ class Parcel:
 
 
 class DriverStore(Protocol):
-    """The driver's storage for clients that run on other machines: client states and files stay on the driver."""
+    """The driver's storage for clients that run on other machines. It stores their states and their files."""
 
     def before(self, message: Message) -> Parcel | Message:
         """Return the parts of ``message`` to send to a worker, or the client's answer if no worker is needed.
@@ -71,7 +71,7 @@ class DriverStore(Protocol):
         ...
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Store the client state that came with an answer, and return the answer for the server."""
+        """Remove and store the client state in a worker's answer, and return the answer for the server."""
         ...
 
 
@@ -168,7 +168,7 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The driver's proof that the client's privacy ledger contains the cost of a private output that a worker makes.
+    """The driver's proof that a client has paid: its privacy ledger contains the cost of an output that a worker makes.
 
     ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise is derived from a
     seed. ``counts``: whole numbers that the client task needs, such as the number of synthetic records of each class.
@@ -182,7 +182,9 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs and verifies the tickets of one run. Only the driver and its workers know the signing key ``secret``.
+    """Signs and verifies tickets, the proofs that a client's privacy ledger contains the cost of a private output.
+
+    A signer is for one run. Only the driver and its workers know the signing key ``secret``.
 
     A signature is valid for one message only: its client task, its client and its whole content, which includes the run
     and the round. Neither a server nor another run can make a valid signature, and the signature of an old message fits
@@ -193,7 +195,7 @@ class Signer:
 
     @classmethod
     def fresh(cls) -> "Signer":
-        """Return a signer for a new run, with a new random secret of 32 bytes."""
+        """Return a signer for a new run. Its signing key is 32 random bytes."""
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
@@ -224,7 +226,7 @@ class Signer:
 
 
 def has_ticket(content: RecordDict) -> bool:
-    """Return True if a message contains a ticket. The ticket's signature is not checked."""
+    """Return True if a message contains a ticket, the proof of a charged privacy cost. No signature is checked."""
     return _TICKET in content
 
 

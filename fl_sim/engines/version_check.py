@@ -22,9 +22,9 @@ LIBRARIES = ("torch", "numpy", "flwr")
 
 
 class CheckedActor:
-    """A Ray actor that first reports the versions on its node.
+    """A Ray actor that first reports the versions of the software on its node.
 
-    If the driver accepts these versions, the actor then answers messages.
+    If the driver (the process that runs the server) accepts these versions, the actor then answers messages.
     """
 
     def versions(self, modules: list[str]) -> dict[str, str]:

@@ -234,12 +234,12 @@ def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Return a message content with a worker's synthetic records. The driver knows their classes and privacy costs."""
+    """Return a message content with synthetic records that a worker made for the driver."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 
 def read_made(content: RecordDict) -> torch.Tensor:
-    """Return the synthetic records in a message content. Nothing is checked, because workers are trusted."""
+    """Return the synthetic records in a worker's message. Nothing is checked, because the driver trusts workers."""
     return unpack(content[_POOL])["inputs"]
 
 

@@ -204,10 +204,7 @@ class Job:
 
     @property
     def model_in_words(self) -> list[str]:
-        """Lines for the user about the model's initial weights, its library and its trained parameters.
-
-        The list may be empty.
-        """
+        """Lines for the user about the model's initial weights, library and trained parameters; may be empty."""
         chosen, dataset = self.experiment.model, self.dataset
         source = source_of(chosen.name)
         said = [
@@ -235,7 +232,7 @@ class Job:
 
     @cached_property
     def trainer(self) -> Trainer:
-        """The trainer of this process. It also evaluates the experiment's model."""
+        """The object that trains clients in this process. It also evaluates the experiment's model."""
         return Trainer(self.model().to(self.device), load_kernel()[0])
 
     @cached_property

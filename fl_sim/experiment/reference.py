@@ -174,7 +174,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
 
 
 def _narrowed(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type and the metadata of ``Annotated[type, ...]``. For any other annotation, the metadata are ()."""
+    """Return (type, metadata) of ``Annotated[type, ...]``. Any other annotation is returned with the metadata ()."""
     if not hasattr(annotation, "__metadata__"):
         return annotation, ()
     extras = [inner for extra in annotation.__metadata__ for inner in getattr(extra, "metadata", [extra])]

@@ -159,7 +159,7 @@ def slower_here(stack: Stack) -> str:
 
 @dataclass
 class _Rows:
-    """Collects the descriptions of a model's layers, one per row. Two layers may be fused to one row.
+    """Collects the descriptions of a model's layers as rows, one per layer. Two layers may be fused to one row.
 
     A layer's input is a node: node 0 is the model's input, and node i + 1 is the output of row i. The ``source`` of a
     row is its input. ``node``: the input of the next layer. ``is_flat``: True if this node is a vector, without height

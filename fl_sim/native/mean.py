@@ -39,8 +39,7 @@ def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
 def by_torch(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
     """Return sum_i factors_i * values_i, computed by PyTorch.
 
-    This is slower than the compiled code, because PyTorch reads and writes the whole float64 sum once for every
-    item.
+    This is slower than the compiled code: for every item, PyTorch reads and writes the whole float64 sum.
     """
     total = torch.zeros_like(values[0], dtype=torch.float64)
     for value, factor in zip(values, factors, strict=True):

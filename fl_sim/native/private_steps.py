@@ -138,7 +138,7 @@ def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, la
 
 
 def clipped_sum(kernel: Kernel, stack: Stack, job: KernelJob, bounds: ClippingBounds) -> NDArray[np.float64]:
-    """Return the float64 sum of all records' clipped gradients at the received weights, (parameters,).
+    """Return the sum of all records' clipped gradients at the weights that the client received, (parameters,).
 
     ``bounds``: the bounds on a record's gradient. A gradient that is not finite counts as zeros. Raises ValueError and
     IndexError as ``Kernel.train`` does.
