@@ -60,7 +60,7 @@ class Adapted(nn.Module):
 
     @property
     def is_turned(self) -> bool:
-        """Return True for an embedding, whose weights W have the transposed shape: (inputs, outputs).
+        """Return True for an embedding: its weights W have the transposed shape (inputs, outputs).
 
         The inputs of an embedding are tokens, so W has one row for each token.
         """
@@ -106,7 +106,8 @@ class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is
         """Map (n, channels, h, w) to (n, outputs, h', w').
 
         In evaluation mode, the layer computes with the weights W + (alpha / r) B A. In training mode, it computes the
-        outputs of W and of the adapter separately. A grouped convolution without dropout has one computation.
+        outputs of W and of the adapter separately. An exception is a grouped convolution without dropout: it always
+        computes with W + (alpha / r) B A.
         """
         if not self.training or (self.groups > 1 and not self.lora_dropout):
             whole: torch.Tensor = self._conv_forward(inputs, self.weight, self.bias)
@@ -122,7 +123,7 @@ class LoraConv2d(Adapted, nn.Conv2d):  # type: ignore[override]  # its weight is
 class LoraEmbedding(Adapted, nn.Embedding):  # type: ignore[override]  # its weight is a property
     """An embedding with an adapter: the matrix A has a column for each token.
 
-    The vector of the padding token stays as it is.
+    The adapter does not change the vector of the padding token.
     """
 
     factors: ClassVar[tuple[str, str]] = ("lora_embedding_A", "lora_embedding_B")
@@ -161,12 +162,12 @@ def adapt(
 ) -> None:
     """Add adapters to the linear layers, convolutions and embeddings of ``model``, in place.
 
-    ``targets``: the names of the layers with adapters, or the ends of their names after a dot; empty for all of these
-    layers. ``without``: names of parameters that are trained without an adapter; their layers get no adapter. ``rank``:
-    the rank of all adapters; with 0, no adapter is added. If W has fewer rows or columns than ``rank``, this smaller
-    number is the rank of its adapter. B is initially 0, so adapters do not change the model's outputs. A is initially
+    ``targets``: the layers that get adapters, by their full names or by the last part of the names; empty for all
+    layers of these types. ``without``: names of parameters that are trained directly; their layers get no adapter.
+    ``rank``: the rank of all adapters; with 0, no adapter is added. If W has fewer rows or columns than ``rank``, the
+    adapter has this smaller rank. B is initially 0, so adapters do not change the model's outputs. A is initially
     uniform in [-a, a] with a = 1 / sqrt(inputs), as in PEFT. A depends on ``seed`` only, so all clients have the same
-    A. Raises UserError if the model has no such layer, or no layer with a name in ``targets``.
+    A. Raises UserError if the model has no layer of these types, or no layer with a name in ``targets``.
     """
     shared = _shared_in(model)
     places = [
@@ -256,7 +257,10 @@ def _is_called(name: str, target: str) -> bool:
 
 
 def _shared_in(model: nn.Module) -> set[int]:
-    """Return the ids of the layers that share a parameter with another layer of ``model``, such as a tied embedding."""
+    """Return the ids of the layers of ``model`` that share a parameter with another layer, such as a tied embedding.
+
+    These layers get no adapter, because an adapter changes the weights of only one layer.
+    """
     owners: dict[int, set[int]] = {}
     for layer, weight in _owned(model):
         owners.setdefault(id(weight), set()).add(id(layer))

@@ -1,7 +1,8 @@
 """Architectures of other libraries by name: ``torchvision:resnet18``, ``timm:NAME`` and ``hf:PATH``.
 
-Each class here is a source of architectures (fl_sim.foreign_models.ModelSource), an entry point in the group
-``fl_sim.model``. Nothing is downloaded. A library is imported when one of its models is built.
+Each class here builds the models of one library (the interface is fl_sim.foreign_models.ModelSource). The classes are
+registered as entry points in the group ``fl_sim.model``. Nothing is downloaded. A library is imported only when one of
+its models is used.
 """
 
 import logging
@@ -226,7 +227,7 @@ class MeanOfTokens(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length) ids and their mask, 1 for tokens and 0 for padding, to (batch, classes) logits."""
+        """Map token IDs (batch, length) and their mask, 1 for tokens and 0 for padding, to logits (batch, classes)."""
         states = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         shares = attention_mask.unsqueeze(-1).to(states.dtype)
         logits: torch.Tensor = self.head((states * shares).sum(1) / shares.sum(1).clamp(min=1))

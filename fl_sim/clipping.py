@@ -36,7 +36,7 @@ class Clipping:
         return math.hypot(*(self.layer_norms[layer] for layer in self.parts(names)))
 
     def shares(self, names: Iterable[str]) -> list[float]:
-        """Return the largest norm of each part of the gradient (see ``parts``), divided by the clipping norm C.
+        """Return the largest allowed norm of each part of the gradient (see ``parts``), divided by the clipping norm C.
 
         C is the clipping norm of the whole gradient. The squares of the results add up to 1.
         """

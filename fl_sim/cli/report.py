@@ -57,8 +57,8 @@ def write_report(
     Warnings name the runs that are unfinished or cannot be shown. ``out``: the folder for the files; None: the default.
     ``paper``: True also writes the figures as PDF and SVG, in the widths of one and of two columns of a paper.
     ``pictures``: True computes, for each synthetic feature vector, an image with nearly the same features. ``target``:
-    a test accuracy in [0, 1]. If it is given, the report also has the costs of runs until this accuracy. ``full_axis``:
-    True draws accuracies on an axis from 0 to 100 %, not on an axis over their own range.
+    a test accuracy in [0, 1]; if it is given, the report also states what each run needed to reach this accuracy.
+    ``full_axis``: True draws accuracies on an axis from 0 to 100 %, False only over the range of the accuracies.
     """
     found = _with_titles(find(directories))
     groups, doubles = group(found.runs)

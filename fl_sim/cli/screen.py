@@ -21,7 +21,7 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str], object]]:
-    """Yield a function that prints a line of text, the present progress, to standard error.
+    """Yield a function that shows the progress of long work: it prints a line of text to standard error.
 
     On a terminal, each line replaces the previous one, and the last line is erased at the end of the ``with`` block.
     """

@@ -30,8 +30,8 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Read the data set ``path``, a local folder or a name on the hub. Raises UserError if the data set cannot be read.
 
     The setting ``data.train_part`` names the part with the training records (default: train). ``data.test_part`` names
-    the part with the test records (default: test). With ``data.test``, a share of the training part is for testing
-    instead. The note of the result lists all unused parts.
+    the part with the test records (default: test). If ``data.test`` is set, test records are drawn from the training
+    part in place of a test part. The note of the result lists all unused parts.
     """
     library = _library()
     parts = _parts(library, own, path)
@@ -71,7 +71,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 def _library() -> Any:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if os.environ.get("FL_SIM_OFFLINE"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # must be set before ``datasets`` is imported, which reads it once
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the import of ``datasets`` reads the variable HF_HUB_OFFLINE
     try:
         import datasets  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:

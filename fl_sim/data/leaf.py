@@ -192,7 +192,7 @@ def _users(folder: Path, alphabet: str) -> list[_User]:
 
 def _content(file: Path) -> Mapping[str, Any]:
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)  # if a key is repeated, dict keeps only the last value, without an error
+        found = dict(pairs)  # dict keeps only the last value of a repeated key; such a file is refused
         if len(found) < len(pairs):
             key = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise UserError(f"{file} has the key {shortened(key)!r} twice in one object; remove one of the two")

@@ -99,14 +99,14 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
             else:
                 raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
             if settings.size is not None and image.size != settings.size:
-                image = image.resize(settings.size, resample=2)  # in Pillow, 2 is bilinear interpolation, antialiased
+                image = image.resize(settings.size, resample=2)  # 2 is Pillow's bilinear filter, with antialiasing
             return np.asarray(image), is_turned
 
 
 def scaled(images: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """Scale ``images`` (n, channels, height, width) to ``size`` (width, height), bilinearly with antialiasing.
 
-    Each channel is scaled separately, with the same result as by the setting ``data.size`` for image files.
+    Each channel is scaled separately. The results are equal to those of the setting ``data.size`` for image files.
     """
     from PIL import Image  # noqa: PLC0415 (only images need it)
 

@@ -272,7 +272,8 @@ def _adult_columns() -> tuple[Column, ...]:
     Generators of synthetic records may round numbers to the values that a column lists: years and hours in steps of 5,
     and amounts of money in steps that grow by a factor of about 1.6.
     """
-    money = (0.0, *(step / 25 for step in range(10, 26)))  # 0, and 16 amounts, 100 to 100,000 dollars, as logarithms
+    # 0, and 16 amounts from 100 to 100,000 dollars, on the logarithmic scale of the model's inputs
+    money = (0.0, *(step / 25 for step in range(10, 26)))
     values = {"age": range(20, 91, 5), "education-num": range(1, 17), "hours-per-week": range(5, 100, 5)}
     amounts = Column("capital-gain", money), Column("capital-loss", money)
     return (*_numbers(values, _ADULT_NUMBERS), *amounts, *_categories(_ADULT))

@@ -219,7 +219,7 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # only a part of the cache key: if a file has changed, its stamp differs, and the file is read again
+    del stamps  # is only a part of the cache key: a changed file has another stamp, so it is read again
     return read(name, source)
 
 
@@ -340,7 +340,7 @@ def _checksums(name: str, source: DataSource) -> list[str]:
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
         except (zipfile.BadZipFile, OSError):
-            return []  # reading a damaged file later raises an error with a better message
+            return []  # the file is damaged: the reader, called next, raises an error with a better message
         return [f"{path}: {bad} does not match its checksum; fetch or write the file again"] if bad else []
     problems = []
     for file, published in (_published(known) if known else {}).items():

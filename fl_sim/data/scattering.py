@@ -57,7 +57,7 @@ _OWN: Final = 0.35
 _CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean (pixels: 0 to 1)
 
 _LEAVES: Final = 200  # leaves per image
-# Smallest radius of a leaf, in pixels; largest radius of a leaf, as a fraction of the image's longer side.
+# The smallest radius of a leaf in pixels. The largest radius of a leaf as a fraction of the image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
 # Standard deviation of a leaf's colour, in grey levels, and of its shading, in grey levels per pixel.
 # Largest standard deviation of the noise of an artificial image, in grey levels.
@@ -84,7 +84,7 @@ def dimension_of(shape: tuple[int, ...]) -> int:
 
 
 def num_coefficients(shape: tuple[int, ...]) -> int:
-    """Return the number of scattering coefficients of an image of ``shape``: the total size of all its maps."""
+    """Return the number of scattering coefficients of an image of ``shape``: the number of values in all its maps."""
     return shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2])
 
 
@@ -198,7 +198,7 @@ def whitening_of(shape: tuple[int, int, int]) -> Whitening:
     The computation takes seconds to a minute. Its result is cached for each shape.
     """
     features = features_of(public_images(shape))
-    # ``_whitening`` runs in a separate thread, because it changes torch's number of threads
+    # ``_whitening`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_whitening, features).result()
 
@@ -336,7 +336,10 @@ def _aliases(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Modulus(torch.autograd.Function):
-    """The modulus of complex numbers. Its gradient at 0 is 0, while the gradient of a square root at 0 is infinite."""
+    """The modulus of complex numbers, with the gradient 0 at the number 0.
+
+    The modulus is a square root, and torch's gradient of the square root at 0 is infinite.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -416,7 +419,10 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 
 
 class _Projected(torch.autograd.Function):
-    """The function ``_projected`` with a gradient. It is linear, so the transposed map computes the gradient."""
+    """Makes the function ``_projected`` differentiable for torch.
+
+    The projection is linear, so its transpose (``_projected_back``) computes gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, size: int) -> torch.Tensor:
@@ -429,7 +435,7 @@ class _Projected(torch.autograd.Function):
 
 
 def _projected_back(vectors: NDArray[np.float32], coefficients: int) -> NDArray[np.float32]:
-    """Apply the transposed map of ``_projected``: from ``size`` numbers back to ``coefficients`` numbers."""
+    """Apply the transpose of the projection ``_projected``: (n, size) becomes (n, coefficients)."""
     count, size = vectors.shape
     if coefficients == size:
         return vectors
@@ -458,7 +464,10 @@ def _whitening(features: NDArray[np.float32]) -> Whitening:
 
 
 def inverse_root(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean (d,) of ``rows`` (n, d), and the inverse square root (d, d) of their covariance plus a ridge."""
+    """Return the mean (d,) and the whitening matrix (d, d) of ``rows`` (n, d).
+
+    The whitening matrix is the inverse square root of the covariance of ``rows`` plus a ridge.
+    """
     values, vectors = torch.linalg.eigh(torch.cov(rows.T))
     values = values.clamp(min=0) + _RIDGE * values.mean()
     return rows.mean(dim=0), vectors * values.rsqrt() @ vectors.T

@@ -61,7 +61,7 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float
 def mixing_of(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
     found = _coefficients(public_images(shape))
-    # ``_mixing`` runs in a separate thread, because it changes torch's number of threads
+    # ``_mixing`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
 

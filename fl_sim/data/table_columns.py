@@ -275,7 +275,7 @@ def check_types(roles: Roles, seen: Mapping[str, ColumnContent], where: str) -> 
 
 
 def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
-    """Return the different entries of the label column as classes: numbers by size, or texts in alphabetical order.
+    """Return the classes: the different entries of the label column, sorted as numbers or as texts.
 
     Raises UserError for numbers with a fraction, and for more than 1000 different entries: these cannot be classes.
     """

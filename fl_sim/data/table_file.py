@@ -67,8 +67,8 @@ _WHOLE: Final = r"^([+-]?\d+)\.0*$"
 class TableReader:
     """A table that can be read several times, in batches of rows.
 
-    ``where``: its path, for error messages. ``written``: the column names exactly as in the file. ``declared``: the
-    types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
+    ``where``: the path of the file, for messages. ``written``: the column names exactly as in the file. ``declared``:
+    the types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
     {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a
     word (comma). ``texts``: the columns of texts that must not be changed.
     """

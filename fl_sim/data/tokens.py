@@ -204,8 +204,9 @@ class Vocabulary:
 def tokenizer_by(written: str, alphabet: str) -> Tokenizer:
     """Return the tokenizer that ``data.tokenizer`` names: characters, bytes, or the location of a tokenizer.json.
 
-    ``alphabet``: the value of ``data.alphabet``; empty if it is not set. A location is a file, a folder with
-    tokenizer.json, or an installed package with such a folder. Raises UserError if the tokenizer does not exist.
+    ``alphabet``: the value of ``data.alphabet``; empty if it is not set. The location is a file, a folder with a file
+    tokenizer.json, or the name of an installed package with such a folder. Raises UserError if the tokenizer does not
+    exist.
     """
     if alphabet and written != "characters":
         raise UserError("data.alphabet is for data.tokenizer=characters; leave data.alphabet out")

@@ -76,7 +76,7 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The protocol for settings of devices. A user's own class can be used if it has this method ``fleet``."""
+    """The protocol for settings of devices. Every class with a method ``fleet`` can be used, also a user's own."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
         """Return the devices of ``num_clients`` clients. ``seed``: the seed of all random numbers, such as speeds.

@@ -178,7 +178,7 @@ def local_dp(
     """Plan the privacy of a client that adds noise to its own updates: give two of noise, rounds and epsilon.
 
     The setting is local.privacy=local-dp. The guarantee covers the replacement of all data of a client. This
-    replacement changes an update by at most two clipping norms.
+    replacement changes the clipped update by at most twice the clipping norm.
 
     For example:
 

@@ -177,10 +177,11 @@ def in_words(bill: dict[str, Any]) -> str:
 
 
 def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
-    """Draw total epsilon over queries, and epsilon per query over the teachers' agreement, into the file ``path``.
+    """Draw two figures of the data-independent and the data-dependent epsilon into the file ``path``.
 
-    The teachers' agreement on a query is the number of votes for its most frequent class, minus the number of votes for
-    the second class.
+    The first figure shows how the total epsilon grows with the number of queries. The second shows the epsilon of each
+    query against the teachers' agreement on it: the number of votes for the most frequent class, minus the number of
+    votes for the second class.
     """
     each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
     ordered = np.sort(counts, axis=1)
