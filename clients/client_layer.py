@@ -170,7 +170,7 @@ class ClientLayer:
         return self
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return the names and shapes of the tensors in the client state, including tensors that this layer adds.
+        """Return the names and shapes of the tensors in the client state, including those that this layer stores.
 
         ``state``: the names and shapes of the tensors of the algorithm and of the inner layers.
         """

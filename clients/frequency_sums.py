@@ -41,7 +41,7 @@ After this scaling, the norm of a typical record is about 1."""
 
 @dataclass(frozen=True)
 class Frame:
-    """A scaling of the d frequencies of a record: subtract ``centre`` (d,), then divide by ``width`` (d,)."""
+    """A scaling of a record's d frequencies before clipping: subtract ``centre``, then divide by ``width``."""
 
     centre: Array
     width: Array

@@ -165,7 +165,7 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The first charges, up to the first one with another noise key, determine this order.
+        The ledger's first charges determine this order: all charges before the first one with another noise key.
         """
         if not charges:
             return 0.0

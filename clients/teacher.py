@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class NetworkTeacher(Settings):
-    """The experiment's ``model``, trained with the settings ``local``. Each teacher has its own initial weights."""
+    """A PATE teacher that is a network: the experiment's ``model``, trained with the settings ``local``.
+
+    Each client's teacher has initial weights of its own.
+    """
 
     kind: Literal["network"] = "network"
 

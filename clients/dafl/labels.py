@@ -152,7 +152,7 @@ class _Selection(Settings):
 class ExponentialMechanism(_Selection):
     """The paper's exponential mechanism, which selects the number of synthetic records of a class.
 
-    The range of its privacy loss has the width epsilon. So its cost in zCDP is epsilon^2 / 8.
+    The mechanism's privacy loss lies in an interval of width epsilon. So its cost in zCDP is epsilon^2 / 8.
     """
 
     kind: Literal["exponential"] = "exponential"

@@ -304,10 +304,10 @@ class ForestMarginals:
 def fitted(noisy: ForestMarginals, std_of_ones: float, std_of_twos: float) -> ForestMarginals:
     """Return the marginals of the forest model that fits the ``noisy`` marginals best.
 
-    The model has the least weighted squared distance to the noisy marginals. Its own marginals are consistent: tables
-    that share a column agree on the counts of this column. ``std_of_ones``, ``std_of_twos``: the standard deviations of
-    the noise on ``noisy.ones`` and ``noisy.twos``. They determine the weights. If both standard deviations are 0, the
-    result is ``noisy`` itself.
+    A forest model is a graphical model whose graph is a forest. The result has the least weighted squared distance to
+    the noisy marginals. It is consistent: tables that share a column agree on the counts of this column.
+    ``std_of_ones``, ``std_of_twos``: the standard deviations of the noise on ``noisy.ones`` and ``noisy.twos``. They
+    determine the weights. If both standard deviations are 0, the result is ``noisy`` itself.
     """
     if not std_of_ones:
         return noisy
@@ -369,8 +369,8 @@ def _rho(noise_multiplier: float) -> float:
 def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals:
     """Return the marginals of the forest model proportional to exp(sum of ``potentials``), as counts of records.
 
-    ``totals``: the number of records of each class. The function makes one pass over the forest to the roots, and one
-    pass back.
+    A forest model is a graphical model whose graph is a forest. ``totals``: the number of records of each class. The
+    function makes one pass over the forest to the roots, and one pass back.
     """
     inward = [table.copy() for table in potentials.ones]
     given: dict[Edge, Array] = {}
@@ -394,7 +394,7 @@ def _marginals_of(potentials: ForestMarginals, totals: Array) -> ForestMarginals
 def _gradient_and_loss(
     found: ForestMarginals, noisy: ForestMarginals, of_ones: float, of_twos: float
 ) -> tuple[ForestMarginals, Array]:
-    """Return the gradient of half the loss with respect to ``found``, and the loss of each class.
+    """Return the gradient of half the loss with respect to ``found``, and the loss of each class, for mirror descent.
 
     The loss is the weighted sum of squared differences between ``found`` and ``noisy`` marginals. ``of_ones``,
     ``of_twos``: the weights of the tables of columns and of pairs.

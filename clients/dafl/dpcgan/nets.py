@@ -83,7 +83,7 @@ def stacked(
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = (
-        None  # the clients' rows are concatenated from the first layer with weights on: inputs may have unequal widths
+        None  # None before the first layer with weights: until there, the clients' rows may have unequal widths
     )
     for layers in zip(*nets, strict=True):
         if not isinstance(layers[0], _WITH_WEIGHTS):

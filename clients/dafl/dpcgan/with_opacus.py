@@ -79,7 +79,7 @@ class SecretOptimizer(DPOptimizer):  # type: ignore[misc] # Opacus comes without
 
 
 class OpacusGradients:
-    """One client's private gradients by Opacus: a float64 discriminator with hooks, an optimiser and an accountant."""
+    """Computes one client's private gradients by Opacus, with a float64 copy of D, an optimiser and an accountant."""
 
     def __init__(self, discriminator: nn.Sequential, terms: OpacusTerms) -> None:
         self.discriminator, self.bill = discriminator, terms.bill
