@@ -73,9 +73,9 @@ def check(algorithm: Algorithm) -> None:
     sends tensors of the same names and shapes, with finite numbers. 3. A client without records has weight 0 in the
     mean. 4. The server state keeps its names and shapes. 5. The compiled C++ trainer, PyTorch, and PyTorch on stacked
     clients train equal models, except for float32 rounding. 6. A run that is interrupted and resumed ends in the same
-    bits. 7. Under Global DP no client changes the mean by more than the clipping norm allows. An algorithm that Global
-    DP refuses also keeps this law. 8. The algorithm does not write to its inputs: the server state, the client states
-    and the pool of records that clients share.
+    bits. 7. Under Global DP no client changes the mean by more than the clipping norm allows. An algorithm that cannot
+    be combined with Global DP passes this test. 8. The algorithm does not write to its inputs: the server state, the
+    client states and the pool of records that clients share.
     """
     laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
     for law in laws:
@@ -304,8 +304,8 @@ def _expect_close(algorithm: Algorithm, who: str, one: Params, other: Params, st
     moved = _distance({"": other}, {"": start})
     if gap > ROUNDING * max(moved, 1e-3):
         raise BrokenLaw(
-            f"{title_of(algorithm)}: the model of {who} is at distance {gap:.3g} from that of PyTorch, one client at a "
-            f"time, and training moved the model by {moved:.3g}: the two trainers disagree about the local plan"
+            f"{title_of(algorithm)}: the model of {who} is at distance {gap:.3g} from that of PyTorch for one client, "
+            f"and training moved the model by {moved:.3g}: the two trainers disagree about the local plan"
         )
 
 

@@ -1,4 +1,4 @@
-"""``check_run`` tests whether runs with a user's own layer or stage keep the laws of all runs; an engine for tests.
+"""Tests of a user's own layer or stage in whole runs (``check_run``), and an engine for tests (``FakeEngine``).
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)

@@ -141,7 +141,10 @@ def _named_by(word: str, model: nn.Module) -> set[str]:
             part for part in model.modules() if any(weight.requires_grad for weight in part.parameters(recurse=False))
         ]
         if int(number[1]) > len(layers):
-            raise UserError(f"model.trainable={word}: this model has {len(layers)} layers with trained parameters")
+            raise UserError(
+                f"model.trainable={word}: this model has {len(layers)} layers with trained parameters: give at most "
+                "this number"
+            )
         last = {id(weight) for part in layers[-int(number[1]) :] for weight in part.parameters(recurse=False)}
         return {name for name, weight in named.items() if id(weight) in last}
     if found := {name for name in named if name == word or name.startswith(f"{word}.")}:

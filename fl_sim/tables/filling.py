@@ -87,7 +87,7 @@ class TableState:
         plan = self.plan
         alone = self._alone()
         results = tuple(self._result(cell, alone.get((cell.column, cell.seed))) for cell in plan.cells)
-        # not model_dump, because its result may contain infinity, which JSON does not have
+        # model_dump is not used here, because its result may contain infinity, which JSON does not have.
         settings = json.loads(self.settings.model_dump_json())
         table = Table(
             plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings, labels=plan.labels,

@@ -139,7 +139,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters that the label states even with default values.
     """
     changed = _changed(settings, also)
-    # A title that is a property already states the value of the first parameter.
+    # If ``title`` is a property of the settings class, its text already contains the first parameter.
     if not isinstance(vars(type(settings)).get("title", ""), str):
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     if (inner := inner_split(settings)) is not None:
@@ -370,7 +370,7 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def _with_places(values: Iterable[Any], *, places: Sequence[Sequence[str]]) -> str:
-    """Return a text with the most frequent value, then all other values with the names of their places.
+    """Return the most frequent value as text, then each other value with the names of its experiments in ``places``.
 
     >>> _with_places([0.9, 0.0, 0.9], places=[["A", "B", "C"], ["x"] * 3])
     '0.9 (0 for B)'

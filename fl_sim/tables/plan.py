@@ -244,7 +244,8 @@ def plan_table(
         names.setdefault(row, name)
         if is_bound(point):
             bounds[row] = None
-        # If centralized training does not use this seed setting, its value is None, and ``seed`` is used instead.
+        # If centralized training does not use the seed setting ``over``, this setting is None. Then ``seed`` is used
+        # instead.
         seed = getattr(one.experiment, over)
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
@@ -537,7 +538,7 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside(point: Point, instead: Point) -> Point:
-    """Return ``point`` updated with the settings ``instead``.
+    """Return ``point`` updated with the settings in ``instead``.
 
     A setting of ``point``, such as "local.momentum", is removed if the first part of its name ("local") is in
     ``instead``.

@@ -48,7 +48,7 @@ def audit(finished: FinishedRun) -> Proven:
             "part with probability 1/2: give a run with left_out=0.5"
         )
     audited = Audited.of(finished)
-    # Among equal losses, the order is that of the record indices, which do not depend on membership.
+    # Records with equal losses are sorted by their indices, which do not depend on membership.
     order = np.argsort(np.concatenate([audited.members, audited.others]))
     taking_part, losses = audited.is_member[order], judged_by_loss(finished, audited).losses[order]
     claimed, delta = max(

@@ -91,7 +91,7 @@ class FinishedRun:
 
     @cached_property
     def runtime(self) -> ClientRuntime:
-        """The client runtime of the run."""
+        """The client runtime of the run: everything that is needed to execute its clients."""
         return self.procedure.runtime()
 
     @cached_property

@@ -128,11 +128,11 @@ def quotient(gradient: Params, layer: str) -> torch.Tensor:
 
 
 def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = str) -> tuple[str, list[Attempt]]:
-    """Attack one gradient per client, for as many clients as needed. Each gradient is of ``asked.batch`` records.
+    """Attack one gradient per client, until ``asked.records`` records are attacked.
 
-    Return the name of the used method, and one attempt for each gradient. ``show``: a function that is called with
-    progress messages. Raises UserError if an attacker sees no gradients in this run, or if the method does not fit the
-    model or the batch.
+    Each gradient is of ``asked.batch`` records. Return the name of the used method, and one attempt for each gradient.
+    ``show``: a function that is called with progress messages. Raises UserError if an attacker sees no gradients in
+    this run, or if the method does not fit the model or the batch.
     """
     job, layer = finished.job, _layer(finished.runtime.model, asked)
     wanted = asked.records or (_ANALYTIC if layer is not None else _OPTIMISED)

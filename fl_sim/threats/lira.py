@@ -71,7 +71,7 @@ class Audited:
 
     @property
     def is_member(self) -> NDArray[np.bool_]:
-        """True for each member, (m + n,)."""
+        """A mask of the audit's records, (m + n,): True for members."""
         return np.arange(len(self.members) + len(self.others)) < len(self.members)
 
     @classmethod
@@ -92,9 +92,9 @@ class Audited:
 class Scored:
     """The result of LiRA for all records of ``audited``, first members, then non-members.
 
-    ``by_loss``: the final model's predictions, with their losses. In the two other fields, the negative score replaces
-    the loss. ``by_score``: the score of the final model. ``over_rounds``: the sum of the scores of the models after
-    ``rounds``. A score is NaN if the record is in all shadow runs or in none of them.
+    ``by_loss``: the final model's predictions, with their losses. ``by_score``: the same, but the loss is replaced by
+    the negative score of the final model. ``over_rounds``: the same, but the loss is replaced by the negative sum of
+    the scores of the models after ``rounds``. A score is NaN if the record is in all shadow runs or in none of them.
     """
 
     audited: Audited
@@ -105,7 +105,7 @@ class Scored:
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
-        """True for each record with a score, (records,)."""
+        """A mask of the audit's records, (records,): True for each record that has a score."""
         return ~np.isnan(self.by_score.losses)
 
     def split(self, judged: Judged) -> tuple[Judged, Judged]:

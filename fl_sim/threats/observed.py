@@ -61,7 +61,10 @@ class Observed:
 
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
-        """Return ``client`` in a round from the state ``server``. Raises UserError if there is nothing to attack."""
+        """Return ``client`` in an additional round, which starts from the server state ``server``.
+
+        Raises UserError if clients of this run send nothing that an attacker can use.
+        """
         experiment, runtime = finished.job.experiment, finished.runtime.of_client(client)
         if any(layer.only_sums for layer in runtime.layers):
             raise UserError(
@@ -112,7 +115,7 @@ class Observed:
 
     @cached_property
     def step(self) -> StepPlan | None:
-        """The constants of the client's steps with noise, such as its standard deviation; None without noise."""
+        """The constants of the client's noisy steps, such as the noise's standard deviation; None without noise."""
         if self.private is None:
             return None
         return StepPlan.of(self.private, self.training.job.task.settings, self.num_records, layout_of(self.trained))

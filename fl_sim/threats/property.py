@@ -39,9 +39,9 @@ class Guessed:
     proportions of the whole pool. ``held``: the fraction of pairs (client, class) for which the attacker guesses
     correctly whether the client holds the class. ``held_by_chance``: the same for a baseline that guesses "always" or
     "never", whichever is better. ``largest``: the fraction of clients whose largest class is guessed correctly.
-    ``largest_by_chance``: the same for the best single class as guess for all clients. ``distance``: the mean total
-    variation distance between guessed and true proportions, in [0, 1]. ``distance_by_chance``: the same for the
-    proportions of all clients' records as guess.
+    ``largest_by_chance``: the same for a baseline that guesses one class for all clients, the class that is right most
+    often. ``distance``: the mean total variation distance between guessed and true proportions, in [0, 1].
+    ``distance_by_chance``: the same for a baseline that guesses the class proportions of all clients' records.
     """
 
     clients: int

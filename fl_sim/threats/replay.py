@@ -1,4 +1,4 @@
-"""The repetition of a finished run's rounds, for any clients, any server state, and the layers of the run."""
+"""Repeats rounds of a finished run: from any server state and with any clients, by the run's own layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def strategy(self) -> FederatedStrategy:
-        """The strategy of the run, with its layers."""
+        """The server side of the run, a Flower strategy with the run's layers."""
         return self.run.strategy
 
     @property
@@ -87,7 +87,7 @@ class Replay:
         return int(self.finished.facts["rounds"])
 
     def cohort(self, server_round: int, without: int) -> list[int]:
-        """Return the client IDs of round ``server_round``, ascending, except the client ID ``without``."""
+        """Return the IDs of the clients in round ``server_round``, ascending, without the client ``without``."""
         return [one for one in cohort_of(self.finished.job, server_round) if one != without]
 
     def num_steps(self, client: int) -> int:

@@ -211,5 +211,5 @@ def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int,
             write_state(kept_path(unfinished, record.round), replace(progress, chain=chain), server)
     write_state(unfinished / CHECKPOINT, replace(progress, chain=chain), server)
     for path in sorted(unfinished.iterdir(), key=lambda path: path.name == run_directory.CONFIG):
-        path.rename(out / path.name)  # config.toml comes last: if it is missing, a later call refuses the directory
+        path.rename(out / path.name)  # config.toml comes last: later calls refuse a directory without it
     unfinished.rmdir()

@@ -133,9 +133,10 @@ def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor
 class Descent:
     """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
 
-    ``anchor``: the received model. ``offset``: the plan's gradient offset. ``drift``: the plan's step offset. ``mask``:
-    the plan's step mask. ``offset``, ``drift`` and ``mask`` are empty if the plan does not have them. ``buffers``: the
-    momentum buffers. ``moments``: the running means of Adam and AdamW. All are dictionaries by parameter name.
+    ``anchor``: the received model. ``offset``: what the plan adds to each gradient. ``drift``: what the plan adds to
+    each step, before the learning rate. ``mask``: True for the numbers that steps may change; a parameter without a
+    mask is changed whole. ``offset``, ``drift`` and ``mask`` may be empty. ``buffers``: the momentum buffers.
+    ``moments``: the running means of Adam and AdamW. All these are dictionaries by parameter name.
     """
 
     settings: LocalSettings

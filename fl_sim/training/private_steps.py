@@ -3,9 +3,10 @@
 The compiled trainer or PyTorch executes the steps. Both use the same batches and the same noise. Their clipped sums are
 equal up to float32 rounding.
 
-Adjacency: one record is replaced by nothing, while the number of records stays public. All other records stay in the
-same batches and in the same order. Their gradients do not change either, because each gradient is computed from only
-one record. So the sensitivity of a step's sum of clipped gradients is the clipping norm.
+Adjacency: one record is removed. The number of records is public and does not change: the removed record still counts,
+but adds nothing to the sums. All other records stay in the same batches and in the same order. Their gradients do not
+change either, because each gradient is computed from only one record. So the sensitivity of a step's sum of clipped
+gradients is the clipping norm.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def sampling_rate(settings: LocalSettings, num_records: int) -> float:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The constants of a client's private steps. They can be public: they depend only on the number of its records.
+    """The constants of a client's private steps. They depend only on the client's number of records, which is public.
 
     ``rate``: the probability with which a record joins a batch. ``num_steps``: the number of steps. ``size``: the
     number of trained parameters. ``std``: the standard deviation of the noise. ``limit``: the largest norm of a clipped

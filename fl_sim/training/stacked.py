@@ -1,9 +1,10 @@
-"""Trains many clients in one computation on a GPU, where the launches of GPU kernels take most of the time.
+"""Trains many clients in one computation on a GPU.
 
-The clients that are trained together are called a stack. Each model parameter is one tensor with a leading axis for
-clients. For each client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are
-sorted by their number of steps, the largest first. So the clients that are still in training are always the first in
-the stack. Padding, by records of weight zero, is needed only for the smaller last batch of an epoch.
+This saves launches of GPU kernels, which take most of the time if each client is trained separately. The clients that
+are trained together are called a stack. Each model parameter is one tensor with a leading axis for clients. For each
+client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are sorted by their
+number of steps, the largest first. So the clients that are still in training are always the first in the stack.
+Padding, by records of weight zero, is needed only for the smaller last batch of an epoch.
 """
 
 import warnings
