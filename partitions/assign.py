@@ -83,11 +83,9 @@ def count_classes(labels: Indices, num_partitions: int) -> Indices:
 def cut(shares: NDArray[np.float64], total: int) -> Indices:
     """Divide ``total`` records in proportion to ``shares``, and return the whole number of records for each share.
 
-    The shares sum to 1.
-
-    Cumulative sums of the shares are rounded to the nearest integer. So each number differs from its share of ``total``
-    by at most 1. (NIID-Bench rounds cumulative sums down. The last client then gets one extra record of nearly every
-    class.)
+    The shares sum to 1. Their cumulative sums are rounded to the nearest integer. So each number differs from its share
+    of ``total`` by at most 1. (NIID-Bench rounds cumulative sums down. The last client then gets one extra record of
+    nearly every class.)
     """
     bounds = np.rint(np.cumsum(shares) * total).astype(np.int64)
     return np.diff(bounds, prepend=0)
@@ -122,8 +120,8 @@ def label_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
 def shuffled(owner: Indices, num_partitions: int, rng: Generator) -> Parts:
     """Assign records to clients at random, and return the sorted record indices of every client.
 
-    ``owner``: one client ID for each record, in any order. Client i receives as many records as its ID occurs in
-    ``owner``.
+    ``owner``: one client ID for each record, in any order. Client i receives one record for each time that its ID
+    occurs in ``owner``.
     """
     shuffled_owner = np.empty_like(owner)
     shuffled_owner[rng.permutation(len(owner))] = owner

@@ -23,8 +23,8 @@ class AgnosticFL(SendingLoss):
     A mixture lambda is one weight per client: at least 0, with sum 1. The first lambda has equal weights. Proj gives
     the nearest mixture. ``mixture_learning_rate``: r; 0 is FedAvg with equal weights. ``average``: if true, the mean of
     the models after all rounds is evaluated and saved, as in the paper. Clients always continue from the last model. If
-    false, the last model is evaluated. The mean contains the first models, so it is worse than the last model for many
-    rounds. In the paper a client makes one step in a round; here clients make their usual local steps.
+    false, the last model is evaluated. The mean contains the first models, so for many rounds the mean is worse than
+    the last model. In the paper a client makes one step in a round; here clients make their usual local steps.
 
     All clients must take part in every round, as each weight depends on all losses. If a client is late, it keeps its
     weight, and the updates of all other clients are averaged in proportion to their weights. The server sees every F_i.

@@ -383,7 +383,7 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, 
 
 
 def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) -> list[tuple[float, ServerState, int]]:
-    """Return a triple for each model size: (size, server state that its clients receive, number of its clients).
+    """Return a triple for each model size: (size, server state for clients of this size, number of these clients).
 
     If all ``clients`` have whole models, their size is 1, and they receive ``server``.
     """

@@ -18,9 +18,9 @@ class CFL(Averaging):
     the cluster. A cluster is split in two if the mean update is small although single updates are large. Then the
     cluster's clients are grouped by the cosines of their updates. Both new clusters continue from the model of the old
     cluster, each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their
-    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. Of all
-    splits, this one minimises the largest cosine between clients of different parts. A single client with noisy updates
-    then often becomes a cluster of its own.
+    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. The
+    result is the split for which the largest cosine between clients of different parts is smallest. A single client
+    with noisy updates then often becomes a cluster of its own.
 
     ``eps_1``: a split needs ‖D‖ below this value. ``eps_2``: a split needs the largest ‖D_i‖ above this value. The
     defaults of both are the values of the released code for its network. Suitable values depend on the model, the

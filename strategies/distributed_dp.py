@@ -30,12 +30,12 @@ class DistributedDP(Settings):
     part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
     reduce the cost. The sum contains the noise of only the clients that answer, so dropouts raise the cost of a round.
 
-    ``epsilon``: the largest epsilon over the whole run. The server does not open (learn) a sum that would exceed it.
-    ``delta``: the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's vector.
-    ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm, if all clients
-    of a round answer. If it is left out, it is the smallest one for which all rounds together cost at most the given
-    epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent number.
-    ``headroom``: numbers are scaled so that this many standard deviations of a sum fit into half of 2^``bits``.
+    ``epsilon``: the largest epsilon over the whole run. The server does not open (learn) a sum that would exceed this
+    epsilon. ``delta``: the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's
+    vector. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm, if all
+    clients of a round answer. If it is left out, it is the smallest one for which all rounds together cost at most the
+    given epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent
+    number. ``headroom``: numbers are scaled so that this many standard deviations of a sum fit into half of 2^``bits``.
     ``noise``: with "secret" the noise differs from run to run. With "seeded" the noise is repeatable, and protects in
     simulation only.
     """

@@ -21,7 +21,7 @@ class Fens(SeesModels):
     models once, and they are not trained further. A client computes their logits on records that it has held out of
     training (``evaluate.validation``, a tenth by default). Then the combiner is trained by FedAvg for
     ``combiner_rounds`` rounds. Each client takes ``combiner_epochs`` epochs of SGD with ``combiner_rate`` on batches of
-    ``combiner_batch`` records. Its weight is its number of held-out records.
+    ``combiner_batch`` records. The weight of a client is its number of held-out records.
 
     ``combiner``: "weights" is a weighted sum of logits. It has one weight per model and class, initially 1/m, so with 0
     rounds it is the mean of the logits. "network" is the paper's first choice, with one hidden layer of 2 m units. (The
