@@ -270,7 +270,7 @@ def _plain(settings: type, kind: str) -> Any:
 
 @cache
 def _tagged(settings: Any, kind: str) -> TypeAdapter[Any]:
-    """Return the pydantic adapter that validates a table of one kind. Its errors name the kind in their location."""
+    """Return the pydantic adapter that validates a table of one kind. Its error messages contain the kind."""
     tagged: Any = Annotated[settings, _Tagged(kind)]
     return TypeAdapter(tagged)
 

@@ -1,4 +1,4 @@
-"""Names of settings in other frameworks, and the equal settings of fl-sim, for messages about unknown names.
+"""Names of settings in other frameworks, and the equivalent settings of fl-sim, for messages about unknown names.
 
 This module imports only modules that load fast, so that the message for a typing error appears at once.
 """

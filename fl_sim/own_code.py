@@ -98,7 +98,7 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last line of the user's code in the traceback of ``error``: file, line and function; "" for none."""
+    """Return file, line and function of the user's code that raised ``error``; "" if the traceback has none."""
     for frame in reversed(extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES
@@ -195,7 +195,7 @@ def _imports(name: str, path: Path) -> list[str]:
 
 def _as_imported(name: str, path: Path) -> str:
     spec = _spec(name)
-    if spec is None:  # the process has not imported the module yet
+    if spec is None:  # a module that is not imported yet: the digest of its present file
         return _digest(path)
     known = _imported.get(name)
     if known is None or known[0] is not spec:

@@ -59,7 +59,8 @@ class Draws:
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
         """Return the random choices for training with ``count`` records.
 
-        ``generator`` draws them in the same order as in ``training.loop.train``, and the key of the dropout masks last.
+        ``generator`` draws them in the same order as in ``training.loop.train``, so that both trainers make the same
+        choices. The key of the dropout masks is drawn last.
         """
         settings = task.settings
         passes, batches = settings.num_passes(count), settings.num_batches(count)
@@ -94,7 +95,7 @@ class KernelJob(NamedTuple):
 
 
 def unknown_settings(settings: LocalSettings) -> list[str]:
-    """Return the names of fields in ``settings`` that are in use, but that the compiled trainer does not support."""
+    """Return the fields of ``settings`` that differ from their defaults and are unknown to the compiled trainer."""
     return sorted(fields_in_use(settings) - TAKES)
 
 

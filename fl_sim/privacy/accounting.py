@@ -123,7 +123,7 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
     """Return the joint Renyi curve of several releases: the sum of their curves, at ``ORDERS``."""
     total = np.zeros(len(ORDERS))
-    with np.errstate(over="ignore"):  # an overflow to ``inf`` means that there is no guarantee
+    with np.errstate(over="ignore"):  # a divergence that overflows becomes ``inf``: no guarantee
         for event, count in single_steps(counts).items():
             total += float(count) * rdp_curve(event)
     return checked(total)
@@ -230,7 +230,7 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    This release is a worst case: any set of unsampled Gaussian releases that jointly cost at most ``target_epsilon``
+    This release is an upper bound: any set of unsampled Gaussian releases that jointly cost at most ``target_epsilon``
     costs less than this release.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
@@ -274,7 +274,7 @@ def most_that_fit(
 
 def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
     common_adjacency(list(counts))
-    # The second bound is the sum of all pure epsilons, which is the Renyi bound at order infinity.
+    # Both values are upper bounds on epsilon. The second one is the sum of the pure epsilons of all releases.
     return min(epsilon_of_curve(compose(counts), delta), _pure_sum(counts))
 
 
@@ -309,7 +309,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    # ``high`` meets the target; exp(log(high)) may be rounded to a slightly smaller number, which misses the target
+    # The noise ``high`` meets the target. Rounding may make exp(log(high)) slightly smaller, so that it misses it.
     if gap(math.log(high)) >= 0:
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)

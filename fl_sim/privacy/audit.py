@@ -5,7 +5,7 @@ is without this unit, world 1 is with it. P0 and P1 are the probabilities of out
 (epsilon, delta(epsilon)) is refuted if the audit proves, at its confidence, P1(E) - e^epsilon P0(E) > delta(epsilon)
 for a set E of outputs. E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals,
 Bonferroni correction over all sets). If the outputs are likelihood ratios, the sets are fixed, and all runs test them.
-Noise calibration: the noise must have the distribution N(0, std^2) everywhere.
+Noise calibration: tests whether the noise in every coordinate has the distribution N(0, std^2).
 
 One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
 probability 1/2, independently. The auditor sees all outputs that the run publishes. For some canaries the auditor
@@ -98,7 +98,8 @@ def audit_profile(
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Bonferroni: each epsilon needs 4 confidence bounds (P0 and P1, in 2 directions); the lower bound on epsilon, too
+    # Bonferroni correction. Each epsilon has 4 confidence bounds: of P0 and P1, for high and for low scores. The lower
+    # bound on epsilon has 4, too.
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -236,7 +237,7 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
     if gap(0.0) >= 0:
         return 0.0
-    # slightly below the root: the guesses refute this epsilon whatever the rounding error
+    # An epsilon slightly below the root of ``gap``, which the guesses refute in spite of rounding errors.
     return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4
 
 
@@ -272,7 +273,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # a product, so that ``spread`` may be 0
+    if spread * 500 <= shift:  # the product avoids a division by 0
         return math.inf
     distance = shift / spread
 
@@ -280,7 +281,8 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
         upper = stats.norm.cdf(distance / 2 - epsilon / distance)
         return float(upper - math.exp(epsilon) * stats.norm.cdf(-distance / 2 - epsilon / distance)) - delta
 
-    # Dong, Roth, Su 2022, corollary 2.13; beyond 500 the exponential overflows, and an epsilon of 500 is no protection.
+    # The formula is corollary 2.13 of Dong, Roth, Su 2022. Above an epsilon of 500, e^epsilon may overflow; such a
+    # large epsilon is no protection, and counts as infinite.
     return float(optimize.brentq(excess, 0.0, 500.0)) if excess(0.0) > 0 > excess(500.0) else math.inf
 
 
@@ -291,7 +293,7 @@ def _likelihood_ratio(
     without: NDArray[np.float64], with_unit: NDArray[np.float64]
 ) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     means = without.mean(axis=0), with_unit.mean(axis=0)
-    # the floor keeps the ratio finite if a coordinate has no noise; this coordinate then decides the score
+    # The smallest variance of a coordinate. It keeps the likelihood ratio finite if a coordinate has no noise.
     floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
     variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
 
@@ -318,7 +320,8 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
 
 def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
     count = len(fit[0])
-    # choose the set with the largest bound on epsilon; 3 and 7 runs approximate the widths of the confidence intervals
+    # Choose the set of outputs with the largest lower bound on epsilon. For speed, 3 / count and 7 / count stand for
+    # the widths of the confidence intervals.
     threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
     low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)

@@ -28,7 +28,7 @@ from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite, rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
 
-_MOST_BY_PLD: Final = 12  # maximum number of kinds of events; the PLD accountant needs about a second for each kind
+_MOST_BY_PLD: Final = 12  # maximum number of distinct events; the PLD accountant takes about a second for each
 _NEIGHBOURS: Final = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
     Adjacency.REPLACE_ONE: "replacing one",
@@ -245,7 +245,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # all planned releases, or fewer if the budget certainly allows only fewer
+        # all planned releases, or fewer if the budget allows only fewer
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget
@@ -274,7 +274,7 @@ def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
 def _under_replacement(counts: Counts) -> Counts:
     replaced: Counts = Counter()
     for event, times in counts.items():
-        replaced[under_replacement(event)] += times  # two different events may become equal under replace-one
+        replaced[under_replacement(event)] += times  # two distinct events may become equal
     return replaced
 
 
@@ -383,7 +383,7 @@ def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
     if len(_stated_under(payments[0])) > 1:
-        # The events of this payment have two adjacencies, so their costs cannot be composed.
+        # A payment with events of two adjacencies: their costs cannot be composed.
         return math.inf, delta
     return _composed([one.charged for one in payments], delta), delta
 

@@ -30,10 +30,10 @@ LEAST_DELTA: Final = 1e-12
 VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
-_DIGITS: Final = 127  # number of binary digits of an entry of the table
-_WORKING: Final = 320  # number of binary digits of the arithmetic that computes the table
+_DIGITS: Final = 127  # number of binary digits of each probability in a ``NoiseTable``
+_WORKING: Final = 320  # number of binary digits of the arithmetic that computes a ``NoiseTable``
 _MASK: Final = 2**64 - 1
-_TAIL: Final = 100.0  # the tail beyond the table is below 2 exp(-100) < 2^-130
+_TAIL: Final = 100.0  # the probability of numbers beyond the table is below 2 exp(-_TAIL) < 2^-130
 
 
 def drawn(
@@ -51,7 +51,8 @@ def drawn(
     digits = words >> np.uint64(1)
     found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
-        # the first 63 digits of a uniform number and of a table entry are equal, so the next 64 digits are compared
+        # The first 63 digits of the uniform number equal those of an entry of the table, so the next 64 digits are
+        # compared.
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
         first = int(np.searchsorted(table.high, digits[place], side="left"))
         found[place] = first + int(np.searchsorted(table.low[first : found[place]], second, side="right"))

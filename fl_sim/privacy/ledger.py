@@ -93,9 +93,9 @@ class Ledger:
     """The privacy ledger of one privacy unit: adds up the costs of all releases, and refuses costs beyond the budget.
 
     ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``: a
-    receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of the results of
-    these charges, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises RunError
-    where the log is missing, cut, edited or damaged.
+    receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of the results that
+    these charges paid for, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises
+    RunError where the log is missing, cut, edited or damaged.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Ledger:
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # epsilon is computed from the events, not taken from the log
+            if news:  # the epsilon in the log is not trusted: it is computed from the events
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append
@@ -254,9 +254,9 @@ class ChargeLog:
         self.id = ""
         self._path = path
         self._terms = dict(terms)
-        self._digests: list[str] = []  # the digest of the header, then the chain digest after each charge
-        self._last = b""  # the last line that was read
-        self._end = 0  # the offset, in bytes, of the end of this last line
+        self._digests: list[str] = []  # digest of the first line, and then one chain digest per charge
+        self._last = b""  # the last line of the log that was read or written
+        self._end = 0  # the position, in bytes, at which this line ends in the log
         self._unseen: list[Charge] = []
         if receipt is not None and not path.exists():
             raise RunError(

@@ -24,7 +24,7 @@ Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
 
 _INTERVAL: Final = 1e-4  # the default grid spacing of dp_accounting
 _INTERVALS_PER_EPSILON: Final = 200_000
-_MOST_INTERVALS: Final = 300_000  # maximum number of grid intervals across the privacy losses of one release
+_MOST_INTERVALS: Final = 300_000  # maximum number of grid points for the privacy loss of one release
 _MOST_STEPS: Final = 10**6
 _MOST_NOISE: Final = 1e50  # maximum noise multiplier; the square of a larger one may overflow
 _LEAST_RATE: Final = 1e-15  # minimum sampling rate; the inverse of a smaller one may overflow

@@ -57,9 +57,9 @@ CLOSE: Final = 2.0**-43
 U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
-_GUARD: Final = 32  # number of binary digits by which the probability of a boundary is more precise than U
-_BLOCK: Final = 2**15  # numbers per block, few enough for the processor's cache
-_LEAST_NOISE: Final = 1e-6  # smallest standard deviation, in clipping norms; its epsilon is already above 10^11
+_GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with those of U
+_BLOCK: Final = 2**15  # noise numbers are computed in blocks of this size, which fit into the processor's cache
+_LEAST_NOISE: Final = 1e-6  # smallest noise multiplier; its epsilon is already above 10^11
 _ZEROS: Final = memoryview(bytes(2**19))  # zero bytes: their ChaCha20 ciphertext is the random stream
 _BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20; its counter counts blocks
 _STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes, half of what ChaCha20's counter allows
@@ -210,7 +210,8 @@ class Noise:
         ``number``: (index of the number in the stream, first of its two random words, count of all numbers).
         """
         place, word, count = number
-        # the stream has the first words of all numbers, followed by their second words, which are seldom needed
+        # A number has two random words. The stream holds the first words of all numbers, and then all second words,
+        # which are seldom needed.
         [second] = self._words(1, purpose, server_round, behind=count + place)
         more = self._further(f"{purpose}: digits of number {place}", server_round)
         magnitude = exact_step(law, ratio, word >> 1 << 64 | int(second), 127, more)
@@ -360,7 +361,8 @@ def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.
     found -= out
     np.abs(found, out=found)
     _with_signs(out, words)
-    # near a boundary between two whole numbers, float64 may be wrong; for a small U, 63 digits do not suffice
+    # These numbers need exact rounding: numbers near a boundary k + 1/2, and numbers whose U is so small that 63 binary
+    # digits do not suffice.
     return np.flatnonzero((found > 0.5 - TOLERANCE) | is_small)
 
 
@@ -377,7 +379,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # with fewer significant digits, U may be too imprecise to determine the result
+        if digits.bit_length() >= 64:  # with fewer digits, U is too imprecise to decide
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

@@ -33,7 +33,8 @@ from fl_sim.seeding import rng
 MOST_TRIES: Final = 500
 """The largest number of tries of random rounding. If all fail (probability below 10^-100), zeros are sent."""
 
-_BLOCK: Final = 2**15  # numbers per block: a multiple of 8, so that a block fills whole bytes
+# numbers are packed in blocks of this size: a multiple of 8, so that each block fills whole bytes
+_BLOCK: Final = 2**15
 
 EDGE: Final = 0.75
 """A number of the sum is near the edge if its absolute value exceeds this fraction of half of the modulus."""
@@ -95,7 +96,7 @@ class SumGrid:
         """Return the largest squared L2 norm of a rounded vector, in grid steps."""
         length, d = self.scale * self.clipping_norm, self.padded
         certain = (length + math.sqrt(d)) ** 2
-        # in the paper, the last two terms have the factor sqrt(2 log(1 / beta)), which is 1 here
+        # In the paper, the last two terms have the factor sqrt(2 log(1 / beta)). It is 1 here, because beta = e^(-1/2).
         probable = length**2 + d / 4 + length + math.sqrt(d) / 2
         return math.floor(min(certain, probable))
 
@@ -224,7 +225,7 @@ def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
     """Return True if many numbers of the sum are near +-2^(bits-1), so that some have probably wrapped around.
 
     If ``headroom`` standard deviations fit into half of the modulus, only few numbers are near this limit. The answer
-    depends only on the released sum.
+    depends only on the released sum, so it has no privacy cost.
     """
     near = int((np.abs(centred(total, grid)) > EDGE * grid.modulus / 2).sum())
     expected = grid.padded * math.erfc(EDGE * max(grid.headroom, 3.0) / math.sqrt(2))

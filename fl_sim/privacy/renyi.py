@@ -81,12 +81,12 @@ def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
 def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
     with np.errstate(all="ignore"), _quiet_excluded_orders():
         curve = checked(_curve(event, series))
-    # A divergence never decreases when the order increases.
+    # The exact divergence never decreases with the order. So a bound at a higher order holds at all lower orders, too.
     return np.asarray(np.minimum.accumulate(curve[::-1])[::-1])
 
 
 def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
-    """Convert each Renyi curve, a row with one value per order, to an epsilon at ``delta``; ``inf`` for no epsilon.
+    """Convert each Renyi curve, a row with one value per order, to an epsilon at ``delta``; ``inf`` for no guarantee.
 
     The conversion is proposition 12 of Canonne, Kamath and Steinke 2020. The epsilon is 0 where the total variation
     distance of the two output distributions is below ``delta``. The Kullback-Leibler divergence bounds this
@@ -154,7 +154,8 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
-    # The formula ``small`` avoids cancellation for small exponents, and ``large`` avoids overflow for large ones.
+    # Two equal formulas: ``small`` avoids cancellation for small exponents, and ``large`` avoids overflow for large
+    # exponents.
     few = np.minimum(exponent, 1.0)
     small = np.log1p(2 * np.sinh(few / 2) ** 2 + math.tanh(epsilon / 2) * np.sinh(few))
     large = np.logaddexp(log_expit(epsilon) + exponent, log_expit(-epsilon) - exponent)
@@ -189,7 +190,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
     below = np.floor(orders)
     share = orders - below
     line = (1 - share) * scaled(below) + np.where(share > 0, share * scaled(below + 1), 0.0)
-    # A NaN comes from infinity times 0, after an overflow.
+    # After an overflow, infinity times 0 may have given NaN. There is then no bound.
     return np.where(np.isnan(line), math.inf, line / (orders - 1))
 
 
@@ -254,10 +255,10 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
     factorials, rest = gammaln(np.arange(1, whole[-1] + 2, dtype=np.float64)), math.log1p(-rate)
     logs = {1: 0.0}
     for n in whole[1:]:
-        few = n - 1  # the number of terms, from k = 2 to n
+        few = n - 1  # number of terms of the sum over k = 2, ..., n
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
-        # This equals scipy's logsumexp, which takes eight times as long for so few numbers.
+        # The same as scipy's logsumexp, but eight times as fast for so few numbers.
         log_less_one = largest + np.log(np.exp(exponents - largest).sum()) if math.isfinite(largest) else largest
         logs[n] = float(np.logaddexp(0.0, log_less_one))
     return logs
@@ -278,7 +279,7 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
         )
     noise, rate = event.noise_multiplier, event.truncated_batch_size / event.dataset_size
     plain = 4 * _gaussian_curve(noise)
-    if rate == 1 or noise < 1e-3:  # with so little noise, amplification by sampling is negligible
+    if rate == 1 or noise < 1e-3:  # amplification by sampling is negligible if there is so little noise
         return plain
     return np.minimum(plain, [_mixture_divergence(order, rate, 2 / noise) for order in ORDERS])
 
@@ -290,7 +291,7 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     strip of half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2
     pi (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
     """
-    reach = shift * (2 * order - 1)  # the position of the farthest peak of the integrand
+    reach = shift * (2 * order - 1)  # position of the integrand's peak that is farthest from 0
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
     if num_points > _MOST_POINTS:
         return math.inf

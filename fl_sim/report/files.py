@@ -140,7 +140,7 @@ class RunConfig(FileModel):
     @field_validator("model", mode="before")
     @classmethod
     def _in_one_line(cls, value: Any) -> Any:
-        """Return the model as one line of text. In the file, the model may be a table of settings."""
+        """Return the setting ``model`` as one line of text. In the file, it may be a table of settings."""
         return model_line(value) if isinstance(value, dict) else value
 
 

@@ -199,7 +199,7 @@ def _compared_of(run: SavedRun) -> dict[str, Any]:
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
     for name in ("code", "records"):
         own = run.identity.get(name)
-        # the keyed digest of private records is left out, because it has a new salt in every run
+        # A keyed digest of private records differs between runs, because each run has a new salt. So it is left out.
         if own and not str(own).startswith("keyed-"):
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
             settings[f"identity.{name}"] = digest[:8]

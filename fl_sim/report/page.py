@@ -323,7 +323,7 @@ def _reached(one: SeedGroup, step: float) -> dict[str, Any]:
 
 
 def _clients(one: SeedGroup) -> dict[str, Any] | None:
-    """Return mean, worst tenth and quantiles of client accuracy, in percent, averaged over seeds.
+    """Return client accuracies in percent, averaged over seeds: mean, mean of the lowest tenth, and quantiles.
 
     The result is None if the client accuracies are unknown.
     """

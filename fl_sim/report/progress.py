@@ -192,7 +192,7 @@ class RunProgress(_Bars):
         self._done, self._clients, self._last_round = self._done + 1, "", time.monotonic()
         self._bars.update(self._task, completed=self._done)
         is_due = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
-        if not self._timed:  # about 20 lines per run, chosen by round numbers instead of times
+        if not self._timed:  # about 20 lines per run, at fixed round numbers
             is_due = record.round % max(1, self._rounds // _UNTIMED_LINES) == 0
         if not self._live and (record.round == self._rounds or is_due):
             self._last_line = time.monotonic()

@@ -104,9 +104,9 @@ class Problem:
 class Found:
     """All runs and tables that were found on disk.
 
-    ``runs``: the runs that the report shows. ``read``: all runs that were read, also those that the report does not
-    show, because they have a privacy cost too. ``num_unread``: the number of run directories that could not be read.
-    ``tables``: {directory: table}. ``problems``: the reasons for missing or incomplete runs.
+    ``runs``: the runs that the report shows. ``read``: all runs that were read. They include runs that the report does
+    not show, because such runs have a privacy cost, too. ``num_unread``: the number of run directories that could not
+    be read. ``tables``: {directory: table}. ``problems``: the reasons for missing or incomplete runs.
     """
 
     runs: list[SavedRun] = field(default_factory=list)

@@ -107,7 +107,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Grid:
-    """A further table below the main table.
+    """A further table that a report shows below the table of accuracies.
 
     ``heads``: headings of the value columns. ``rows``: (row label, cells). ``corner``: heading of the row labels.
     """
@@ -272,7 +272,7 @@ def targets(table: Table) -> Grid | None:
     The target of a column is the highest accuracy in the list ``LADDER`` that all runs of at least one row reached. If
     only some runs of a row reach the target, the row shows their mean and their number.
     """
-    # only a table of global accuracy has targets; this table shows another measure
+    # A table that shows another measure than the accuracy of the global model has no target accuracies.
     if table.settings.get("measure"):
         return None
     chosen = {column: _highest(table, column) for column in table.columns}
@@ -332,7 +332,7 @@ def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
 
 
 def _grid(table: Table, title: str, heads: Sequence[str], places: Sequence[tuple[str, str]]) -> Grid:
-    """Return a table with mean values of measures.
+    """Return a further table: for each row of ``table``, the mean over seeds of several measures.
 
     ``places``: for each heading in ``heads``, (column, name of the measure).
     """

@@ -223,12 +223,12 @@ class ConfidentCost(Cost):
 
     @property
     def test(self) -> GNMaxCost:
-        """Return the cost of the test: a GNMax cost with the Renyi curve order / (2 sigma_threshold^2)."""
+        """Return the cost of the test: that of a GNMax query whose Renyi curve is order / (2 sigma_threshold^2)."""
         return GNMaxCost(np.sqrt(2) * self.sigma_threshold)
 
     @property
     def answer(self) -> GNMaxCost:
-        """Return the cost of an answer, which is a GNMax cost."""
+        """Return the cost of an answer: that of a GNMax query with noise ``sigma``."""
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
@@ -358,7 +358,7 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
         raise UserError(f"votes hold NaN in row {int(np.isnan(counts).any(axis=1).argmax())}: give {shape}")
     if counts.dtype.kind not in "iu":
         raise UserError(f"votes are {counts.dtype}, not whole numbers: give {shape}, such as votes.astype('int64')")
-    checked = counts.astype(np.int64)  # an unsigned number beyond int64 turns negative, and is refused below
+    checked = counts.astype(np.int64)  # too large unsigned numbers become negative, and are refused
     if (outside := (checked < 0) | (checked > _MOST_VOTES)).any():
         row = int(outside.any(axis=1).argmax())
         raise UserError(f"row {row} of the votes holds {counts[row].tolist()}: a class has 0 to {_MOST_VOTES} votes")
@@ -412,7 +412,7 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
         log_a = log_stays - np.log1p(-np.exp((log_q + epsilon_2) * (1 - 1 / mu_2)))
         log_b = epsilon_1 - log_q / (mu_1 - 1)
         holds = (mu_2 > 1) & (log_q <= steepest) & (log_q + epsilon_2 < 0)
-    # If the votes are so clear that q underflows, the curve is 0 (last line), and ``holds`` is set to False.
+    # If q is so small that it underflows, theorem 6 is not applied, and the curve is 0.
     holds &= np.isfinite(log_a) & np.isfinite(log_b)
     stays, q, a, b, most = (np.where(holds, value, 0.0)[:, None] for value in (log_stays, log_q, log_a, log_b, mu_1))
     less = orders - 1

@@ -5,11 +5,11 @@ data-dependent divergences of all queries at ONE Renyi order, which is chosen wi
 
 The sensitivity of B is bounded as follows. A gap is the difference between the votes of two classes. One changed vote
 changes every gap by at most 2. The effect of a changed gap on a tail probability is concave, so q (see
-``labelling_cost``) changes at most as much as for votes whose gaps are all equal. Let t be the gap for which votes with
-equal gaps have the same q. Then each query's divergence is a decreasing function beta(t), and the values of t for two
-neighbouring data sets differ by at most 2. At distance d the local sensitivity is at most the largest beta(t' - 2) -
-beta(t') over t' in [t - 2d, t + 2d + 2]. The range of t is divided into small cells, and each cell gets an upper bound.
-The bounds assume only that beta is decreasing.
+``labelling_cost``) changes at most as much as for votes whose gaps are all equal. For each query, let t be the number
+for which votes with all gaps equal to t have the same q as the query's votes. Then each query's divergence is a
+decreasing function beta(t), and the values of t for two neighbouring data sets differ by at most 2. At distance d the
+local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The range of t is
+divided into small cells, and each cell gets an upper bound. The bounds assume only that beta is decreasing.
 
 Confident-GNMax also pays for its test of the largest count. One changed vote changes the largest count by at most 1.
 For this test, every count within d votes is examined. The mask of answered queries needs no protection, because the
@@ -37,7 +37,7 @@ Answered: TypeAlias = NDArray[np.bool_]
 PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 
 _CELLS_PER_VOTE: Final = 8
-# One changed vote moves a gap by at most this number of cells. One of these cells allows for rounding.
+# One changed vote changes a gap by at most this number of cells. One cell more than 2 votes allows for rounding.
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1
 # The settings that ``planned`` tries: Renyi orders, products of order and smoothness, and noise.
 _ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
@@ -220,7 +220,7 @@ def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
     beta = cost.test_curves(largest, np.array([order]))[:, 0]
-    rise = np.abs(np.diff(beta))  # the change of the divergence from each count to the next one
+    rise = np.abs(np.diff(beta))  # change of the divergence if the largest count grows by 1
 
     def local() -> Iterator[Floats]:
         here = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))

@@ -106,7 +106,7 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with only the methods whose runs have virtual times.
+    """Return the panels of the figure over virtual time, with only the methods whose runs have virtual times.
 
     Panels without such methods are left out.
     """
@@ -185,7 +185,7 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # no ticks beyond the last round: only error bars may be there
+        if entries:  # the axis may extend beyond the last round, for error bars, but has no ticks there
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries
@@ -297,7 +297,7 @@ def _scale(axes: "Axes", measure: Measure, curves: Sequence[Curve], *, full_axis
         percent_axis(axes, lows, highs, full=full_axis)
     elif values and min(values) > 0 and max(values) > _SKEWED * min(values):
         axes.set_yscale("log")
-        # The mean minus the deviation may be 0 or less. A logarithmic axis cannot show such a number.
+        # A logarithmic axis cannot show numbers of 0 or less, and the mean minus the deviation may be such a number.
         axes.set_ylim(max(min(lows), min(values) / 3) / 1.5, 1.5 * max(highs))
         axes.yaxis.set_major_formatter("{x:g}")
         if max(values) < 1000 * min(values):

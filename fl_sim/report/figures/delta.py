@@ -98,7 +98,7 @@ def _draw(curves: Sequence[DeltaCurve], layout: Layout) -> "Figure":
         )
         axes.plot([curve.epsilon], [curve.delta], color=color, marker=marker)
     axes.set(xlabel="epsilon", ylabel="delta", yscale="log")
-    # plain numbers, because the exponent in 10^x would be too small to read
+    # tick labels such as 0.001, because the exponent in 10^x would be too small to read
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     return with_legend(figure)

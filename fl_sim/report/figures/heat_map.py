@@ -42,7 +42,8 @@ def draw(table: Table, one: HeatMap, layout: Layout = WIDE_PAGE) -> "Figure":
 
     rows, columns = one.row_labels, one.column_labels
     widest = max(map(len, rows))
-    room = 72 * layout.width / (_LETTER * (widest + 6 * len(columns) + 8))  # a number with margins is 6 letters wide
+    # a number in a cell, with its margins, is 6 letters wide
+    room = 72 * layout.width / (_LETTER * (widest + 6 * len(columns) + 8))
     size = max(_SMALLEST, min(layout.text, room))
     inch = _LETTER * size / 72
     below = max(map(len, columns)) * inch

@@ -148,7 +148,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = P
         axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
     else:
-        # plain numbers, because the exponent in 10^x would be too small to read
+        # tick labels such as 0.01, because the exponent in 10^x would be too small to read
         axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
@@ -237,7 +237,7 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
 def _votes(path: Path) -> NDArray[np.int64]:
     """Return the numbers of votes, shape (queries, classes). Raise OSError or ValueError if the file is damaged."""
     try:
-        # a memory map is refused if the file is shorter than its header states
+        # as a memory map, so that NumPy refuses a file that is shorter than its header states
         votes = np.load(path, mmap_mode="r", allow_pickle=False)
     # numpy parses the header of the file as Python code, and the parser may raise these errors
     except (SyntaxError, TokenError) as error:
