@@ -86,7 +86,7 @@ class TableResult:
 
         return markdown(self.table)
 
-    _repr_markdown_ = to_markdown  # Jupyter calls the method of this name
+    _repr_markdown_ = to_markdown  # Jupyter shows an object by the method of this name
 
     def to_pandas(self) -> Any:
         """Return ``table.csv`` as a pandas DataFrame with one row per run; accuracies and other shares are in percent.

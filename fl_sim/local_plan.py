@@ -286,7 +286,7 @@ class LocalPlan:
 
 
 class LocalAlgorithm(Protocol):
-    """The client side of an algorithm."""
+    """The client's part of a federated algorithm: how it trains in a round, and the update that it returns."""
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Return the algorithm's additions to local SGD for this client and round."""

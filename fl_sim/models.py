@@ -387,7 +387,7 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
 def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabulary: int) -> None:
     """Raise UserError if the model fails for the highest token id of the data, ``vocabulary`` - 1.
 
-    The two records of the trial may not contain this token.
+    The trial of the model with two records does not show this, if the records lack this token.
     """
     try:
         _logits(path, model, torch.full_like(trial, vocabulary - 1))

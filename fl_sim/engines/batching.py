@@ -231,7 +231,7 @@ class Exchange(Generic[Call]):
         return mine > (self._left + self._under_way) / together + first * min(known)
 
     def begin(self, call: Call, batch: list[Message]) -> None:
-        """Store ``batch`` as the batch that a worker answers in the call ``call``, and count its minibatch steps."""
+        """Store ``batch``, which a worker now answers in the call ``call``, and count the batch's minibatch steps."""
         self.running[call] = batch
         self._under_way += sum(map(self.steps, batch))
 

@@ -1,4 +1,4 @@
-"""Support for a Ray that the run itself starts: its secret token, and a process that cleans up after the run.
+"""Support for a Ray cluster that the run itself starts: its secret token, and a process that cleans up after the run.
 
 The cleanup process ends Ray's processes and deletes Ray's files, also after a crash of the run. If Ray's node dies, Ray
 ends the run's process at once without a message, so the cleanup process prints the reason. The cleanup process executes
@@ -37,7 +37,7 @@ _chosen: set[str] = set()
 
 
 def choose_token() -> None:
-    """Set environment variables so that a Ray started by this process requires a new random token.
+    """Set environment variables so that a Ray cluster started by this process requires a random token.
 
     If the user has set RAY_AUTH_MODE already, nothing changes. Raises UserError if Ray is imported already, because
     Ray would then ignore the token.
@@ -56,12 +56,12 @@ def choose_token() -> None:
 
 
 def is_own_token() -> bool:
-    """Return True if ``choose_token`` made the present token in this process. Then no other Ray has this token."""
+    """Return True if ``choose_token`` made the present token in this process. Then no other cluster has this token."""
     return os.environ.get(TOKEN) in _chosen
 
 
 def node_gone(address: str) -> str:
-    """Return the error message for a node of Ray that has ended."""
+    """Return the message for the user after the end of Ray's node, without which the run cannot go on."""
     return (
         f"Ray's node at {address} (raylet) is gone: start the same command again, and the run goes on after its last "
         "finished round"
@@ -79,10 +79,10 @@ def is_there(address: str) -> bool:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Return the process ids of the Ray whose files are in ``folder``; empty on systems without /proc.
+    """Return the process ids of the Ray cluster with its files in ``folder``; empty on systems without /proc.
 
-    Every process of this Ray keeps a log file in this folder open. The name of the log file ends in .out. A process
-    that only joins this Ray has no such file open.
+    Every process of this cluster keeps a log file in this folder open. The name of the log file ends in .out. A process
+    that only joins the cluster has no such file open.
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -94,7 +94,7 @@ def processes_of(folder: str) -> list[int]:
 
 
 def clear(folder: str) -> None:
-    """Kill the processes of the Ray whose files are in ``folder``, and delete the folder."""
+    """Kill the processes of the Ray cluster with its files in ``folder``, and delete the folder."""
     deadline, times_empty = time.monotonic() + MOST_SECONDS, 0
     # search again, because a process that was just killed may have started another process
     while times_empty < 3 and time.monotonic() < deadline:
@@ -110,8 +110,8 @@ def clear(folder: str) -> None:
 def main() -> None:
     """Wait until standard input is closed, which means that the run's process has ended. Then clean up.
 
-    The first argument is the folder of the Ray to end; if it is empty, no Ray is ended. If the run's process did not
-    end normally and Ray's node is gone, print an error message first.
+    The first argument is the folder of the Ray cluster to end; if it is empty, no cluster is ended. If the run's
+    process did not end normally and Ray's node is gone, print an error message first.
     """
     said = sys.stdin.buffer.read().split()
     if said and said[-1] != DONE:

@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-# With this setting, a Ray that this process starts listens on 127.0.0.1 on every system, as it does on Linux.
+# With this setting, a Ray cluster that this process starts listens on 127.0.0.1 on every system, as on Linux.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 DIRECT = {"RAY_max_direct_call_object_size": str(16 * 2**20)}
@@ -45,7 +45,7 @@ and answers go through the object stores of the nodes. That takes two more copie
 
 import ray  # noqa: E402 (reads the environment when it is imported)
 
-# This list contains the cleanup process of the Ray that this process started; empty if there is no such Ray.
+# This list contains the cleanup process of the Ray cluster that this process started or joined; else it is empty.
 _cleanups: list["subprocess.Popen[bytes]"] = []
 
 
@@ -146,7 +146,7 @@ def is_installed(file: Path) -> bool:
 
 
 def _start(num_cpus: int) -> None:
-    """Start a private Ray. It listens on 127.0.0.1, requires a random token, and stores its files in a new folder."""
+    """Start a private Ray cluster. It listens on 127.0.0.1, requires a random token, and has a folder of its own."""
     choose_token()
     # Ray's sockets are files in this folder, and a socket's path has at most 107 bytes (103 bytes on macOS).
     # The function mkdtemp makes a folder that only this user can read.

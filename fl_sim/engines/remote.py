@@ -79,10 +79,10 @@ class DriverStore(Protocol):
 class RemoteWorkers:
     """The settings of workers that do not share a disk with the driver.
 
-    ``setup``: a value that is sent to every worker once. It is the argument of the two functions that make the worker's
-    app and its batch handler. It must have a dictionary ``files``, to which a worker adds the content of files by name.
-    ``store``: the driver's storage of client states and files. ``modules``: names of the user's own modules that
-    workers need.
+    ``setup``: a value that is sent to every worker once. The functions that make the worker's app and its batch handler
+    are called with this value. The value must have a dictionary ``files``, to which a worker adds the content of files
+    by name. ``store``: the driver's storage of client states and files. ``modules``: names of the user's own modules
+    that workers need.
     """
 
     setup: Any
@@ -168,7 +168,7 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The driver's proof that a client has paid: its privacy ledger contains the cost of an output that a worker makes.
+    """The driver's proof that a client's privacy ledger contains the cost of a private output of a worker.
 
     ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise is derived from a
     seed. ``counts``: whole numbers that the client task needs, such as the number of synthetic records of each class.

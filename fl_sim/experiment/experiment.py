@@ -331,7 +331,7 @@ def defined_in_script(experiment: Experiment) -> str:
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
     """Return the names of the user's own top-level modules, whose source workers on other machines need.
 
-    They follow from all import paths in the experiment, except that of ``data``, which only the driver imports.
+    The names come from all import paths in the experiment, except that of ``data``, which only the driver imports.
     """
     return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
 

@@ -208,7 +208,7 @@ class Exponential(Settings):
 
 
 class Step(Settings):
-    """The learning rate is multiplied by ``decay`` each time that ``every`` rounds have passed."""
+    """The learning rate is multiplied by ``decay`` after each group of ``every`` rounds."""
 
     kind: Literal["step"] = "step"
     every: int = Field(10, ge=1)

@@ -622,7 +622,7 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
 
 
 def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
-    """Return ``parts`` as shards.
+    """Check ``parts``, the result of a partition, and return them as shards.
 
     Raises UserError if ``parts`` are not disjoint arrays of record indices, one per client. ``giver``: the name of the
     partition or algorithm that made the parts, for the error message.

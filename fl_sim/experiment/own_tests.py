@@ -92,7 +92,7 @@ def _class_shares(
     classes). ``records``: the indices of the available test records. ``tested``: the labels of these records.
     """
     there = np.bincount(tested, minlength=held.shape[1])
-    usable = held * (there > 0)  # a client's records of classes without test records do not count
+    usable = held * (there > 0)  # training records of a class do not count if the class has no test records
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)

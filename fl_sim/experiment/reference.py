@@ -33,7 +33,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One entry of the reference; all fields are texts for users.
+    """One setting in the reference of all settings; all fields are texts for users.
 
     ``name``: the name with dots, such as ``local.epochs``. ``takes``: the valid values.
     """

@@ -129,7 +129,8 @@ class Kernel:
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        weights, records = params.contiguous(), inputs.contiguous()  # kept, because the C++ code reads their memory
+        # these variables keep the arrays alive while the C++ code reads their memory
+        weights, records = params.contiguous(), inputs.contiguous()
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows
@@ -165,7 +166,7 @@ class Kernel:
     def is_this_versions(self) -> bool:
         """Return True if the library fits this version of fl-sim.
 
-        Library and fl-sim must have the same C++ sources and the same request structure.
+        Both must have the same C++ sources, and the same layout of the C structure of a request.
         """
         try:
             sources, layout = self.function("sources"), self.function("layout")
