@@ -66,11 +66,12 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
     backdoor.
 
     The other methods are approximations, without any guarantee that the records are forgotten. They write a model, and
-    no run. "federaser" (Liu et al. 2021) repeats the rounds after stored states (keep_every) without the client. Each
-    update gets its length from the original update and its direction from shorter training. "gradient-ascent" (Halimi
-    et al. 2022) needs the client: it increases the loss on its records, within a ball around an estimate of the other
-    clients' mean model. Rounds of the other clients follow. If the retrained run is in RUN-without-CLIENT, its measures
-    and the distance to its model are printed, too.
+    no run. "federaser" (Liu et al. 2021) repeats each round that follows a stored state (keep_every), without the
+    client. The other clients train for fewer steps: these give the direction of an update, and the original update
+    gives its length. "gradient-ascent" (Halimi et al. 2022) needs the client: it increases the loss on the client's
+    records, within a ball around an estimate of the other clients' mean model. Then the other clients train for some
+    rounds. If a retrained run is in RUN-without-CLIENT, the command also prints its measures and the distance to its
+    model.
 
     Runs that promise privacy are refused: their privacy ledgers are never refunded.
 
@@ -89,7 +90,9 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
     for owner, given in options.items():
         for name, value in given.items():
             if value is not None and method is not owner:
-                raise typer.BadParameter(f"this is for --method {owner.value}: leave it out", param_hint=f"--{name}")
+                raise typer.BadParameter(
+                    f"this option is for --method {owner.value}: leave it out", param_hint=f"--{name}"
+                )
     if method is Unlearning.EXACT:
         threats_code.show_unlearning(run, client, out, data_root, json_output=json_output)
     elif method is Unlearning.FEDERASER:
@@ -197,7 +200,7 @@ def attack_labels(
 
     The attacker knows the model and has the test records, and reads the gradient of the last layer's bias. The command
     prints true and estimated counts, and the mean absolute errors of the estimate and of a guess from the class
-    proportions of all records. Gradients and updates are protected as in the run.
+    proportions of all records. Gradients and updates have the same clipping and noise as in the run.
 
     For example:
 

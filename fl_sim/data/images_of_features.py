@@ -57,8 +57,8 @@ def images_of(
     """
     if vectors.ndim != 2 or vectors.shape[1] != dimension_of(shape):
         raise ValueError(
-            f"vectors of shape {vectors.shape[1:]} are no features of such images: those are {dimension_of(shape)} "
-            "numbers"
+            f"vectors of shape {vectors.shape[1:]} are no features of such images: an image of shape {shape} has "
+            f"{dimension_of(shape)} features"
         )
     if not np.isfinite(vectors).all():
         raise ValueError("some of the vectors contain numbers that are not finite")

@@ -116,8 +116,8 @@ def _found_parts(name: str, data_root: Path | None) -> DataSource:
     parts = parts_of(name)
     if len(parts) < 2 or "" in parts:
         raise UserError(
-            f"data={shortened(name)} must join two data sets or more, such as domains:mnist+digits; for one set write "
-            "its name alone"
+            f"data={shortened(name)} must join two data sets or more, such as domains:mnist+digits; for a single "
+            "data set, write only its name"
         )
     if twice := [part for part in parts if parts.count(part) > 1]:
         raise UserError(f"data={shortened(name)} names {shortened(twice[0])} twice: name each data set once")
