@@ -258,7 +258,7 @@ def _own_records(job: Job, client: int, tamper: Tamper | None) -> Records:
 
 
 def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
-    """Return ``examples`` on the job's device, changed as the partition changes the records of ``client``.
+    """Return ``examples`` on the job's device, with all changes that the partition makes to records of ``client``.
 
     These changes are new inputs or labels, and feature skew. ``purpose``: the name of the random stream of the skew,
     such as "own test feature-noise" (see ``fl_sim.seeding``).

@@ -190,10 +190,10 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
 
 
 def num_predicted_at_start(job: Job, algorithm: LocalAlgorithm, starts: float) -> float:
-    """Return the number of predictions for training records that clients make before local training in a run.
+    """Return the number of predictions on training records, over all local trainings of a run, before they start.
 
-    Such predictions are needed, for example, to choose one of several models. ``starts``: the number of local trainings
-    of all clients in the run.
+    Clients need such predictions, for example, to choose one of several models. ``starts``: the number of local
+    trainings of all clients in the run.
     """
     if not isinstance(algorithm, PredictingStart):
         return 0.0

@@ -114,7 +114,7 @@ class Measuring:
 
     @classmethod
     def of(cls, job: Job, own_metrics: Mapping[str, OwnMetrics] = MappingProxyType({})) -> Self:
-        """Return the evaluator of ``job``, with its records in memory.
+        """Return the evaluator of ``job``, with the test and validation records in memory.
 
         ``own_metrics``: {name of an observer: its metric function}. The function in the setting ``evaluate.metrics`` is
         used, too.

@@ -122,7 +122,7 @@ class Rounds(Procedure):
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
 
     def _measured(self, made: Round, rate: float, run: Run) -> RoundRecord:
-        """Return the record of a round with the learning rate ``rate``.
+        """Return the record of a round for ``rounds.jsonl``. ``rate``: the learning rate of the round.
 
         The record contains the measures of the round's model if the settings ask for an evaluation after this round.
         """
@@ -375,7 +375,7 @@ class Rounds(Procedure):
 
 
 def _with_measures(record: RoundRecord, measures: Mapping[str, float], run: Run) -> RoundRecord:
-    """Return the record of a round with ``measures`` of stages and observers, {name: number}."""
+    """Return a copy of a round's record with added ``measures`` of stages and observers, {name: number}."""
     numbers = {name: value for name, value in measures.items() if name != VALIDATION_ACCURACY}
     if numbers:
         record = replace(record, metrics=numbers)

@@ -200,7 +200,7 @@ class _GrowingTiming:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return how much longer a call of two steps takes than a call of one step, in seconds; 0 if not measured.
+        """Return the additional seconds of a call of two steps, compared to a call of one step; 0 if not measured.
 
         ``size``: the number of records of a step. ``one``: the seconds of a call of one step.
         """

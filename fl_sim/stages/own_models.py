@@ -120,7 +120,7 @@ class OwnModels(Stage):
         self._best = {f"best_{name}": max(values) for name, values in found.items() if values}
 
     def _ask(self, run: Run, task: str, server_round: int) -> None:
-        """Ask all clients to measure their models. Clients receive the tensors that the next round would send."""
+        """Ask all clients to measure their models. Clients receive the same tensors as in the next round."""
         experiment, server = self.job.experiment, run.strategy.server
         order = replace(
             run.order,

@@ -73,7 +73,7 @@ class TstrProcedure(Procedure):
     settings: Tstr
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Ask clients for synthetic records, train every classifier, and write the chosen one's scores to ``log``."""
+        """Ask clients for synthetic records, train all classifiers, and log the scores of the best classifier."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
