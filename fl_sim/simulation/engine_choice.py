@@ -267,7 +267,10 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 
 def estimated_seconds(job: Job) -> float:
-    """Estimate the seconds of all local training in a run, one client after another, from a few timed steps."""
+    """Estimate the seconds of all local training in a run from a few timed steps.
+
+    The estimate assumes that clients train one after another.
+    """
     return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
 
 

@@ -288,7 +288,7 @@ def _clock_of(job: Job) -> Callable[[], float]:
 
 
 def _awaited(job: Job, work: Callable[[], object]) -> Callable[[], object]:
-    """Return ``work`` itself on a CPU; on a GPU, a function that calls ``work`` and then waits for the GPU."""
+    """Return ``work``, prepared for timing: on a GPU, the returned function also waits until the GPU has finished."""
 
     def awaited() -> object:
         done = work()

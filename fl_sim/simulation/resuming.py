@@ -289,7 +289,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        # If the hash chains are equal, an earlier, interrupted call of this function has written the checkpoint.
+        # If the hash chains are equal, an earlier call of this function was interrupted after it wrote the checkpoint.
         if progress.chain != chain:
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)

@@ -147,7 +147,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return (Work("the training of the combiner", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: each client receives a cohort's models once, and exchanges combiners."""
+        """Return a forecast of bytes: each client receives a cohort's models, then receives and sends combiners."""
         cohort = round(self.job.experiment.sampler.expected_size(self.job.experiment.num_members))
         first = settings_of(self.job).first(cohort, self.job.dataset.num_classes, rng(0, "first combiner"))
         return {"combiner": self._traffic([params] * cohort, first)}

@@ -107,7 +107,11 @@ class OwnModels(Stage):
         return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
     def after(self, run: Run) -> None:
-        """Measure the models after the last round, unless this is done already. Log the bytes and best measures."""
+        """Measure the models after the last round, unless this is done already.
+
+        Also store the bytes of the measurements, and the best value of each measure. With validation records, these are
+        the values of the round with the best validation accuracy.
+        """
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:
             self._ask(run, MEASURE_LAST, server_round)

@@ -173,7 +173,7 @@ class PaidRoundsBill(Stage):
         return {event: times * self.rounds_of(group) for event, times in group.planned.items()}
 
     def spent_by(self, group: PayingClients) -> float:
-        """Return a client's planned epsilon for the whole run, by RDP if the set accountant would take too long."""
+        """Return a client's planned epsilon for the whole run, by RDP if the chosen accountant is too slow."""
         planned, delta = self.planned(group), self.settings.delta
         try:
             return epsilon_of_counts(planned, delta, accountant=self.settings.accountant)

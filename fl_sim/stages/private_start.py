@@ -107,7 +107,7 @@ class Start(Stage):
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of the sums and images. The forecast lists it, but does not estimate its time."""
+        """Return the computation of sums and synthetic images. The forecast lists it without its time."""
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

@@ -102,11 +102,11 @@ class RidgeHead(Stage):
         return True
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of the sums. The forecast lists it, but does not estimate its time."""
+        """Return the computation of the clients' sums. The forecast lists it, but does not estimate its time."""
         return (Work("the products of features", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: clients receive the task without a model, and send their sums."""
+        """Return a forecast of bytes: clients receive a request without a model, and send sums of feature products."""
         del params
         return {"products": self._traffic()}
 
@@ -180,12 +180,12 @@ class OneShot(Procedure):
         return FedAvg().init(detached(trainable(self.job.model()).items()))
 
     def work(self) -> tuple[Work, ...]:
-        """Return the amounts of computation for the time forecast: the sums, and the evaluation."""
+        """Return the computation for the time forecast: the clients' sums of feature products, and the evaluation."""
         made = (work for stage in stages_of(self.job) for work in stage.work())
         return (*made, evaluation_work(self, len(self.job.dataset.test)))
 
     def traffic(self) -> dict[str, Traffic]:
-        """Return a forecast of the bytes of the clients' sums."""
+        """Return a forecast of the bytes with which clients send their sums of feature products."""
         return {what: traffic for stage in stages_of(self.job) for what, traffic in stage.traffic({}).items()}
 
     def runtime(self) -> ClientRuntime:

@@ -320,7 +320,7 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     # safetensors sorts tensors by name, but rounding and privacy noise depend on the order of tensors. So the names
     # begin with numbers, which keep the order.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
-    later = ("versions", "counts_holders", "layers")  # fields that files of older versions do not have
+    later = ("versions", "counts_holders", "layers")  # checkpoints of older versions lack these fields
     unused = {name for name in later if not getattr(progress, name)}
     facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
     digest = digest_of(facts, named)

@@ -311,11 +311,10 @@ def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
 
 
 def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
-    """Return the description of one client's synthetic records from JSON values.
+    """Check the JSON values that describe one client's synthetic records, and return them as a ``ClientPart``.
 
-    Raises ValueError or RunError if the JSON values are invalid.
-
-    ``stored``: True if ``value`` comes from ``pool.json``, and not from a client.
+    ``stored``: True if ``value`` comes from ``pool.json``, and not from a client. Raises ValueError or RunError if the
+    JSON values are invalid.
     """
     match value:
         case {"counts": list(counts), "refused": str(refused), "facts": dict(facts), "receipt": receipt, **more}:
