@@ -189,7 +189,7 @@ class Proceeding(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """A settings class that is incompatible with some values of other settings, and checks them."""
+    """A settings class that refuses some values of other settings, by the method ``check``."""
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError, with the cure in one line, if ``experiment`` is incompatible with these settings."""
@@ -345,7 +345,7 @@ class Computing(Protocol):
 
 
 def hides_clients(aggregator: object) -> bool:
-    """Return True if ``aggregator`` promises privacy for clients: nobody may learn which of them have records.
+    """Return True if ``aggregator`` promises privacy for clients: nobody may learn which clients have records.
 
     A client without records then sends zeros, even if it could train on synthetic records. The mean of the updates
     includes these zeros.

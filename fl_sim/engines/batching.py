@@ -241,14 +241,15 @@ class Exchange(Generic[Call]):
         self.add(replies)
 
     def add(self, replies: Sequence[Message]) -> None:
-        """Store replies of a call that is still running, or replies that needed no worker."""
+        """Store replies that arrive before their call has ended, or that needed no worker."""
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
-        """Schedule the messages of a dead worker's batch again, each as a batch of its own, to find the cause.
+        """Schedule the messages of a dead worker's batch again, each as a batch of its own.
 
-        A message is sent only twice: if a second worker has died of it, it gets an error reply with ``reason``. After
-        ``MAX_DEATHS`` dead workers, all waiting messages get an error reply.
+        So the run finds out which client kills its worker. A message is sent at most twice: after the death of a second
+        worker, the message gets an error reply with ``reason``. After ``MAX_DEATHS`` dead workers, all waiting messages
+        get an error reply.
         """
         self._deaths += 1
         for message in self._end(call):
@@ -265,7 +266,7 @@ class Exchange(Generic[Call]):
         self._again.append(self._end(call))
 
     def give_up(self, reason: str, code: int = WORKER_DIED) -> None:
-        """Add an error reply with this ``code`` and ``reason`` for every message that waits for a worker."""
+        """Answer every message that still waits for a worker with an error reply (``code``, ``reason``)."""
         self._fail([*chain.from_iterable(self._again), *self._suspects, *self.fresh], code, reason)
         self._again.clear()
         self._suspects.clear()

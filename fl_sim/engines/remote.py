@@ -50,9 +50,9 @@ A ticket is the driver's proof that a client's privacy ledger contains the cost 
 class Parcel:
     """The parts of a message that is sent to a worker.
 
-    ``content``: the Flower records that all messages of the exchange share, one object for all of them. ``own``: the
-    Flower records for this client only. ``files``: the files that the worker needs, as {name in the content: path on
-    the driver's disk}.
+    ``content``: the Flower records that all messages of the exchange share, as one Python object. ``own``: the Flower
+    records for this client only. ``files``: the files that the worker needs, as {name in the content: path on the
+    driver's disk}.
     """
 
     content: RecordDict
@@ -61,7 +61,7 @@ class Parcel:
 
 
 class DriverStore(Protocol):
-    """The driver's storage for clients that run on other machines. It stores their states and their files."""
+    """The driver's storage of the states and files of clients that run on other machines."""
 
     def before(self, message: Message) -> Parcel | Message:
         """Return the parts of ``message`` to send to a worker, or the client's answer if no worker is needed.

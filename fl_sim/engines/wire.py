@@ -81,8 +81,8 @@ class TaskConfig:
     def without_paths(self) -> "TaskConfig":
         """Return the configuration for workers that do not share a disk with the driver.
 
-        It has no paths: the fields ``pool`` and ``synthetic`` are file names, which are digests of the content. Such a
-        worker receives the client state in each message, and returns the new client state in its answer.
+        The result has no paths. In the fields ``pool`` and ``synthetic`` it has file names, which are digests of the
+        files. Such a worker receives the client state in each message, and returns the new client state in its answer.
         """
         pool, synthetic = Path(self.pool).name, Path(self.synthetic).name
         return replace(self, data_root="", state_dir="", pool=pool, synthetic=synthetic)

@@ -255,7 +255,7 @@ class Experiment(Settings):
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def chosen(self, *names: str) -> dict[str, Any]:
-        """Return the settings with these ``names`` as JSON values. The cache key of a result is computed from them.
+        """Return the settings with these ``names`` as JSON values. The cache key of a result contains these values.
 
         Two kinds of settings are left out: optional seeds that are not set, and newer settings at their defaults. So
         the cache keys of older versions stay valid.

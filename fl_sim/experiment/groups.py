@@ -113,7 +113,10 @@ class Model(Settings):
         }
         for name, (value, is_refused) in refused.items():
             if is_refused:
-                raise ValueError(f"{what}, and {name}={value} needs equal ones: leave {name} out, or give one model")
+                raise ValueError(
+                    f"{what}, and {name}={value} needs the same architecture for all: leave {name} out, or give one "
+                    "model"
+                )
 
     def sealed(self, name: str = "") -> Self:
         """Return a copy of these settings with the digest of the weights file, to detect later changes of the file.

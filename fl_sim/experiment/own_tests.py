@@ -116,9 +116,9 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 
     ``exact``: the numbers before rounding, (clients, classes). The cumulative sums of each row are rounded, so a
     client's total stays the same. ``there``: the number of available test records of each class. ``totals``: the number
-    of test records of each client; 0 for small clients, which may share test records with others. The large clients
-    must not share. If they would need too many records of a class because of the rounding, those of them whose numbers
-    were rounded up most get one record less.
+    of test records of each large client; 0 for small clients. Only small clients may share test records. If rounding
+    gives the large clients more records of a class than there are, each of the large clients with the most rounded-up
+    numbers gets one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)

@@ -64,7 +64,7 @@ class Group:
 def groups() -> tuple[Group, ...]:
     """Return all groups: first the experiment's own settings, then the other groups in the order of the settings."""
     first, *others = _groups(Experiment, "", "", "", {})
-    # the options of a data set such as csv:PATH; the setting ``data`` contains them in its one text
+    # the options of a data set such as csv:PATH; a user writes these options into the text of the setting ``data``
     own_data = []
     for kind, keys in OPTIONS.items():
         settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)

@@ -113,7 +113,7 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
 
 
 def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
-    """Return True if the compiler supports these options. An older compiler may not support them."""
+    """Return True if ``compiler`` supports ``options``, for example the options for new processors."""
     try:
         _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
     except NoCompiler:

@@ -82,7 +82,8 @@ class Kernel:
 
     ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
     ``has_bfloat16``: True if the processor can multiply bfloat16 numbers. ``has_amx``: True if the processor can also
-    multiply matrices of them by AMX, Intel's matrix instructions, and the operating system and the library allow it.
+    multiply matrices of bfloat16 numbers by AMX (Intel's matrix instructions), and the operating system and the library
+    allow AMX.
     """
 
     library: ctypes.CDLL
@@ -106,7 +107,7 @@ class Kernel:
         return self.prepare(stack, jobs, precision).train()
 
     def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
-        """Copy ``jobs``, one per client, to memory in C layout. Return an object that trains them in one call.
+        """Copy ``jobs``, one per client, to memory in C layout. Return an object that trains all clients in one call.
 
         Raises ValueError as ``train`` does.
         """

@@ -96,7 +96,7 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
 
 
 def rows_of(stack: Stack) -> list[dict[str, int]]:
-    """Return one dictionary per layer, {field name: number}, with the names in ``FIELDS``."""
+    """Return the description of each layer as a dictionary, {field name: number}. The names are in ``FIELDS``."""
     return [dict(zip(FIELDS, numbers, strict=True)) for numbers in stack.layers.tolist()]
 
 

@@ -51,7 +51,7 @@ class ClippingBounds:
 
     @classmethod
     def of(cls, clipping: Clipping, limit: float, layout: Layout) -> Self:
-        """Return the bounds of the clipping rule ``clipping``. ``limit``: the largest norm. ``layout``: the model's."""
+        """Return the bounds of the clipping rule for a model with this ``layout``. ``limit``: the largest norm."""
         shares = clipping.shares([name for name, _ in layout])
         return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
 
