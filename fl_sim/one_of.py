@@ -289,7 +289,7 @@ class _Tagged:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return the names of the public members that ``protocol`` and its base protocols declare."""
+    """Return the names of the public members that ``protocol`` and its base protocols require of a class."""
     declared: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False) and base.__module__ != "typing":

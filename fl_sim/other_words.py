@@ -43,7 +43,7 @@ OTHER_WORDS: Final = {word: setting for setting, words in _OTHER_WORDS.items() f
 
 
 def bare(name: str) -> str:
-    """Return ``name`` in lower case, without hyphens and underscores."""
+    """Return ``name`` in lower case, without hyphens and underscores, for the comparison of names."""
     return name.casefold().replace("-", "").replace("_", "")
 
 

@@ -47,11 +47,11 @@ class FlatParams(Params):
         return len(self.layout)
 
     def items(self) -> ItemsView[str, torch.Tensor]:
-        """Return the pairs (name, tensor), as a dict does."""
+        """Return the pairs (name, tensor), like ``dict.items``."""
         return self._by_name().items()
 
     def values(self) -> ValuesView[torch.Tensor]:
-        """Return the tensors, as a dict does."""
+        """Return the tensors, like ``dict.values``."""
         return self._by_name().values()
 
     def _by_name(self) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def vector_in(params: Params, layout: Layout) -> torch.Tensor:
 
 
 def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
-    """Return all numbers of ``payloads`` as one vector, in the order of ``template``."""
+    """Return all numbers of ``payloads`` (groups of tensors) as one vector, in the order of ``template``."""
     rows = [vector_in(payloads[group], layout_of(params)) for group, params in template.items()]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -92,7 +92,7 @@ def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
 
 
 def layout_of(params: Params) -> Layout:
-    """Return the names and shapes of ``params``."""
+    """Return the layout of ``params``: its names and shapes, in order."""
     if isinstance(params, FlatParams):
         return params.layout
     return tuple((name, tuple(value.shape)) for name, value in params.items())
@@ -413,7 +413,7 @@ class WriteGuard:
                 raise self._write_error(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if the bits of a tensor have changed. ``methods``: as for ``check``."""
+        """Raise RunError if the bits of a tensor have changed. ``methods``: the methods that may have changed them."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _bit_sum(tensor) != was:
                 raise self._write_error(name, methods)

@@ -130,12 +130,12 @@ def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
 
 
 def epsilon_of_curve(curve: Curve, delta: float) -> float:
-    """Return the smallest epsilon at ``delta`` that follows from the Renyi ``curve``; ``inf`` if none follows."""
+    """Return the smallest epsilon at ``delta`` that the Renyi ``curve`` proves; ``inf`` if it proves none."""
     return float(epsilons_of_curves(checked(curve), valid_delta(delta)))
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
-    """Return True if the PLD accountant can compute the cost of the privacy event ``event``."""
+    """Return True if the PLD accountant supports the privacy event ``event``."""
     return loss_distribution.supported(unrolled(event)[0], _RELATION[adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE])
 
 
@@ -283,7 +283,7 @@ def _pure_sum(counts: Mapping[dp_event.DpEvent, int]) -> float:
 
 
 def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
-    """Return the type name of the first event that the PLD accountant does not support; "" where there is none."""
+    """Return the type name of the first event that the PLD accountant does not support; "" if it supports all."""
     return next((type(event).__name__ for event in single_steps(counts) if not supports_pld(event)), "")
 
 
@@ -309,7 +309,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    # The noise ``high`` meets the target. Rounding may make exp(log(high)) slightly smaller, so that it misses it.
+    # The noise ``high`` meets the target. But exp(log(high)) may be slightly smaller, by rounding, and miss the target.
     if gap(math.log(high)) >= 0:
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)

@@ -306,7 +306,7 @@ def _likelihood_ratio(
 
 
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
-    """Return (lower bound on P1(E), upper bound on P0(E), estimated delta) for one set of outputs E.
+    """Test one set of outputs E: return (lower bound on P1(E), upper bound on P0(E), estimated delta).
 
     E is the set of outputs whose score exceeds a threshold, which is chosen on the scores ``fit`` of one half of the
     runs. P0 and P1 are the probabilities of E in world 0 and world 1. Their bounds come from the scores ``judge`` of

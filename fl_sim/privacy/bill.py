@@ -122,7 +122,7 @@ class Bill:
 
     @property
     def delta(self) -> float:
-        """Return the delta at which the bill's ``epsilon`` holds."""
+        """Return the delta of the bill's guarantee (``epsilon``, ``delta``)."""
         return self._together[1]
 
     @property
@@ -142,7 +142,7 @@ class Bill:
 
     @property
     def in_words(self) -> str:
-        """Return the bill as sentences, for reports."""
+        """Return the bill (joint privacy cost) as sentences, for reports."""
         also = f", also called {', '.join(self.also)}," if self.also else ""
         whose = also + (f" ({self.clients})" if self.clients else "")
         about = f"Privacy of all {self.runs} runs together, of one {self.unit} of {self.data}{whose}"
@@ -179,7 +179,7 @@ class Bill:
         return ". ".join(lines) + "."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the bill as JSON values, for programs."""
+        """Return the bill (joint privacy cost) as JSON values, for programs."""
         return {
             "data": self.data, "also_called": list(self.also), "unit": self.unit, "clients": self.clients,
             "epsilon": self.epsilon, "delta": self.delta,

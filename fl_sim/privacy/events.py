@@ -207,7 +207,7 @@ def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpE
 
 
 def pure_epsilon(event: dp_event.DpEvent) -> float:
-    """Return the epsilon of the privacy event ``event`` at delta 0; ``inf`` where none is known."""
+    """Return the epsilon of the privacy event ``event`` at delta 0; ``inf`` if no such epsilon is known."""
     match event:
         case BoundedRangeDpEvent(epsilon=epsilon):
             return epsilon

@@ -36,7 +36,7 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """A forecast has no time left to compute a PLD."""
+    """Raised if a forecast has no time left to compute a PLD."""
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
 
 
 def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return an event that dp_accounting's PLD supports, with at least the privacy loss of ``event``.
+    """Return ``event``, or an event in its place that dp_accounting's PLD supports and that costs at least as much.
 
     A bounded-range release is replaced by the geometric mechanism of the same epsilon. The loss of that mechanism
     is +epsilon or -epsilon, the largest loss of all mechanisms of this pure epsilon.

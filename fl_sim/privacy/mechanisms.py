@@ -179,7 +179,7 @@ class Noise:
         return self._exactly(GAUSSIAN, std / grid_spacing(std), (place, int(word), count), purpose, server_round)
 
     def words(self, count: int, *, purpose: str, server_round: int, behind: int = 0) -> NDArray[np.uint64]:
-        """Return ``count`` random words of 64 bits of the stream (purpose, round). Its first ``behind`` are skipped."""
+        """Return ``count`` random 64-bit words of the stream (purpose, round), after its first ``behind`` words."""
         return self._words(count, purpose, server_round, behind=behind)
 
     def stream_key(self, *, purpose: str, server_round: int) -> bytes:
@@ -222,7 +222,7 @@ class Noise:
         return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
     def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> NDArray[np.uint64]:
-        """Return ``count`` random words of 64 bits of the stream (purpose, round). Its first ``behind`` are skipped."""
+        """Return ``count`` random 64-bit words of the stream (purpose, round), after its first ``behind`` words."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
 
         assert 8 * (behind + count) < _STREAM_LIMIT

@@ -93,7 +93,7 @@ class SumGrid:
 
     @cached_property
     def most_squared(self) -> int:
-        """Return the largest squared L2 norm of a rounded vector, in grid steps."""
+        """Return the largest squared L2 norm of a client's rounded vector, in grid steps."""
         length, d = self.scale * self.clipping_norm, self.padded
         certain = (length + math.sqrt(d)) ** 2
         # In the paper, the last two terms have the factor sqrt(2 log(1 / beta)). It is 1 here, because beta = e^(-1/2).
@@ -102,7 +102,7 @@ class SumGrid:
 
     @property
     def l2(self) -> float:
-        """Return the largest L2 norm of a rounded vector, in grid steps."""
+        """Return the largest L2 norm of a client's rounded vector, in grid steps."""
         return math.sqrt(self.most_squared)
 
     @property
@@ -133,7 +133,7 @@ class SumGrid:
 
     @property
     def std_of_mean(self) -> float:
-        """Return an upper bound on the standard deviation of noise and rounding in each number of the mean."""
+        """Return an upper bound on the standard deviation of each mean value's error by noise and rounding."""
         variance = self.shares * (self.share_variance + 0.25)
         return math.sqrt(variance) / self.scale / self.shares
 
@@ -146,11 +146,11 @@ def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float
     """
 
     def spent(noise_multiplier: float, accountant: object) -> float:
-        del accountant  # the PLD accountant does not support integer noise
+        del accountant  # always RDP, because the PLD accountant does not support integer noise
         tried = replace(grid, noise_multiplier=noise_multiplier)
         return epsilon_of_counts({tried.event(tried.shares): rounds}, delta)
 
-    assert grid.scale > 0  # reading ``scale`` raises UserError if the bits are too few
+    assert grid.scale > 0  # ``scale`` raises UserError if the numbers have too few bits for so many clients
     try:
         found = least_noise(spent, epsilon, "rdp")
     except UserError as error:
@@ -187,7 +187,11 @@ def rotated(values: NDArray[np.float64], grid: SumGrid, *, seed: int, server_rou
 
 
 def rounded_to_grid(scaled: NDArray[np.float64], grid: SumGrid, noise: Noise, server_round: int) -> NDArray[np.int64]:
-    """Return ``scaled``, rounded randomly to whole numbers with a squared norm of at most ``grid.most_squared``."""
+    """Round a client's rotated vector ``scaled`` randomly to whole numbers, within the norm bound of ``grid``.
+
+    Random rounding is repeated while the squared norm exceeds ``grid.most_squared``. After too many tries, the result
+    is a vector of zeros.
+    """
     below = np.floor(scaled)
     upwards = scaled - below
     for number in range(MOST_TRIES):
@@ -211,7 +215,7 @@ def mean_of_sum(
 
 
 def centred(total: NDArray[np.int64], grid: SumGrid) -> NDArray[np.int64]:
-    """Return ``total``, which is known modulo 2^bits, as numbers from -2^(bits-1) to 2^(bits-1) - 1."""
+    """Return the sum ``total``, which is known only modulo 2^bits, with numbers from -2^(bits-1) to 2^(bits-1) - 1."""
     return signed(total, grid.bits)
 
 
@@ -233,7 +237,7 @@ def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
 
 
 def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
-    """Return ``numbers`` as bytes, the lowest bit of each number first.
+    """Return ``numbers`` as bytes, with ``bits`` bits per number. The lowest bit of each number comes first.
 
     The numbers are whole, from 0 to 2^``bits`` - 1.
     """

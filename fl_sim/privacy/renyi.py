@@ -68,7 +68,7 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 
 
 def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
-    """Return an upper bound on ``rdp_curve``, in a fifth of the time. The search of a noise multiplier uses it.
+    """Return an upper bound on ``rdp_curve``, computed in a fifth of the time, for searches of a noise multiplier.
 
     The bound equals ``rdp_curve`` at the order that gives the epsilon of ``steps`` releases at ``delta``. Far from that
     order, the values are interpolated linearly between integer orders, without the slow series.

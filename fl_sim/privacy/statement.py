@@ -1,8 +1,8 @@
 """The privacy statement of one privacy unit: the guarantee and the epsilon spent, which are two different numbers.
 
 A guarantee is an epsilon that was fixed before the data were read. The epsilon spent by a run is no guarantee, because
-the moment at which the run ends may depend on its published results. Examples are an unused part of a budget,
-unanswered queries, and a user who interrupts the run. The costs up to such a moment are no upper bound.
+the moment at which the run ends may depend on its published results. For example, a budget may not be used up, queries
+may not be answered, or a user may interrupt the run. The cost up to such a moment is no upper bound.
 
 The cost of ALL planned releases is a guarantee. If a run ends earlier, it publishes only some of these releases, and to
 drop the others is post-processing. A budget is a guarantee, too: it is a privacy filter (Feldman, Zrnic 2021).
@@ -144,7 +144,7 @@ class _Account:
 
     ``spent``: all charges so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases that were fixed
     beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only a budget was
-    fixed. ``again``: the number of charges for a release that was charged before.
+    fixed. ``again``: the number of repeated charges. A repeated charge is for a release that was charged before.
     """
 
     spent: _Counts

@@ -79,7 +79,7 @@ class PrivacyStatement(FileModel):
 
     @property
     def limits(self) -> str:
-        """Return the sentences about the outputs that the guarantee covers and does not cover."""
+        """Return sentences that list the outputs that the guarantee covers, and those that it does not cover."""
         covered = f"It covers: {self.covers.rstrip('.')}." if self.covers and self.protects else ""
         left_out = f"It does not cover: {self.does_not_cover.rstrip('.')}." if self.does_not_cover else ""
         return f"{covered} {left_out}".strip()

@@ -370,7 +370,7 @@ def _figures(source: PublishedFigures, row: str, columns: Iterable[str]) -> list
 
 
 def _missed(about: About, table: Table) -> Iterator[str]:
-    """Yield lines that list the published accuracies that are far from the mean accuracies of our runs.
+    """Yield Markdown lines that list the published accuracies that are far from the mean accuracies of our runs.
 
     "Far" means more than three standard deviations over seeds. With one seed, "far" means more than three percentage
     points.

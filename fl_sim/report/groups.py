@@ -69,7 +69,7 @@ class SeedGroup:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return the settings that all runs of the group share. Two groups differ in at least one of these settings."""
+        """Return the settings that all runs of the group share. No two groups have equal settings."""
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:

@@ -268,7 +268,7 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(table: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a nested dictionary as {dotted name: value}. Shares are converted to percent."""
+    """Return the numbers in a nested dictionary as {dotted name: value}, with shares in percent."""
     numbers = {name: value for name, value in flat(table) if isinstance(value, int | float)}
     return dict(percent(name, value) for name, value in numbers.items() if not isinstance(value, bool))
 

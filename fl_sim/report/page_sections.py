@@ -434,6 +434,6 @@ def _above(paths: Sequence[Path]) -> Path | None:
     """Return the common parent folder of several paths; None for a single path or without a common folder."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
-    except ValueError:  # raised for a relative and an absolute path
+    except ValueError:  # raised if some paths are relative and some absolute
         return None
     return Path(common) if common else None

@@ -130,7 +130,7 @@ def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
 
 
 def counted(listed: Sequence[Mapping[str, Any]]) -> Counts:
-    """Return the privacy events of a statement, {event: number}. Raises ValueError or RunError for damaged events."""
+    """Return a privacy statement's events as {event: number}. Raises ValueError or RunError for damaged events."""
     counts: Counts = Counter()
     for one in listed:
         times = one["times"]

@@ -39,7 +39,7 @@ class Layout:
     highest: float = math.inf
 
     def style(self) -> Any:
-        """Return the settings (rcParams) of matplotlib for this layout."""
+        """Return matplotlib's settings (rcParams) for figures in this layout."""
         return {
             "font.size": self.text, "axes.labelsize": self.text, "xtick.labelsize": self.text,
             "ytick.labelsize": self.text, "legend.fontsize": self.text, "axes.linewidth": 0.5 * self.line,
@@ -150,7 +150,7 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Return a distinct text for each title, for use in a file name."""
+    """Return a distinct text for each title, which may be used in a file name."""
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"

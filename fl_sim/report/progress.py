@@ -47,7 +47,7 @@ class LinePart:
 
     @property
     def least(self) -> int:
-        """Return the smallest width of the part, in terminal cells."""
+        """Return the smallest width to which this part may be cut, in terminal cells."""
         whole = cell_len(self.text)
         return whole if self.shortest is None else min(whole, self.shortest)
 
@@ -234,7 +234,7 @@ class TableProgress(_Bars):
         self._is_timed = True
 
     def started(self, cell: str, first_round: int) -> None:
-        """Show a cell whose run starts, or resumes at ``first_round``."""
+        """Show a cell of the table whose run starts, or resumes at ``first_round``."""
         self._done[cell] = first_round - 1
         self._started_at = self._started_at or time.monotonic()
         if first_round > 1:
@@ -268,7 +268,7 @@ class TableProgress(_Bars):
         self._update()
 
     def closed(self, cell: str, outcome: str) -> None:
-        """Print the outcome of a cell whose run has ended, and remove its progress bar."""
+        """Print the outcome of a cell of the table whose run has ended, and remove its progress bar."""
         self._done[cell] = self._rounds[cell]
         self._closed.add(cell)
         if cell in self._cells:

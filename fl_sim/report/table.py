@@ -397,7 +397,7 @@ def _highest(table: Table, column: str) -> str | None:
 def _cost(results: Sequence[SeedResult], target: str) -> str:
     """Return as text the mean costs of the runs that reached ``target``: rounds, virtual seconds and MB.
 
-    ``target``: prefix of the names of measures, such as "reached.90".
+    ``target``: the prefix of the measures of a target accuracy, such as "reached.90" for 90 %.
     """
     there = [one.measures for one in results if f"{target}.round" in one.measures]
     if not there:

@@ -116,7 +116,7 @@ class AnswerCost(Cost):
         return np.ones(len(counts))
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
-        """Return (data-dependent, data-independent) curves. ``answered`` is ignored: every query is answered."""
+        """Return (data-dependent, data-independent) Renyi curves. ``answered`` is ignored: every query is answered."""
         del answered
         dependent = self.dependent(counts, orders)
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
@@ -169,7 +169,7 @@ class LNMaxCost(AnswerCost):
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query. Each value is the minimum of theorem 3 and ``worst_case``."""
+        """Return the Renyi curve of each query: at each order, the smaller bound of theorem 3 and ``worst_case``."""
         return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
@@ -204,7 +204,7 @@ class GNMaxCost(AnswerCost):
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query. Each value is the minimum of theorem 6 and ``worst_case``."""
+        """Return the Renyi curve of each query: at each order, the smaller bound of theorem 6 and ``worst_case``."""
         return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 
@@ -350,7 +350,7 @@ def epsilon_of_curves(curves: Floats, delta: float) -> Floats:
 
 
 def valid_counts(counts: NDArray[np.generic]) -> Counts:
-    """Return ``counts`` as int64. Raises UserError unless every row holds one vote of each teacher."""
+    """Return the vote counts as int64. Raises UserError unless every row (query) has one vote of each teacher."""
     shape = "an integer array of shape (queries, classes) with at least 1 query and 2 classes"
     if counts.ndim != 2 or len(counts) == 0 or counts.shape[1] < 2:
         raise UserError(f"votes have shape {counts.shape}: give {shape}")

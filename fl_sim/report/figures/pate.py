@@ -239,7 +239,7 @@ def _votes(path: Path) -> NDArray[np.int64]:
     try:
         # as a memory map, so that NumPy refuses a file that is shorter than its header states
         votes = np.load(path, mmap_mode="r", allow_pickle=False)
-    # numpy parses the header of the file as Python code, and the parser may raise these errors
+    # NumPy parses the header as Python code. If the header is damaged, it may raise one of these errors.
     except (SyntaxError, TokenError) as error:
         raise ValueError(f"{path.name} has a damaged header") from error
     if (
