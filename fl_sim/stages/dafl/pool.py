@@ -320,15 +320,15 @@ def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
         case {"counts": list(counts), "refused": str(refused), "facts": dict(facts), "receipt": receipt, **more}:
             here = more.pop("here", False) if stored else False
         case _:
-            raise ValueError("its description lacks counts, refused, facts or receipt")
+            raise ValueError("the client's description of its records lacks counts, refused, facts or receipt")
     num_classes = job.dataset.num_classes
     if more or type(here) is not bool or len(refused) > _MOST_WORDS or not refused.isprintable():
-        raise ValueError("its description has unknown keys, or values of a wrong form")
+        raise ValueError("the client's description of its records has unknown keys, or values of a wrong form")
     if len(counts) != num_classes or not all(map(events.is_count, counts)):
-        raise ValueError(f"its counts are not {num_classes} whole numbers from 0 up, one for each class")
+        raise ValueError(f"the client's counts are not {num_classes} whole numbers from 0 up, one for each class")
     if bool(facts) != (receipt is not None) or (any(counts) and not facts):
         raise ValueError(
-            "its description lacks the privacy costs of its records, or the ledger's receipt for these costs"
+            "the client's description of its records lacks their privacy costs, or the ledger's receipt for these costs"
         )
     if facts:
         _check_facts(facts, settings_of(job.experiment), num_classes)
@@ -341,23 +341,23 @@ def _check_facts(facts: dict[str, Any], settings: DaFl, num_classes: int) -> Non
         case {"labels": labels, "labels_epsilon": epsilon, "generator": dict(generator), "generator_steps": steps}:
             pass
         case _:
-            raise ValueError("its description lacks the privacy costs of labels and generator")
+            raise ValueError("the client's description of its records lacks the privacy costs of labels and generator")
     expected = events.to_json(label_event(settings, num_classes)), settings.labels.total_epsilon(num_classes)
     if len(facts) != 4 or (labels, epsilon) != expected:
-        raise ValueError("its privacy cost of the labels differs from the cost that the settings imply")
+        raise ValueError("the client's privacy cost of the labels differs from the cost that the settings imply")
     if type(steps) is not int or not 0 < steps <= _MOST_STEPS:
-        raise ValueError("its number of generator steps is not a positive whole number")
+        raise ValueError("the client's number of generator steps is not a positive whole number")
     if adjacency(events.from_json(generator)) not in {None, Adjacency.ADD_OR_REMOVE_ONE}:
-        raise ValueError("its privacy cost of the generator is not for adding or removing one record")
+        raise ValueError("the client's privacy cost of the generator is not for adding or removing one record")
 
 
 def _check_records(records: torch.Tensor, part: ClientPart, dataset: Dataset) -> None:
     if records.shape != (sum(part.counts), *dataset.input_shape):
         raise ValueError(
-            "its number of records differs from the sum of its counts, or its records differ in shape from the data set"
+            "the client's number of records is not the sum of its counts, or the records lack the data set's shape"
         )
     if not bool(((records >= -1) & (records <= 1)).all()):
-        raise ValueError("its records are not all numbers in [-1, 1]")
+        raise ValueError("the client's records are not all numbers in [-1, 1]")
 
 
 def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
