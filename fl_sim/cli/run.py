@@ -205,9 +205,8 @@ def show_plan(
 def show_settings(name: str | None, *, json_output: bool) -> None:
     """Print the documentation of ``name``: a setting, a group of settings, or a value with settings of its own.
 
-    An example of such a value, called a kind, is ``fedprox`` in ``algorithm=fedprox``.
-
-    If ``name`` is None, print the documentation of the most common settings.
+    For example, the value ``fedprox`` of the setting ``algorithm`` has the setting ``algorithm.mu``. If ``name`` is
+    None, print the documentation of the most common settings.
     """
     every = groups()
     if name is None:

@@ -146,7 +146,7 @@ def _concatenated(parts: Sequence[Examples]) -> Examples:
 
 
 def _note(names: Mapping[str, Dataset], num_train: int, num_test: int, size: tuple[int, int], channels: int) -> str:
-    """Describe the domains and the changes of their images, for ``Dataset.note``."""
+    """Describe in words the domains, and how their images were changed (size, channels), for ``Dataset.note``."""
     of = ", ".join(
         f"{domain} {shortened(called)} (of {len(part.train):,} and {len(part.test):,})"
         for domain, (called, part) in enumerate(names.items())

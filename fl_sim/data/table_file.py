@@ -405,7 +405,7 @@ def _cleaned(cells: Any, *, is_text: bool) -> Any:
             cells = compute.utf8_normalize(cells, form="NFC")
         cells = compute.utf8_trim_whitespace(cells)
         missing = compute.is_in(cells, value_set=arrow.array(MISSING))
-        # The regular expression is slow, so it is used only if a cell contains letters of such a word.
+        # The regular expression for words such as NaN is slow, so it is used only if some cell contains their letters.
         if b"nan" in letters or b"1.#" in letters:
             is_nan = compute.match_substring_regex(cells, _NAN)
             missing = compute.or_(missing, compute.fill_null(is_nan, fill_value=True))

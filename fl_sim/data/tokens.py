@@ -71,7 +71,10 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Characters:
-    """One token for each character of ``alphabet``, from 1, and the last token for all other characters."""
+    """The tokenizer with one token for each character of ``alphabet``, and one more token for all other characters.
+
+    The tokens are numbered from 1.
+    """
 
     alphabet: str
 
@@ -100,7 +103,7 @@ class Characters:
 
 @dataclass(frozen=True)
 class Bytes:
-    """One token for each byte of a text in UTF-8: byte b is token b + 1."""
+    """The tokenizer with one token for each byte of a text in UTF-8: byte b is token b + 1."""
 
     name: str = "bytes of UTF-8"
     size: int = 257
@@ -180,7 +183,7 @@ class Vocabulary:
         try:
             library.enable_truncation(most)
             found = library.encode_batch([*texts])
-        except Exception as error:  # the library ``tokenizers`` raises only plain Exceptions
+        except Exception as error:  # ``tokenizers`` raises Exception itself, no subclass
             raise UserError(
                 f"data.tokenizer={shortened(self.written)} cannot tokenize these texts ({in_one_line(error)}); take "
                 "another tokenizer, or a larger data.max_length"
@@ -349,7 +352,7 @@ def _tokenizer_in(path: Path, digest: str) -> Any:
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library ``tokenizers`` raises only plain Exceptions
+    except Exception as error:  # ``tokenizers`` raises Exception itself, no subclass
         raise UserError(f"data.tokenizer: {path} is no {_FILE} ({in_one_line(error)}); name another file") from error
 
 

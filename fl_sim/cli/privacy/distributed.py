@@ -28,7 +28,10 @@ class SumsRequest:
 
 
 def answer(request: SumsRequest) -> dict[str, Any]:
-    """Return the plan as JSON values. Raises UserError if two quantities are missing, or if a value is invalid."""
+    """Compute the missing quantity (epsilon, noise or rounds), and return the whole privacy plan as JSON values.
+
+    Raises UserError if two quantities are missing, or if a value is invalid.
+    """
     _check(request)
     noise, rounds, delta, asked = request.noise, request.rounds, request.delta, "epsilon"
     if noise is None:

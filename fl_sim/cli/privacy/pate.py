@@ -48,7 +48,10 @@ class LabellingRequest:
     target: float | None = None
 
     def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
-        """Return the cost model of the mechanism. Raise UserError for a missing, unneeded or invalid parameter."""
+        """Return the object that computes privacy costs of the mechanism with these parameters.
+
+        Raises UserError for a missing, unneeded or invalid parameter.
+        """
         given = {
             "--gamma": self.gamma,
             "--sigma": self.sigma,

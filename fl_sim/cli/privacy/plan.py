@@ -118,7 +118,10 @@ class BudgetRequest:
 
 
 def answer(request: BudgetRequest) -> dict[str, Any]:
-    """Return the plan as JSON values. Raises UserError if two quantities are missing, or if a value is invalid."""
+    """Compute the missing quantity (epsilon, noise or steps), and return the whole privacy plan as JSON values.
+
+    Raises UserError if two quantities are missing, or if a value is invalid.
+    """
     _check(request)
     sampling, delta, accountant = request.sampling, request.delta, request.accountant
     noise, steps = request.noise, request.steps
@@ -185,7 +188,7 @@ def in_words(plan: dict[str, Any]) -> str:
 
 
 def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
-    """Draw epsilon over the number of steps into the file ``path``, one curve per accountant (RDP and PLD).
+    """Draw how epsilon grows with the number of steps, one curve per accountant (RDP and PLD), into the file ``path``.
 
     The suffix of ``path`` determines the format of the file.
     """
