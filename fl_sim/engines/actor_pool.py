@@ -316,7 +316,7 @@ class ActorPool:
 
 
 def pickled(value: Any) -> bytes:
-    """Return ``value`` pickled by cloudpickle, which includes the functions and classes of the running script."""
+    """Pickle ``value`` by cloudpickle, so that functions and classes of the running script are included."""
     content: bytes = _pickling.dumps(value)
     return content
 

@@ -48,7 +48,7 @@ class TensorArray(Array):
         return b"".join((_header(self.shape, "<f4"), self.tensor.contiguous().numpy(force=True).data))
 
     def deflate(self) -> bytes:
-        """Return a plain Flower Array with the serialised numbers, because every receiver knows this class."""
+        """Serialise this array as a plain Flower Array, because a receiver may not have the class TensorArray."""
         return Array(self.dtype, self.shape, self.stype, self.data).deflate()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:

@@ -158,7 +158,7 @@ class Exchange(Generic[Call]):
     _under_way: int = 0
 
     def __post_init__(self) -> None:
-        """Compute the number of local steps of all clients in ``fresh`` once, because each later call needs it."""
+        """Add up the minibatch steps of all messages in ``fresh`` once, because each later call needs this sum."""
         self._left = sum(map(self.steps, self.fresh))
 
     @property

@@ -331,12 +331,12 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
 
 
 def sums_content(sums: Params) -> RecordDict:
-    """Return a message content with sums over a client's records. The server requests sums before the first round."""
+    """Return a message content with a client's answer outside of usual rounds, such as sums over its records."""
     return RecordDict({_SUMS: pack(sums)})
 
 
 def read_sums(content: RecordDict, template: Params) -> Params:
-    """Return the sums in a message content: float32 tensors with the names and shapes of ``template``.
+    """Return the tensors in a message of ``sums_content``: float32, with the names and shapes of ``template``.
 
     Raises Malformed for any other content.
     """

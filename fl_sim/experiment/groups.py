@@ -25,7 +25,7 @@ from fl_sim.settings import OneOf, Settings, by_default, known_model, model_line
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
-_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # a regular expression for names that are separated by commas
+_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # a regular expression for one or more names, separated by commas
 _CONSTANT = "the learning rate is the same in every round"
 
 

@@ -1,4 +1,4 @@
-"""The reference of all settings (name, valid values, default, meaning), from the settings classes and their docstrings.
+"""The reference of all settings (name, valid values, default, meaning), made from settings classes and docstrings.
 
 A docstring explains a field in sentences that contain the field's name, such as "``mu``: the paper tries 0.001".
 """

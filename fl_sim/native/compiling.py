@@ -89,7 +89,7 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
             exported = Path(folder) / "exported"
-            exported.write_text("{ global: fl_sim_*; local: *; };")  # the library exports only names with fl_sim_
+            exported.write_text("{ global: fl_sim_*; local: *; };")  # exports the names with the prefix fl_sim_
             link = [f"-Wl,--version-script={exported}", "-shared", "-s", *(str(made) for *_, made in objects)]
             _call([*compiler, *link, "-o", str(partial)])
             partial.replace(library)

@@ -156,7 +156,7 @@ class Kernel:
         size, held, pointers = vectors[0].numel(), [], (ctypes.c_void_p * len(vectors))()
         for place, vector in enumerate(vectors):
             check_tensor("a vector of the sum", vector, torch.float32, (size,))
-            held.append(vector.contiguous())  # keeps the memory of the vectors until the call is over
+            held.append(vector.contiguous())  # this list keeps the vectors in memory until the call is over
             pointers[place] = held[-1].data_ptr()
         numbers, total = (ctypes.c_double * len(held))(*factors), torch.empty(size)
         self.function("weighted_sum")(

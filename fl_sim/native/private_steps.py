@@ -58,7 +58,7 @@ class ClippingBounds:
     def described(self, stack: Stack) -> _Bounds:
         """Return the bounds as a C structure. The structure is valid while this object exists.
 
-        Raises ValueError if the number of bounds is not the number of layers in ``stack``.
+        Raises ValueError if the number of bounds is not the number of linear and convolution layers in ``stack``.
         """
         layers = sum(KINDS[row["kind"]] in {"conv", "linear"} for row in rows_of(stack))
         if self.of_layers is not None and self.of_layers.shape != (layers,):
