@@ -73,10 +73,10 @@ def forecast(
     ``cells``: the folder with the run directories. ``watch``: the stopwatch for the time estimate; None: no time is
     estimated. The stopwatch times each kind of work once, such as a minibatch step of one model, on public test
     records. ``billed``: a function that returns True while there is time for another PLD computation (slow numerical
-    privacy accounting). When it returns False, RDP is used instead. If ``billed`` is None, neither privacy costs nor
-    bytes are computed. ``timed_own_models``: False means that models of the user's own code are not timed, because they
-    might crash this process. ``say``: function that receives progress messages. No file is written. Raises UserError
-    for a run that cannot train on this machine with its precision.
+    privacy accounting). When ``billed`` returns False, the faster RDP accounting is used instead. If ``billed`` is
+    None, neither privacy costs nor bytes are computed. ``timed_own_models``: False means that models of the user's own
+    code are not timed, because they might crash this process. ``say``: function that receives progress messages. No
+    file is written. Raises UserError for a run that cannot train on this machine with its precision.
     """
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
@@ -296,8 +296,8 @@ def _frozen_in_words(job: Job, known: dict[str, str]) -> str:
 def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
     """Return (forecast with its privacy cost, True if no PLD computation was skipped).
 
-    ``frozen``: a sentence on frozen parameters, or "". ``may_begin`` is called before each PLD computation. If it
-    returns False, the cost is computed by RDP instead.
+    ``frozen``: a sentence on frozen parameters, or "". ``may_begin`` is called before each PLD computation (slow
+    privacy accounting). If ``may_begin`` returns False, the cost is computed by the faster RDP accounting instead.
     """
     refused: list[bool] = []
 

@@ -19,7 +19,7 @@ class HeatMapAxes(Settings):
 
     A report draws one heat map of the table's measure for each column of the table, and for each combination of the
     other settings of [grid]. ``rows``: the setting whose values are the rows of the map. ``columns``: the setting whose
-    values are its columns. "algorithm" stands for the entries of ``grid.algorithm``, with their labels.
+    values are the columns of the map. "algorithm" stands for the entries of ``grid.algorithm``, with their labels.
     """
 
     rows: str

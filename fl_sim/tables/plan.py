@@ -111,7 +111,7 @@ class TableSettings(Settings):
 class Cell:
     """One experiment and its position in the table.
 
-    In the row Centralized, one experiment can belong to several columns, because it has no partition.
+    In the row Centralized, one experiment can belong to several columns, because centralized training has no partition.
     """
 
     row: str
@@ -173,9 +173,9 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     """Return the settings of a table, changed by ``key=value`` overrides from the command line.
 
     ``table``: the content of the TOML file. ``where``: the name of the file, for error messages. An override changes
-    [grid] if its setting is in [grid] or in ``AXES``, or if it gives several seeds, as in ``seed=0,1,2``. Its value is
-    then a list of values. An override such as ``tune.trials=4`` changes [tune]. All other overrides change [base].
-    Raises UserError for invalid overrides.
+    [grid] in three cases: its setting is in [grid], or in ``AXES`` (algorithm, data, partition, seed), or it gives
+    several seeds, as in ``seed=0,1,2``. Its value is then a list of values. An override such as ``tune.trials=4``
+    changes [tune]. All other overrides change [base]. Raises UserError for invalid overrides.
     """
     changed: dict[str, Any] = {}
     tune = dict(table.get("tune", {}))
@@ -301,8 +301,8 @@ def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tu
 def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
     """Yield all points (combinations of values) of a grid, one method after the other.
 
-    ``base``: the settings in [base]. An axis that is not in the grid has its value from [base], or else its default.
-    ``centralized``: True adds the row Centralized at the end.
+    ``base``: the settings in [base]. A setting of ``AXES`` that is not in the grid has its value from [base], or else
+    its default. ``centralized``: True adds the row Centralized at the end.
     """
     axes = dict(grid)
     for axis in AXES:

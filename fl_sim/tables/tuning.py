@@ -182,7 +182,7 @@ def tune(
     """Search for the best hyperparameters of every row in every column, and return the results of all searches.
 
     The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: a function that executes runs.
-    It is called once per batch of trials and rung (stage of successive halving). Raises UserError like
+    ``run`` is called once per batch of trials and rung (stage of successive halving). Raises UserError like
     ``searches_of``. Raises RunError for a trial that failed without diverging, and if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)

@@ -148,8 +148,8 @@ def run_all(
     """Execute ``runs``, {name: experiment}, in worker processes, and yield their events as they happen.
 
     The directory of a run is ``out / name``. ``jobs``: the maximum number of parallel runs. ``budget``: the time
-    budget. A run that would exceed it is not started, or it stops after a round. ``tracking``: the trackers of the
-    runs. A run that is already finished yields only the event ``Finished``. An unfinished run resumes from its
+    budget. A run that would exceed the time budget is not started, or stops after a round. ``tracking``: the trackers
+    of the runs. A run that is already finished yields only the event ``Finished``. An unfinished run resumes from its
     checkpoint. Closing the generator, or an exception in it, stops the workers at once. Finished rounds are kept.
 
     Raises UserError for a class that workers cannot import. Raises RunError if another process uses ``out``, or if a
@@ -303,8 +303,8 @@ def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tupl
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a worker process, and return the process and the connection to it.
 
-    The worker never outlives this process: its standard input is a pipe from this process, and it ends when the pipe
-    closes.
+    The worker never outlives this process. Its standard input is a pipe from this process, and the worker ends when the
+    pipe closes.
     """
     ours, theirs = Pipe()
     command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
@@ -396,7 +396,7 @@ def _attempt(
 def _die_with_parent() -> None:
     """Wait until the parent process ends for any reason, then end this process.
 
-    If a worker outlived its parent, it and a resumed table could write the same files.
+    A worker that outlived its parent could write the same files as the workers of a resumed table.
     """
     while os.read(_STANDARD_INPUT, 1):
         pass

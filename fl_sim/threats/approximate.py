@@ -34,8 +34,8 @@ def unlearn_approximately(
     """Unlearn ``client`` by ``method``, write the new model into ``out``, and return the measures of the unlearning.
 
     ``name``: the name of the method. ``exact``: the directory for the retraining without ``client``. If this retraining
-    is finished there, the result also contains its measures and the distance to its model. Raises UserError as
-    ``check_client`` and ``check_replayable`` do, and RunError if the model is not finite.
+    is finished there, the result also contains the measures of the retraining, and the distance to the retrained model.
+    Raises UserError as ``check_client`` and ``check_replayable`` do, and RunError if the model is not finite.
     """
     check_client(finished, client)
     without = settings_without(finished.job.experiment, client)

@@ -1,4 +1,4 @@
-"""The cohorts of a finished run, if its seed determines them, and the numbers of local steps of clients."""
+"""The cohorts of a finished run (if they depend only on the seed), and the clients' numbers of local steps."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Gradient ascent: the client itself unlearns approximately, then the others train on (Halimi et al. 2022).
+"""Gradient ascent: a client itself unlearns its records approximately, then the others train (Halimi et al. 2022).
 
 Client u increases the loss on its records by projected gradient ascent. The model must stay in a ball around a
 reference model w_ref, from which the ascent starts. w_ref = w - p / (1 - p) (w_u - w) estimates the mean of the other

@@ -266,8 +266,9 @@ def ending_of(facts: Mapping[str, Any]) -> str:
 class ObserverList:
     """Calls several observers as if they were one: first ``observers`` (of fl-sim), then ``own`` (of the user).
 
-    ``own``: pairs (name, object). A user's observer need not have all methods. An exception in it stops the run with an
-    error message of one line. Raises UserError for a user's observer that has none of the methods of an observer.
+    ``own``: pairs (name, object). A user's observer need not have all methods. An exception in a user's observer stops
+    the run with an error message of one line. Raises UserError for a user's observer that has none of the methods of an
+    observer.
     """
 
     def __init__(self, observers: Sequence[Observer], own: Sequence[tuple[str, object]]) -> None:

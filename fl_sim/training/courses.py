@@ -50,7 +50,7 @@ def follow(
 ) -> list[Trained]:
     """Train the clients of ``jobs`` by the algorithm's courses. Return one result per client, in the order of ``jobs``.
 
-    ``train``: the trainer, a function from jobs to results. It is called with the next jobs of all clients together.
+    ``train``: the trainer, a function from jobs to results. Each call contains the next jobs of all clients.
     """
     courses = [algorithm.course(job) for job in jobs]
     results: dict[int, Trained] = {}

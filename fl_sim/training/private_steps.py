@@ -133,7 +133,7 @@ def _rows(keys: list[bytes]) -> NDArray[np.uint8]:
 def train_privately(
     model: nn.Module, task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor
 ) -> Trained:
-    """Train one client by the private steps of ``plan.private``, and return the result, whose loss is None.
+    """Train one client by the private steps of ``plan.private``, and return the result, without a training loss.
 
     ``model``: provides the architecture; its weights are overwritten. ``inputs``: (n, *input shape), normalised.
     ``labels``: (n,). The number of steps is ``task.settings.num_steps(n)``. A batch without records still takes a noisy

@@ -47,11 +47,11 @@ TAKES = frozenset({
 class Kind:
     """The settings that all clients of one stack share. These settings determine the operations of a step.
 
-    ``warm``: True if the plans have initial momentum buffers. ``offset``: True if the plans have gradient offsets.
-    ``drift``: True if the plans have step offsets. ``proximal``: True if any client of the round has a proximal term.
-    ``mixing``: identifies the mixing pool (FedMix's averaged records) and its settings. ``adjusting``: the shapes of
-    the scale and shift of the logits. ``terms``: for each loss term, its function and the names, shapes and types of
-    its data. ``trained``: the names of the parameters to train; None means all.
+    ``warm``: True if the plans have initial momentum buffers. ``offset``: True if the plans add tensors to the
+    gradients. ``drift``: True if the plans add tensors to the steps. ``proximal``: True if any client of the round has
+    a proximal term. ``mixing``: identifies the mixing pool (FedMix's averaged records) and its settings. ``adjusting``:
+    the shapes of the scale and shift of the logits. ``terms``: for each loss term, its function and the names, shapes
+    and types of its data. ``trained``: the names of the parameters to train; None means all.
     """
 
     layout: Layout
