@@ -104,7 +104,8 @@ class OneOf:
         has_number = dash and number.isdigit() and numbered in known and is_numbered(numbered, known[numbered])
         if name not in known and has_number:
             name, colon, value = numbered, ":", number
-        names_class = self._accepts_own and value[:1].isupper()  # fedavg:Mine: class Mine of the user's fedavg.py
+        # A capital letter after the colon means a class: fedavg:Mine is class Mine in the user's fedavg.py.
+        names_class = self._accepts_own and value[:1].isupper()
         path = self._path_of(name)
         if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}

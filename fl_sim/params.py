@@ -264,7 +264,7 @@ def layers_after(trained: Trained, names: Iterable[str]) -> Params:
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the trained parameters of ``model``, and the frozen ones with names in ``params`` (no copies)."""
+    """Return the trained parameters of ``model``, and its frozen parameters with names in ``params`` (no copies)."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
@@ -305,7 +305,7 @@ def all_norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
 
 
 def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
-    """Return by name the BatchNorm layers of ``model`` whose running statistics are updated in training.
+    """Return {name: layer} of the BatchNorm layers of ``model`` that update their running statistics in training.
 
     A model's own ``train`` method may leave a layer in evaluation mode. The running statistics of such a layer are
     never updated, so they count as constants of the architecture, like other buffers.
@@ -327,7 +327,7 @@ def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fixed_in(model: torch.nn.Module) -> Params:
-    """Return the tensors that training never changes (no copies), from a newly built ``model`` on the CPU.
+    """Return those tensors of a newly built ``model`` on the CPU that training never changes (no copies).
 
     These are frozen parameters, and running statistics of BatchNorm layers that stay in evaluation mode.
     """

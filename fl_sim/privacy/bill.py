@@ -99,8 +99,8 @@ class Bill:
     releases, one for each adjacency. ``bare``: the number of runs that published something without a guarantee.
     ``elsewhere``: the number of runs whose releases protect only other units. ``unknown``: the number of runs whose
     releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``: other names
-    of the same records. ``by_name``: the number of runs that identify their records only by name, 0 where all runs are
-    about the same records.
+    of the data set with these records. ``by_name``: the number of runs that identify their records only by name, 0
+    where all runs are about the same records.
     """
 
     data: str
@@ -329,7 +329,7 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run made a release that protects only other units, so that it is not on the bill of ``unit``."""
+    """Return True if a run made a release that protects only other units; the bill of ``unit`` leaves it out."""
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 

@@ -107,7 +107,7 @@ class SumGrid:
 
     @property
     def l1(self) -> float:
-        """Return the largest L1 norm of a rounded vector. For whole numbers it is at most the squared L2 norm."""
+        """Return the largest L1 norm of a client's rounded vector: for whole numbers, at most the squared L2 norm."""
         return min(math.sqrt(self.padded) * self.l2, float(self.most_squared))
 
     @cached_property

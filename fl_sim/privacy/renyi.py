@@ -255,7 +255,7 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
     factorials, rest = gammaln(np.arange(1, whole[-1] + 2, dtype=np.float64)), math.log1p(-rate)
     logs = {1: 0.0}
     for n in whole[1:]:
-        few = n - 1  # number of terms of the sum over k = 2, ..., n
+        few = n - 1  # number of terms in the sum A(n) - 1, k = 2, ..., n
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
         # The same as scipy's logsumexp, but eight times as fast for so few numbers.

@@ -23,10 +23,10 @@ class HeatMap:
 
 
 def row_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
-    """Return {row of the table: its row label in a heat map, with the settings that are constant in this map}.
+    """Return {row of the table: text}: its row label in a heat map, and the settings that are constant in this map.
 
-    Notes below the table use this text, in place of a list of all table rows that are in the same row of a heat map.
-    These table rows have the same text.
+    All table rows that are shown in one row of a heat map have the same text. Notes below the table contain this text
+    instead of a list of these table rows.
     """
     groups: dict[str, str] = {}
     for one in maps:

@@ -82,7 +82,7 @@ def share_in(numbers: Mapping[str, float], name: str) -> float | None:
 
 
 def best_of(name: str) -> str:
-    """Return the name of a measure in the best round, given its dotted name.
+    """Convert the dotted name of a measure to the name of its value in the best round.
 
     >>> best_of("section.accuracy")
     'section.best_accuracy'

@@ -164,7 +164,7 @@ def _digest(text: str) -> str:
 
 
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
-    """Return the names of the pictures that fit into ``room`` bytes.
+    """Return the names of the pictures that fit into the page, if ``room`` bytes are left for pictures.
 
     Pictures of curves that the page's script draws, too, are added last, because readers see these curves anyway.
     """

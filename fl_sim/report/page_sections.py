@@ -120,7 +120,7 @@ class TargetRow:
 
     @property
     def in_words(self) -> str:
-        """Return the costs of the method as a line of text."""
+        """Return the costs of the method until the target accuracy as a line of text."""
         rounds, megabytes, seconds, virtual, count = self.cells.values()
         costs = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
         costs += f", virtual seconds {virtual}" if virtual != "-" else ""

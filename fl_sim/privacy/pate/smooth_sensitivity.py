@@ -144,8 +144,8 @@ def release(
 ) -> PublishedCost:
     """Publish an upper bound on the data-dependent cost of labelling the queries with the votes ``counts``.
 
-    ``answered``: the mask of answered queries, shape (queries,); None for all. A second call with other noise publishes
-    a second number, and costs ``terms.divergence()`` once more.
+    ``answered``: the mask of answered queries, shape (queries,); None if all queries were answered. A second call with
+    other noise publishes a second number, and costs ``terms.divergence()`` once more.
     """
     answers = np.ones(len(counts), dtype=bool) if answered is None else answered
     total = float(cost.curves(counts, answers.astype(np.float64), np.array([terms.order]))[0].sum())
