@@ -318,18 +318,21 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
 
 
 def is_bound(point: Point) -> bool:
-    """Return True if the algorithm of ``point`` is centralized training, so that it is in the row Centralized."""
+    """Return True if ``point`` (a combination of grid values) belongs to the row Centralized (centralized training)."""
     algorithm = point["algorithm"]
     return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
 
 
 def as_run(point: Point) -> Point:
-    """Return the settings of the run at ``point``. In the row Centralized, this run is centralized training."""
+    """Return the settings of the run of ``point`` (a combination of grid values).
+
+    In the row Centralized, this run is centralized training.
+    """
     return _outside(point, CENTRALIZED) if is_bound(point) else point
 
 
 def as_federation(point: Point) -> Point:
-    """Return the settings of ``point`` that determine the name of its column.
+    """Return the settings of ``point`` (a combination of grid values) that determine the name of its column.
 
     In the row Centralized, these are settings of FedAvg. The reason: centralized training has no partition, but the
     name of the column contains one.
@@ -338,7 +341,7 @@ def as_federation(point: Point) -> Point:
 
 
 def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
-    """Return the experiment with the settings ``base`` and ``point``.
+    """Return the experiment with the settings ``base`` and ``point`` (a combination of grid values).
 
     Raises UserError if the experiment is invalid. The error message states the settings of the point.
     """
@@ -349,7 +352,7 @@ def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
 
 
 def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":
-    """Return the job of ``point``: the experiment with its data and partition loaded.
+    """Return the job of ``point`` (a combination of grid values): the experiment with loaded data and partition.
 
     Settings, model and trainer are checked as far as possible without a run. Raises UserError for an invalid job. The
     error message states the settings of the point.
@@ -446,10 +449,10 @@ def _left_out(plan: Plan) -> dict[str, str]:
 
 
 class _Placed(NamedTuple):
-    """The checked experiment of a point, without its job.
+    """The checked experiment of a point (a combination of grid values), without the job (data and partition).
 
-    The job is left out because it contains a partition, and thousands of partitions would fill the memory.
-    ``largest_class``: the share of the largest class in the test records; None for a model that predicts tokens.
+    The job is left out, because the partitions of thousands of jobs would fill the memory. ``largest_class``: the share
+    of the largest class in the test records; None for a model that predicts tokens.
     """
 
     column: str
@@ -493,7 +496,7 @@ def _row(
     further: Mapping[str, str],
     spanned: Collection[str],
 ) -> tuple[str, RowName]:
-    """Return (name of the row of ``point``, the parts from which its short label is made).
+    """Return (name of the table's row with ``point``, parts of this name, from which a short label is made).
 
     ``further``: the other settings in the name, {setting: value}. ``spanned``: the names of the settings in [grid]. If
     the user gave the row a label, the name consists of this label and of the ``spanned`` settings.

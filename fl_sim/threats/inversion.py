@@ -261,7 +261,7 @@ class Units:
 
     @classmethod
     def of(cls, finished: FinishedRun, like: torch.Tensor) -> Self:
-        """Return the units of a run's data set, on the device of ``like``: inputs of shape (n, *input shape)."""
+        """Return the units of a run's data set, as tensors on the device of the inputs ``like`` (n, *input shape)."""
         records = finished.job.records
         scale = Scale.of(records, np.dtype(np.float32), like.ndim).to(like.device)
         return cls(scale, records.train.inputs.dtype == np.uint8)

@@ -187,7 +187,8 @@ def score(target: Floats, shadows: Floats, is_in: NDArray[np.bool_], *, is_onlin
 
     ``target``: the confidences of the audited model, (records,). ``shadows``: the confidences of the shadow models,
     (shadows, records). ``is_in``: True where the shadow run contains the record, (shadows, records). ``is_online``:
-    True for the log likelihood ratio, False for the offline form.
+    True for the log likelihood ratio. False for the offline form: minus the logarithm of the probability that a model
+    without the record has a higher confidence.
     """
     from scipy.stats import norm  # noqa: PLC0415 (the import takes half a second)
 

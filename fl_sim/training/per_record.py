@@ -67,7 +67,10 @@ def _has_rule(module: nn.Module) -> bool:
 
 
 def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function ``clipped_sum`` for models of linear layers, convolutions and group norms, each used once."""
+    """Return a function that sums clipped per-record gradients, from one backward pass.
+
+    The model may have linear layers, convolutions and group norms, and must use each layer only once.
+    """
     owners = {name.rpartition(".")[0] for name in trained}  # the layers with trained parameters
     layers = {name: part for name, part in model.named_modules() if name in owners}
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
@@ -153,10 +156,11 @@ def _parts_of(name: str, layer: nn.Module, given: torch.Tensor, back: torch.Tens
 
 
 def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Clipping = FLAT) -> ClippedSum:
-    """Return the function ``clipped_sum`` for any model. It computes each record's gradient from only this record.
+    """Return a function that sums clipped per-record gradients, for any model.
 
-    ``vmap`` computes all gradients in one computation. If a layer of the model does not support ``vmap``, such as a
-    GRU, the gradients are computed record by record.
+    The gradient of each record is computed from only this record. One call of ``vmap`` computes the gradients of all
+    records. If a layer of the model does not support ``vmap``, such as a GRU, the gradients are computed record by
+    record.
     """
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     rest = {name: value for name, value in everything.items() if name not in trained}

@@ -325,7 +325,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
 
 
 def _rows(stacked: Params, count: int) -> list[Params]:
-    """Copy the tensors of the first ``count`` clients to the CPU in one transfer, and return them per client."""
+    """Copy the tensors of the first ``count`` clients to the CPU in one transfer. Return one dictionary per client."""
     if not stacked:
         return [{}] * count
     layout = layout_of({name: value[0] for name, value in stacked.items()})
