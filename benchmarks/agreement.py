@@ -35,7 +35,7 @@ from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.types import Params
 
-ALGORITHMS = tuple(kind for kind in kinds_of("algorithm") if kind not in {"afl", "pate", "tstr"})
+ALGORITHMS = tuple(kind for kind in kinds_of("algorithm") if kind not in {"afl", "fedpft", "pate", "tstr"})
 """All algorithms that train in rounds."""
 
 BOUNDS = {"logistic": 1e-5, "mlp": 1e-2, "niid-cnn": 1e-3, "dafl-cnn": 3e-2, "resnet": 3e-2}

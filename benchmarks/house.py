@@ -29,8 +29,9 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "compression": ("strategies.compression", "fl_sim.packed"),
     "CCVR, AFL": (
         "strategies.ccvr", "strategies.class_gaussians", "clients.private_moments",
-        "strategies.afl", "strategies.ridge", "clients.gram", "clients.private_gram", "fl_sim.stages.ridge",
-        "fl_sim.stages.feature_sums",
+        "strategies.afl", "strategies.fedpft", "strategies.head_training", "strategies.one_message",
+        "strategies.ridge", "clients.gram", "clients.private_gram", "fl_sim.stages.ridge",
+        "fl_sim.stages.feature_sums", "fl_sim.stages.fedpft", "fl_sim.stages.one_message", "clients.mixtures",
         "fl_sim.stages.ccvr", "fl_sim.simulation.calibration", "fl_sim.simulation.summaries",
         "fl_sim.simulation.moments_bill",
     ),

@@ -105,7 +105,7 @@ def cases(*, with_ray: bool = False) -> list[Case]:
         name = f"{setting} {kind}"
         found.append(quick(name, *settings))
         found.append(quick(f"{name}, resumed", *settings, stop_after=2))
-        if setting == "algorithm" and kind not in {"afl", "pate", "tstr"}:  # these algorithms have no rounds
+        if setting == "algorithm" and kind not in {"afl", "fedpft", "pate", "tstr"}:  # these algorithms have no rounds
             private = (*PRIVATE, "algorithm.tau_eff=8") if kind == "fednova" else PRIVATE
             found.append(quick(f"{name}, global-dp", *settings, *_beside(settings, private)))
             found.append(quick(f"{name}, stacked", *settings, "engine.stack=6"))

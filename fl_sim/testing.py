@@ -50,6 +50,7 @@ from strategies.algorithm import (
     Unfolding,
     first_state,
     groups_of,
+    num_further_outputs,
     payload_template,
     weighting_of,
 )
@@ -197,7 +198,8 @@ def _model(algorithm: Algorithm) -> torch.nn.Module:
         if isinstance(algorithm, PartialTraining):
             train_alone(model, algorithm.trains)
 
-    return models.build(_architecture(algorithm), dataset.input_shape, dataset.num_classes, seed=0, prepare=prepare)
+    num_outputs = dataset.num_classes + num_further_outputs(algorithm)
+    return models.build(_architecture(algorithm), dataset.input_shape, num_outputs, seed=0, prepare=prepare)
 
 
 def _initial(algorithm: Algorithm) -> Params:

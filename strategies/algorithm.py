@@ -194,6 +194,13 @@ class OfHead(Protocol):
 
 
 @runtime_checkable
+class Widening(Protocol):
+    """An algorithm whose model has more outputs than there are classes. These outputs come after the classes."""
+
+    further_outputs: ClassVar[int]
+
+
+@runtime_checkable
 class PartialTraining(Protocol):
     """An algorithm that selects the trained and sent parameters, after the setting ``model.trainable`` is applied."""
 
@@ -278,6 +285,11 @@ class Averaging(Settings):
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the next server state: the mean update is added to the global model."""
         return ServerState(add(server.params, aggregate.payloads["delta"]), server.broadcast, server.memory)
+
+
+def num_further_outputs(algorithm: object) -> int:
+    """Return the number of the model's outputs that come after the classes: 0 for most algorithms."""
+    return algorithm.further_outputs if isinstance(algorithm, Widening) else 0
 
 
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:

@@ -13,17 +13,13 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from clients.moments import LONGEST, Array, moments_of, num_moments
-from fl_sim.errors import Diverged, UserError
-from fl_sim.importing import torch
+from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, hides_clients, kind_of, replaces_records
-from fl_sim.params import is_finite, trainable
-from fl_sim.types import Params
 from strategies.algorithm import Central
 from strategies.feature_sums import MOST_BYTES, SumsOfFeatures
+from strategies.head_training import HeadTraining
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fl_sim.privacy.mechanisms import Noise
 
 
@@ -78,6 +74,11 @@ class CCVR(SumsOfFeatures):
         )
         return [line]
 
+    @property
+    def training(self) -> HeadTraining:
+        """The training of the head."""
+        return HeadTraining("calibrate", self.learning_rate, self.epochs, self.batch_size)
+
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
         """Return the shape of a client's class moments."""
         return num_classes, num_moments(num_features)
@@ -131,38 +132,3 @@ class CCVR(SumsOfFeatures):
             check_noise(self.protection, num_classes * num_moments(num_features))
         except UserError as error:
             raise UserError(f"calibrate.epsilon={self.epsilon:g} affords no moments: {error}") from error
-
-
-def with_trained_head(
-    settings: CCVR,
-    model: nn.Module,
-    params: Params,
-    features: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    generator: np.random.Generator,
-) -> Params:
-    """Return ``params`` with a head trained on ``features`` (n, d) and ``labels`` (n,), shuffled in each epoch.
-
-    ``model``: gives the architecture; its head is overwritten. Raises Diverged if the trained head is not finite.
-    """
-    from fl_sim.training.features import head_of  # noqa: PLC0415 (loads torch, and settings come from here)
-
-    head = head_of(model).eval()
-    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is head)
-    own = trainable(head)
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(params[prefix + name])
-    inputs, targets = torch.from_numpy(features), torch.from_numpy(labels)
-    for _ in range(settings.epochs):
-        order = torch.from_numpy(generator.permutation(len(targets)))
-        for batch in torch.split(order, settings.batch_size):
-            loss = torch.nn.functional.cross_entropy(head(inputs[batch]), targets[batch])
-            gradients = torch.autograd.grad(loss, list(own.values()))
-            with torch.no_grad():  # SGD without torch.optim, whose import takes seconds
-                for value, gradient in zip(own.values(), gradients, strict=True):
-                    value.sub_(gradient, alpha=settings.learning_rate)
-    trained = {prefix + name: value.detach() for name, value in own.items()}
-    if not is_finite({"head": trained}):
-        raise Diverged("the head is not finite after its calibration; try a smaller calibrate.learning_rate")
-    return {name: trained.get(name, value) for name, value in params.items()}

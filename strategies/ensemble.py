@@ -74,6 +74,12 @@ class SeesModels(Averaging):
         if reason:
             raise ValueError(f"{seen}, and {reason}")
 
+    def joint(
+        self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf, weights: Sequence[float] = ()
+    ) -> torch.Tensor:
+        """Return the logits of the ensemble, (n, classes): by default the mean of the models' logits."""
+        return ensemble_logits(models, records, logits_of, weights)
+
     def mean_only(self) -> str:
         """Return the reason why robust aggregators do not fit."""
         return "its server keeps all models of the round, also those that a robust aggregator leaves out"

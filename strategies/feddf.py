@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -59,7 +60,12 @@ class FedDF(OnEnsemble):
 
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
         """Return the student after ``steps`` steps on batches of the public records."""
-        return Taught(distilled(self, student, models, self._batches(lesson), lesson.logits_of))
+        teacher = partial(self.teacher, models, logits_of=lesson.logits_of)
+        return Taught(distilled(self, student, teacher, self._batches(lesson), lesson.logits_of))
+
+    def teacher(self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf) -> torch.Tensor:
+        """Return the probabilities that the student learns, (n, classes)."""
+        return ensemble_logits(models, records, logits_of).softmax(1)
 
     def _batches(self, lesson: Lesson) -> Iterator[torch.Tensor]:
         proxy = lesson.public
@@ -78,13 +84,14 @@ class FedDF(OnEnsemble):
 def distilled(
     settings: FedDF,
     student: Params,
-    models: Sequence[Params],
+    teacher: Callable[[torch.Tensor], torch.Tensor],
     batches: Iterable[torch.Tensor],
     logits_of: LogitsOf,
 ) -> Params:
     """Return the student after one step of Adam on each of the ``settings.steps`` batches (n, *input shape).
 
-    ``models``: the teachers. If all models equal the student, it does not change, bit for bit.
+    ``teacher``: a function from records to the probabilities that the student learns, (n, classes). If the
+    student's own probabilities equal these, it does not change, bit for bit.
     """
     weights = {name: value.detach().clone().requires_grad_() for name, value in student.items()}
     means, squares = scale(student, 0.0), scale(student, 0.0)
@@ -93,8 +100,7 @@ def distilled(
         logits = logits_of(weights, records)
         # If student and teacher agree, this gradient is exactly 0. That of autograd is not, and Adam would enlarge it.
         with torch.no_grad():
-            teacher = ensemble_logits(models, records, logits_of).softmax(1)
-            slope = (logits.softmax(1) - teacher) / len(records)
+            slope = (logits.softmax(1) - teacher(records)) / len(records)
         gradients = torch.autograd.grad(logits, list(weights.values()), slope)
         with torch.no_grad():
             for (name, value), gradient in zip(weights.items(), gradients, strict=True):

@@ -35,7 +35,7 @@ from fl_sim.training.records import Source
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Examples, Params, Precision
 from partitions import ByGroup, EvaluationSkew, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources
-from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling
+from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling, num_further_outputs
 
 
 @runtime_checkable
@@ -175,7 +175,7 @@ class Job:
         """
         experiment, dataset = self.experiment, self.dataset
         if not models.is_tried(
-            experiment.model.name, dataset.input_shape, dataset.num_classes, experiment.local.batch_norm,
+            experiment.model.name, dataset.input_shape, self.num_outputs, experiment.local.batch_norm,
             dataset.vocabulary, _Preparation.of(self, experiment.seed_of_model),
         ):  # fmt: skip
             _ = self.body  # this access builds and tests the model
@@ -183,7 +183,7 @@ class Job:
     def _placed(self, seed: int) -> tuple[nn.Module, Placed]:
         dataset, prepare = self.dataset, _Preparation.of(self, seed)
         model = models.build(
-            self.experiment.model.name, dataset.input_shape, dataset.num_classes, seed, prepare=prepare,
+            self.experiment.model.name, dataset.input_shape, self.num_outputs, seed, prepare=prepare,
             batch_norm=self.experiment.local.batch_norm, vocabulary=dataset.vocabulary, trial=self.two_records,
         )  # fmt: skip
         return model, prepare.placed[-1] if prepare.placed else Placed()
@@ -221,8 +221,13 @@ class Job:
         """True if the model classifies records; False for a model that computes its loss itself, such as a decoder."""
         dataset, local = self.dataset, self.experiment.local
         return not models.has_own_loss(
-            self.experiment.model.name, dataset.input_shape, dataset.num_classes, local.batch_norm, dataset.vocabulary
+            self.experiment.model.name, dataset.input_shape, self.num_outputs, local.batch_norm, dataset.vocabulary
         )
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of the model's outputs: the classes of the data set, and further outputs of the algorithm."""
+        return self.dataset.num_classes + num_further_outputs(self.experiment.algorithm)
 
     @cached_property
     def two_records(self) -> torch.Tensor:

@@ -23,8 +23,9 @@ from fl_sim.seeding import rng
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.stages.feature_sums import SUMMARISE, Summarise, paid_together, payments_of, statement
 from fl_sim.types import Params, Traffic
-from strategies.ccvr import CCVR, with_trained_head
+from strategies.ccvr import CCVR
 from strategies.class_gaussians import ClassGaussian, class_gaussians, draw_features
+from strategies.head_training import with_trained_head
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -76,7 +77,7 @@ class Calibration(Stage):
         if classes:
             features, labels = draw_features(classes, settings.samples_per_class, rng(seed, "class gaussians"))
             generator = rng(seed, "calibration batches")
-            params = with_trained_head(settings, job.model(), params, features, labels, generator)
+            params = with_trained_head(settings.training, job.model(), params, features, labels, generator)
         calibrated = replace(log.server, params=params)
         when = "after the calibration; try a smaller calibrate.learning_rate"
         after = run.measuring.measured(calibrated.model, when, is_last=True)

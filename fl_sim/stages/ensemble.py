@@ -15,7 +15,7 @@ from fl_sim.simulation.stage import Run, Stage
 from fl_sim.training.evaluation import score
 from fl_sim.training.features import Network
 from fl_sim.types import Params
-from strategies.ensemble import ensemble_logits
+from strategies.ensemble import SeesModels
 from strategies.layer import found_in
 from strategies.server_step import StepOnModels
 
@@ -60,9 +60,11 @@ class MeasuresEnsemble(Stage):
         if not (due and self.kept.models and experiment.evaluate.tests(is_last=is_last)):
             return {}
         models, test, network = self.models(), run.measuring.test, self.network
+        assert isinstance(experiment.algorithm, SeesModels)
+        joint = experiment.algorithm.joint
 
         def logits_of(records: torch.Tensor) -> torch.Tensor:
-            return ensemble_logits(models, test.normalised(records), network.logits_of, self.weights)
+            return joint(models, test.normalised(records), network.logits_of, self.weights)
 
         self._accuracy = score(logits_of, test.inputs, test.labels).accuracy
         return {"ensemble_accuracy": self._accuracy}

@@ -6,34 +6,25 @@ are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from flwr.serverapp import Grid
 from torch import nn
 
-from clients.client_task import ClientRuntime
 from clients.gram import unpacked
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
-from fl_sim.params import detached, fixed_in, trainable
-from fl_sim.simulation.client_runtime import runtime_for
-from fl_sim.simulation.forecast import evaluation_work
-from fl_sim.simulation.measuring import Measuring
-from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.stage import Procedure, Run, Stage, prepared_strategy, stages_of, tasks_of
+from fl_sim.params import detached, trainable
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.stage import Run, Stage
 from fl_sim.simulation.timing import Work
 from fl_sim.stages.feature_sums import Summarise, paid_together, payments_of, statement
-from fl_sim.store import run_directory
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.trained_part import head_of
-from fl_sim.types import Params, ServerState, Traffic
+from fl_sim.types import Params, Traffic
 from strategies.afl import AFL
-from strategies.fedavg import FedAvg
 from strategies.ridge import Ridge
 
 if TYPE_CHECKING:
@@ -156,38 +147,3 @@ def head_names(model: nn.Module) -> tuple[str, str]:
         )
     named = {id(value): name for name, value in model.named_parameters()}
     return named[id(head.weight)], named[id(head.bias)]
-
-
-@dataclass(frozen=True)
-class OneShot(Procedure):
-    """The procedure of AFL, without rounds: the stage ``RidgeHead`` sets the head, and the model is evaluated."""
-
-    settings: AFL
-
-    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Ask clients for their sums, set the head, and write the model's scores to ``log``."""
-        log.fixed = fixed_in(self.job.model())
-        prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
-        record = RoundRecord(1, None, None, None, None, None, 0.0, None)
-        log.measured = Measuring.of(self.job, {}).measured(log.server.model, "in closed form", is_last=True)
-        record = log.measured.noted_in(record)
-        log.rounds.append(record)
-        log.chain = run_directory.append_round(out, record, log.chain)
-        observer.finished_round(record)
-
-    def beginning(self) -> ServerState:
-        """Return the server state before the head is set: the initial model."""
-        return FedAvg().init(detached(trainable(self.job.model()).items()))
-
-    def work(self) -> tuple[Work, ...]:
-        """Return the computation for the time forecast: the clients' sums of feature products, and the evaluation."""
-        made = (work for stage in stages_of(self.job) for work in stage.work())
-        return (*made, evaluation_work(self, len(self.job.dataset.test)))
-
-    def traffic(self) -> dict[str, Traffic]:
-        """Return a forecast of the bytes with which clients send their sums of feature products."""
-        return {what: traffic for stage in stages_of(self.job) for what, traffic in stage.traffic({}).items()}
-
-    def runtime(self) -> ClientRuntime:
-        """Return the client runtime for workers."""
-        return runtime_for(self.job, FedAvg(), tasks_of(self.job))

@@ -226,7 +226,8 @@ class Trainer:
             return trained
         if self._draws_nothing and (job.plan.loss_term is None or self._loss_draws is False):
             if not hasattr(self._thread, "model"):
-                self._thread.model = copied(self._model)
+                with self._lock:  # another thread may be calling this model with other parameters
+                    self._thread.model = copied(self._model)
             with arithmetic(inputs.device, self._precision):
                 return _train(self._thread.model, job, inputs, labels)
         with self._lock, process_alone(), arithmetic(inputs.device, self._precision):

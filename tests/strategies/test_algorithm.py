@@ -88,7 +88,7 @@ def test_defaults_are_the_published_ones(algorithm, published):
     assert algorithm.model_dump(exclude={"kind"}) == published
 
 
-WITHOUT_ROUNDS = {"afl", "pate", "tstr"}
+WITHOUT_ROUNDS = {"afl", "fedpft", "pate", "tstr"}
 
 
 @pytest.mark.parametrize("kind", sorted(kinds_of("algorithm").keys() - WITHOUT_ROUNDS))

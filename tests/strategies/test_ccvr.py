@@ -12,8 +12,9 @@ from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.params import detached
 from fl_sim.training.features import num_features
-from strategies.ccvr import CCVR, with_trained_head
+from strategies.ccvr import CCVR
 from strategies.class_gaussians import ClassGaussian, class_gaussians, draw_features
+from strategies.head_training import with_trained_head
 
 
 def _records(seed, sizes, num_features=4, num_classes=3):
@@ -113,7 +114,7 @@ def test_a_step_on_the_head_is_that_of_sgd_on_cross_entropy_and_the_rest_stays()
     params = detached(model.named_parameters())
     features, labels = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32), np.array([0, 1, 1, 0, 1])
     settings = CCVR(learning_rate=0.5, epochs=1, batch_size=5)
-    after = with_trained_head(settings, model, params, features, labels, np.random.default_rng(2))
+    after = with_trained_head(settings.training, model, params, features, labels, np.random.default_rng(2))
     logits = torch.from_numpy(features) @ params["2.weight"].T + params["2.bias"]
     error = (logits.softmax(dim=1) - nn.functional.one_hot(torch.from_numpy(labels))) / 5
     torch.testing.assert_close(after["2.weight"], params["2.weight"] - 0.5 * error.T @ torch.from_numpy(features))
@@ -127,7 +128,7 @@ def test_a_head_that_diverges_names_the_learning_rate() -> None:
     features = np.full((4, 3), 1e30, np.float32)
     with pytest.raises(Diverged, match=r"calibrate\.learning_rate"):
         with_trained_head(
-            CCVR(learning_rate=1e30, epochs=2),
+            CCVR(learning_rate=1e30, epochs=2).training,
             model, detached(model.named_parameters()), features, np.array([0, 1, 0, 1]), np.random.default_rng(0),
         )  # fmt: skip
 

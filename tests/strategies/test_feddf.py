@@ -1,6 +1,7 @@
 """FedDF: without a proxy it is FedAvg; equal models stay; a student learns its teacher; what is unsound is refused."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def _model(seed: int) -> Params:
     return {"weight": torch.randn(CLASSES, SIZE, generator=draw), "bias": torch.randn(CLASSES, generator=draw)}
 
 
+def _teacher(settings: FedDF, models: list[Params]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return partial(settings.teacher, models, logits_of=_logits)
+
+
 def _batches(settings: FedDF) -> Iterator[torch.Tensor]:
     draw = torch.Generator().manual_seed(9)
     for _ in range(settings.steps):
@@ -61,7 +66,7 @@ def test_equal_models_stay_as_they_are_bit_for_bit() -> None:
     records = next(_batches(settings))
     for count in (1, 3, 7):
         assert torch.equal(ensemble_logits([model] * count, records, _logits), _logits(model, records))
-        made = distilled(settings, model, [model] * count, _batches(settings), _logits)
+        made = distilled(settings, model, _teacher(settings, [model] * count), _batches(settings), _logits)
         assert all(torch.equal(made[name], model[name]) for name in model)
 
 
@@ -79,7 +84,7 @@ def test_a_step_is_adams_on_the_divergence() -> None:
         loss.backward()
         adam.step()
         cosine.step()
-    made = distilled(settings, student, models, _batches(settings), _logits)
+    made = distilled(settings, student, _teacher(settings, models), _batches(settings), _logits)
     for name, value in weights.items():
         assert torch.allclose(made[name], value.detach(), atol=1e-5)
 
@@ -87,7 +92,7 @@ def test_a_step_is_adams_on_the_divergence() -> None:
 def test_the_student_of_one_teacher_ends_in_agreement() -> None:
     settings = FedDF(proxy="x", steps=600, distillation_rate=0.05)
     teacher = _model(1)
-    made = distilled(settings, _model(0), [teacher], _batches(settings), _logits)
+    made = distilled(settings, _model(0), _teacher(settings, [teacher]), _batches(settings), _logits)
     records = torch.randn(2000, SIZE, generator=torch.Generator().manual_seed(4))
     agreed = _logits(made, records).argmax(1) == _logits(teacher, records).argmax(1)
     assert float(agreed.float().mean()) > 0.99

@@ -40,8 +40,8 @@ REFUSED = {
     "centralized": "single client",
     "pate": "teachers vote once",
     "tstr": "has no rounds",
-    "afl": "has no rounds",
-    **dict.fromkeys(("feddf", "dense", "co-boosting", "fens"), "keeps all models"),
+    **dict.fromkeys(("afl", "fedpft"), "has no rounds"),
+    **dict.fromkeys(("feddf", "dense", "co-boosting", "fedov", "fens"), "keeps all models"),
 }
 START: Params = {"body": torch.zeros(4, 5), "head.weight": torch.zeros(3, 4), "head.bias": torch.zeros(3)}
 ADAPTER: Params = {"1.lora_A": torch.zeros(2, 5), "1.lora_B": torch.zeros(4, 2)}

@@ -82,6 +82,7 @@ KINDS = sorted(
     if issubclass(one, Averaging)
     and not hasattr(one, "sends")  # the model here is a head alone
     and not hasattr(one, "size_of")  # which refuse frozen parameters
+    and not hasattr(one, "further_outputs")  # whose head is wider
     and "model" not in getattr(one, "starts_with", {})  # which train adapters
 )
 

@@ -168,7 +168,7 @@ def test_flowers_own_runtime_is_refused_a_clock(tmp_path: Path) -> None:
         run(experiment(devices="constant"), tmp_path / "run", grid=cast("Grid", object()))
 
 
-@pytest.mark.parametrize("algorithm", ["afl", "pate", "tstr"])
+@pytest.mark.parametrize("algorithm", ["afl", "fedpft", "pate", "tstr"])
 def test_what_has_no_rounds_is_refused_a_clock(algorithm: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"devices=constant (does not work with|has no place in)"):
         run(experiment(algorithm=algorithm, devices="constant"), tmp_path / "run")

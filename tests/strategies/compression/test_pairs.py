@@ -33,6 +33,7 @@ REFUSED = {
     "pate": "send no updates",
     "tstr": "send no updates",
     "afl": "send no updates",
+    "fedpft": "send no updates",
 }
 SUMS = ("global-dp", "distributed-dp", "secure-sum")
 DRIFTS = ("scaffold", "feddyn", "fedspeed")

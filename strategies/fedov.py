@@ -1,0 +1,123 @@
+"""FedOV: clients also learn a class "unknown", and the server lets their models vote (Diao et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.errors import UserError
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, off
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.params import head_weight
+from fl_sim.types import Dataset, Params, ServerState, Trained
+from strategies.algorithm import check_sgd
+from strategies.ensemble import LogitsOf
+from strategies.feddf import FedDF
+from strategies.outliers import NEVER, loss_of_unknown, outliers_of
+
+if TYPE_CHECKING:
+    from fl_sim.training.courses import Course
+    from fl_sim.training.trainer import LocalJob
+
+
+class FedOV(FedDF):
+    """Models have a further class "unknown", for inputs unlike a client's own; the server lets the models vote.
+
+    Each step of a client lowers the sum of four cross-entropies over C + 1 classes (section 4): of the records with
+    their labels; of the records with the label "unknown", after their own class is left out; of outliers (images of the
+    batch that are cut, pasted, turned, blurred or erased) with the label "unknown"; and of these outliers after
+    ``adversarial_steps`` steps of ``adversarial_rate`` along the sign of the gradient, towards a class that is known.
+    The vote for class c is the sum of all models' softmax at c, without the column "unknown".
+
+    The accuracy of the vote is a table of its own: an upper bound that keeps the models of all clients. The method's
+    own accuracy is that of one model, which never predicts "unknown": the mean model, or, with ``proxy``, the mean
+    model after ``steps`` steps of FedDF towards the vote. The paper evaluates the vote; take ``rounds=1``.
+
+    ``adversarial_rate``: in units of normalised inputs; the released code has .002 of the range of pixels. ``proxy``,
+    ``steps``, ``distillation_rate``, ``distillation_batch``: those of ``feddf``. Deviations: clients use SGD, not Adam;
+    no mixture of features is trained as "unknown" (weight .01 in the released code).
+    """
+
+    kind: Literal["fedov"] = "fedov"  # type: ignore[assignment]  # another kind than its base class
+    title: ClassVar[str] = "FedOV"
+    needs_head: ClassVar[bool] = True
+    further_outputs: ClassVar[int] = 1
+    computes_with_records: ClassVar[bool] = True
+    adversarial_steps: int = Field(5, ge=0, le=1000)
+    adversarial_rate: float = Field(0.008, gt=0)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError as FedDF does, if the optimizer is not SGD, and for measures of clients' own predictions."""
+        super().check(experiment)
+        if experiment.evaluate.measures_clients:
+            raise ValueError(
+                "algorithm fedov cannot run with evaluate.clients: clients' models may predict the class of unknown "
+                "inputs, which no test record has; leave evaluate.clients out"
+            )
+        check_sgd(self, experiment, "its local steps are steps of SGD, each on outliers of its own")
+
+    def check_data(self, dataset: Dataset, features: str) -> None:
+        """Raise UserError for records that are no images."""
+        del features
+        if len(dataset.input_shape) != 3:
+            raise UserError(
+                f"algorithm fedov makes outliers of images, and records of {dataset.name} have shape "
+                f"{dataset.input_shape}: take another algorithm, such as fens, or leave features out"
+            )
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return a warning if outliers are not moved."""
+        del experiment
+        return [] if self.adversarial_steps else [off("algorithm.adversarial_steps=0", "outliers stay as they are")]
+
+    def course(self, job: LocalJob) -> Course:
+        """Return the local training of a client, step by step, each step with outliers of its batch."""
+        from fl_sim.training.courses import at, steps_of, stream  # noqa: PLC0415 (it loads torch)
+
+        draw, term = stream(job, 1), self.unknown
+        made, losses = Trained(job.task.params, {}, 0, None, statistics=job.task.statistics), list[float]()
+        buffers = job.plan.momentum_buffers
+        for step in steps_of(job):
+            outliers = outliers_of(step.records.tensors()[0], draw)
+            plan = LocalPlan(loss_term=LossTerm(term, {"outliers": outliers}), momentum_buffers=buffers)
+            (made,) = yield [at(step, made.params, plan, statistics=made.statistics)]
+            buffers = made.momentum_buffers or None
+            losses.append(made.loss or 0.0)
+        return replace(made, num_steps=len(losses), loss=sum(losses) / len(losses) if losses else None)
+
+    def unknown(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the three mean cross-entropies with the label "unknown", shape ()."""
+        return loss_of_unknown(batch, self.adversarial_steps, self.adversarial_rate)
+
+    def joint(
+        self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf, weights: Sequence[float] = ()
+    ) -> torch.Tensor:
+        """Return the logarithm of the share of votes for each known class, (n, C)."""
+        del weights
+        votes = torch.stack([logits_of(model, records).double().softmax(1)[:, :-1] for model in models]).sum(0)
+        return votes.clamp(min=1e-300).log().log_softmax(1).to(records.dtype)
+
+    def teacher(self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf) -> torch.Tensor:
+        """Return the shares of votes for known classes, and 0 for "unknown", (n, C + 1)."""
+        return torch.nn.functional.pad(self.joint(models, records, logits_of).softmax(1), (0, 1))
+
+    def reported(self, server: ServerState) -> Params:
+        """Return the model after a round, which never predicts "unknown": the class's intercept is very low."""
+        name = f"{head_weight(server.params).rpartition('.')[0]}.bias".removeprefix(".")
+        if name not in server.params:
+            raise UserError("algorithm fedov needs a model whose last layer has intercepts: take another model")
+        bias = server.params[name].clone()
+        bias[-1] = NEVER
+        return {**server.params, name: bias}
+
+    def reports(self) -> str:
+        """Return a phrase that describes the evaluated model."""
+        return "the mean model, which never predicts the class of unknown inputs"
+
+    def note(self) -> str:
+        """Return the note for tables."""
+        return super().note().replace("FedDF: ", "FedOV: models vote on known classes; ")
