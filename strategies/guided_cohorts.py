@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -30,11 +31,12 @@ TELL_LOSS: Final = "tell-loss"
 class GuidedCohorts(Layer):
     """Samples cohorts by ``Feedback`` about clients, and divides updates by sampling probabilities, if there are any.
 
-    ``met``: {client: facts about its last update} for all clients that have sent an update.
+    ``met``: {client: facts about its last update} for all clients that have sent an update. ``gains``: {round: the sum
+    of records times mean loss over its clients}.
     """
 
-    def __init__(self, experiment: Any, met: Mapping[int, Met]) -> None:
-        self._experiment, self.met = experiment, dict(met)
+    def __init__(self, experiment: Any, met: Mapping[int, Met], gains: Mapping[int, float] = MappingProxyType({})):
+        self._experiment, self.met, self.gains = experiment, dict(met), dict(gains)
         self._sampler, self._sizes = experiment.sampler, np.ones(experiment.num_clients, np.int64)
         self._asked = dict[int, float]()
         self._rates: NDArray[np.float64] | None = None
@@ -44,7 +46,8 @@ class GuidedCohorts(Layer):
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> GuidedCohorts:
         """Return the layer. In a resumed run it has the facts about the updates of earlier rounds."""
         del out
-        return cls(experiment, {int(client): Met(*facts) for client, facts in progress.get("met", {}).items()})
+        gains = {int(number): gain for number, gain in progress.get("gains", {}).items()}
+        return cls(experiment, {int(client): Met(*facts) for client, facts in progress.get("met", {}).items()}, gains)
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
@@ -95,17 +98,21 @@ class GuidedCohorts(Layer):
         found = self.inner.aggregate(cohort, algorithm, server)
         for reply in trained:  # only now, because the aggregator raises an error for numbers that are not finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
+        self.gains[cohort.server_round] = sum(
+            float(self._sizes[one.client]) * max(0.0, one.loss or 0.0) for one in trained
+        )
         return found
 
     def state(self) -> Mapping[str, Any]:
-        """Return the facts about all clients, for the checkpoint."""
-        return {"met": {str(client): list(astuple(facts)) for client, facts in self.met.items()}}
+        """Return the facts about all clients and rounds, for the checkpoint."""
+        met = {str(client): list(astuple(facts)) for client, facts in self.met.items()}
+        return {"met": met, "gains": {str(number): gain for number, gain in self.gains.items()}}
 
     def _coins(self, server_round: int) -> Coins:
         return rng(self._experiment.seed_of_sampling, "sampler", server_round).random
 
     def _feedback(self) -> Feedback:
-        return Feedback(self._sizes, self.met, self._asked)
+        return Feedback(self._sizes, self.met, self._asked, self.gains)
 
     def _met(self, reply: Reply, server_round: int) -> Met:
         norm = float(torch.linalg.vector_norm(as_rows([reply]), dtype=torch.float64))

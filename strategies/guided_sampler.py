@@ -36,12 +36,13 @@ class Feedback:
 
     ``sizes``: the number of training records of each client, shape (clients,). ``met``: {client: facts}; a client that
     has sent no update so far is missing. ``asked``: {candidate: loss of the model that the client would receive in this
-    round}.
+    round}. ``gains``: {earlier round: the sum of records times mean loss over the clients that sent an update}.
     """
 
     sizes: NDArray[np.int64]
     met: Mapping[int, Met] = field(default_factory=dict)
     asked: Mapping[int, float] = field(default_factory=dict)
+    gains: Mapping[int, float] = field(default_factory=dict)
 
 
 class GuidedSampler(Settings):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from strategies.guided_sampler import Feedback, GuidedSampler, smallest
 from strategies.samplers import Coins, distinct
 
@@ -32,12 +33,17 @@ class Oort(GuidedSampler):
     cohorts are drawn as by ``fixed-size``, except that new clients come first.
 
     In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
-    root in the utility has t_i as in the released code; the paper has the number of rounds since t_i. The released code
-    begins with the same percentile T, and its pacer raises T over the rounds; the pacer is not implemented.
+    root in the utility has t_i as in the released code; the paper has the number of rounds since t_i.
+
+    The pacer (section 4.3, algorithm 1) raises T. After every W rounds it compares the sum of U_i over the clients of
+    the last W rounds with that of the W rounds before. If it fell, the percentile of T grows by ``pacer_step``, to 100
+    at most. In the paper T itself grows, by a step in seconds. The released code raises the percentile, as here, but
+    where the sum changes by less than a tenth; and there U_i of explored clients does not count.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,
     durations do not count. ``exploration``: the share of new clients in the first round. ``least_exploration``: the
-    least share of new clients. ``preferred_percentile``: T is this percentile of all known durations.
+    least share of new clients. ``preferred_percentile``: T is this percentile of all known durations, at the start.
+    ``pacer_window``: W; 0 for no pacer. The released code has W = 20 and steps of 5.
     """
 
     kind: Literal["oort"] = "oort"
@@ -47,6 +53,19 @@ class Oort(GuidedSampler):
     exploration: float = Field(0.9, ge=0, le=1)
     least_exploration: float = Field(0.2, ge=0, le=1)
     preferred_percentile: float = Field(30.0, ge=0, le=100)
+    pacer_window: int = Field(0, ge=0)
+    pacer_step: float = Field(5.0, gt=0, le=100)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Return one sentence for each setting that has no effect in this experiment."""
+        said, window = super().remarks(experiment), self.pacer_window
+        if not window and self.pacer_step != type(self).model_fields["pacer_step"].default:
+            said.append(off(f"sampler.pacer_step={self.pacer_step:g}", "sampler.pacer_window=0 is no pacer"))
+        elif window and not self.alpha:
+            said.append(off(f"sampler.pacer_window={window}", "sampler.alpha=0, and durations do not count"))
+        elif window and experiment.rounds <= 2 * window:
+            said.append(off(f"sampler.pacer_window={window}", f"it first acts after {2 * window} rounds"))
+        return said
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
         """Return the cohort, ascending: the best known clients, and new ones."""
@@ -77,8 +96,19 @@ class Oort(GuidedSampler):
         gains = feedback.sizes[clients] * np.array([max(0.0, one.loss) for one in met.values()])
         gains = np.minimum(gains, np.percentile(gains, _PERCENTILE))
         seconds = np.array([one.seconds for one in met.values()])
-        preferred = np.percentile(seconds, self.preferred_percentile)
+        preferred = np.percentile(seconds, self.percentile(server_round, feedback))
         since = [math.sqrt(0.1 * math.log(server_round) / one.server_round) for one in met.values()]
         slowness = np.divide(preferred, seconds, out=np.ones(len(seconds)), where=seconds > preferred)
         utility[clients] = (gains + since) * slowness**self.alpha
         return utility
+
+    def percentile(self, server_round: int, feedback: Feedback) -> float:
+        """Return the percentile of durations that is T in this round: it grows where the pacer finds a fall."""
+        window, found = self.pacer_window, self.preferred_percentile
+        for end in range(2 * window, server_round, window) if window else ():
+            before, last = (
+                sum(feedback.gains.get(number, 0.0) for number in range(stop - window + 1, stop + 1))
+                for stop in (end - window, end)
+            )
+            found += self.pacer_step if last < before else 0.0
+        return min(found, 100.0)

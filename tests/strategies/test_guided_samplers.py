@@ -196,8 +196,38 @@ def test_oort_takes_the_best_and_new_clients() -> None:
     assert chosen == list(range(8))  # too few new clients: known ones have the places that are left
 
 
+def test_the_pacer_raises_the_percentile_where_the_sum_of_a_window_falls() -> None:
+    """Windows of 2 rounds have the sums 20, 15, 15 and 3: the second and the fourth are falls."""
+    gains = dict(enumerate([12.0, 8.0, 10.0, 5.0, 7.0, 8.0, 1.0, 2.0], start=1))
+    sizes, met = np.array([10, 10]), {0: Met(8, 1.0, 1.0, 1.0), 1: Met(8, 1.0, 1.0, 5.0)}
+    paced = Oort(pacer_window=2, pacer_step=40, preferred_percentile=30)
+    feedback = Feedback(sizes, met, gains=gains)
+    assert [paced.percentile(number, feedback) for number in range(1, 10)] == [30, 30, 30, 30, 70, 70, 70, 70, 100]
+    assert Oort(preferred_percentile=30).percentile(9, feedback) == 30
+    for number, preferred in ((4, 2.2), (5, 3.8), (9, 5.0)):  # percentiles of the durations 1 and 5
+        one, other = paced.utilities(number, feedback)
+        assert other / one == pytest.approx((preferred / 5) ** 2)
+
+
+def test_the_pacer_changes_nothing_before_two_windows_and_is_off_by_default(tmp_path: Path) -> None:
+    settings = {"clients": 6, "devices": "log-normal", "rounds": 6, "local": {"steps": 2, "learning_rate": 0.1}}
+    off, *paced = (
+        model_of(tmp_path / str(window), {"kind": "oort", "cohort_size": 2, "pacer_window": window}, **settings)
+        for window in (0, 3, 50)
+    )
+    assert all(torch.equal(one[name], off[name]) for one in paced for name in off)
+    [remark] = experiment_from({**settings, "sampler": {"kind": "oort", "cohort_size": 2, "pacer_window": 3}}).remarks
+    assert "after 6 rounds" in remark
+
+
 @pytest.mark.parametrize(
-    "sampler", [POWER, {"kind": "importance", "cohort_size": 2}, {"kind": "oort", "cohort_size": 2}], ids=str
+    "sampler",
+    [
+        POWER,
+        {"kind": "importance", "cohort_size": 2},
+        {"kind": "oort", "cohort_size": 2, "pacer_window": 1, "pacer_step": 50},
+    ],
+    ids=str,
 )
 def test_runs_are_repeated_resumed_and_shared_by_workers_to_the_bit(sampler: Any) -> None:
     check_run(sampler=sampler, devices="log-normal", local={"learning_rate": 0.1})
@@ -205,10 +235,10 @@ def test_runs_are_repeated_resumed_and_shared_by_workers_to_the_bit(sampler: Any
 
 def test_the_checkpoint_has_what_clients_sent(tmp_path: Path) -> None:
     experiment = experiment_from({"clients": 3, "sampler": {"kind": "oort", "cohort_size": 2}})
-    layer = GuidedCohorts(experiment, {2: Met(3, 0.1, 1 / 3, 0.0)})
+    layer = GuidedCohorts(experiment, {2: Met(3, 0.1, 1 / 3, 0.0)}, {1: 0.1, 2: 1 / 3})
     again = GuidedCohorts.of(experiment, tmp_path, json.loads(json.dumps(layer.state())))
     assert isinstance(again, GuidedCohorts)
-    assert again.met == layer.met
+    assert (again.met, again.gains) == (layer.met, layer.gains)
 
 
 @pytest.mark.parametrize(
