@@ -40,6 +40,7 @@ KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("aggregator", "krum"): ("attack=sign-flip", "attack.clients=1", "clients=9"),
     ("aggregator", "multi-krum"): ("attack=sign-flip", "attack.clients=1", "clients=9"),
     ("aggregator", "norm-bound"): ("aggregator.norm_bound=0.1",),
+    ("sampler", "divfl"): ("sampler.cohort_size=3",),
     ("sampler", "fixed-size"): ("sampler.cohort_size=3",),
     ("sampler", "importance"): ("sampler.cohort_size=3",),
     ("sampler", "oort"): ("sampler.cohort_size=3", "devices=log-normal"),

@@ -47,7 +47,10 @@ class GuidedCohorts(Layer):
         """Return the layer. In a resumed run it has the facts about the updates of earlier rounds."""
         del out
         gains = {int(number): gain for number, gain in progress.get("gains", {}).items()}
-        return cls(experiment, {int(client): Met(*facts) for client, facts in progress.get("met", {}).items()}, gains)
+        met = {
+            int(client): Met(*facts[:4], *map(tuple, facts[4:])) for client, facts in progress.get("met", {}).items()
+        }
+        return cls(experiment, met, gains)
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
@@ -105,7 +108,7 @@ class GuidedCohorts(Layer):
 
     def state(self) -> Mapping[str, Any]:
         """Return the facts about all clients and rounds, for the checkpoint."""
-        met = {str(client): list(astuple(facts)) for client, facts in self.met.items()}
+        met = {str(client): [*astuple(facts)[:4], list(facts.sketch)] for client, facts in self.met.items()}
         return {"met": met, "gains": {str(number): gain for number, gain in self.gains.items()}}
 
     def _coins(self, server_round: int) -> Coins:
@@ -115,8 +118,10 @@ class GuidedCohorts(Layer):
         return Feedback(self._sizes, self.met, self._asked, self.gains)
 
     def _met(self, reply: Reply, server_round: int) -> Met:
-        norm = float(torch.linalg.vector_norm(as_rows([reply]), dtype=torch.float64))
-        return Met(server_round, reply.loss or 0.0, norm, self._seconds(reply.client, server_round))
+        [update], seconds = as_rows([reply]), self._seconds(reply.client, server_round)
+        norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
+        sketch = self._sampler.sketch(update.double().numpy(force=True))
+        return Met(server_round, reply.loss or 0.0, norm, seconds, sketch)
 
 
 def _times(reply: Reply, factor: float) -> Reply:

@@ -21,13 +21,14 @@ class Met:
 
     ``server_round``: the last round with an update of the client. ``loss``: the mean loss of its local steps in that
     round. ``norm``: the L2 norm of its update. ``seconds``: the virtual duration of its work in that round, 0 without
-    ``devices``.
+    ``devices``. ``sketch``: the sampler's ``sketch`` of its update.
     """
 
     server_round: int
     loss: float
     norm: float
     seconds: float
+    sketch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class GuidedSampler(Settings):
         """Return the largest number of clients that are asked before a round."""
         del num_clients
         return 0
+
+    def sketch(self, update: NDArray[np.float64]) -> tuple[float, ...]:
+        """Return the numbers that the server keeps of a client's update, shape (parameters,); by default none."""
+        del update
+        return ()
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
         """Return each client's sampling probability, by which updates are divided; None: updates are not divided."""

@@ -1,6 +1,7 @@
 """Samplers with feedback: laws against fixed-size cohorts, unbiased means, questions that are counted, and resume."""
 
 import json
+from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from fl_sim.store.run_directory import read_rounds
 from fl_sim.testing_runs import check_run
 from fl_sim.types import Aggregate, Cohort, Reply, ServerState
 from strategies.aggregators import WeightedMean
+from strategies.divfl import DivFL, representatives
 from strategies.global_dp import GlobalDP
 from strategies.guided_cohorts import GuidedCohorts
 from strategies.guided_sampler import Feedback, GuidedSampler, Met
@@ -220,10 +222,55 @@ def test_the_pacer_changes_nothing_before_two_windows_and_is_off_by_default(tmp_
     assert "after 6 rounds" in remark
 
 
+def value_of(distances: Any, chosen: Any) -> float:
+    """Return the facility location function of the choice."""
+    return float((distances.max() - distances[:, list(chosen)].min(axis=1)).sum())
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 4))
+def test_the_greedy_choice_has_nearly_the_best_value(seed: int, num_clients: int, count: int) -> None:
+    vectors = np.random.default_rng(seed).normal(size=(num_clients, 2)).round(1)
+    distances = np.linalg.norm(vectors[:, None] - vectors, axis=-1)
+    chosen = representatives(vectors, count)
+    assert len(set(chosen)) == len(chosen) == min(count, num_clients)
+    best = max(value_of(distances, one) for one in combinations(range(num_clients), len(chosen)))
+    assert value_of(distances, chosen) >= (1 - 1 / np.e) * best - 1e-9
+    single = max(value_of(distances, [one]) for one in range(num_clients))
+    assert value_of(distances, chosen[:1]) == pytest.approx(single)
+
+
+def test_divfl_takes_one_client_of_each_group_and_any_of_equal_ones() -> None:
+    met = {client: Met(1, 1.0, 1.0, 0.0, (10.0 * (client // 3), 0.0)) for client in range(9)}
+    cohorts = {tuple(DivFL(cohort_size=3).select(coins(seed), 2, Feedback(np.ones(9, int), met))) for seed in range(60)}
+    assert all([client // 3 for client in one] == [0, 1, 2] for one in cohorts)
+    assert {client for one in cohorts for client in one} == set(range(9))
+    equal = {client: replace(one, sketch=(1.0, 2.0)) for client, one in met.items()}
+    cohorts = {
+        tuple(DivFL(cohort_size=3).select(coins(seed), 2, Feedback(np.ones(9, int), equal))) for seed in range(60)
+    }
+    assert len(cohorts) > 30
+    some = {client: met[client] for client in (0, 1, 2, 3, 4)}
+    chosen = DivFL(cohort_size=3).select(coins(0), 2, Feedback(np.array([1] * 7 + [0, 0]), some)).tolist()
+    assert chosen[1:] == [5, 6]  # new clients first; clients without records never
+    assert (
+        DivFL(cohort_size=3).sample(9, coins(1), 1).tolist() == FixedSize(cohort_size=3).sample(9, coins(1), 1).tolist()
+    )
+
+
+def test_sketches_keep_distances() -> None:
+    draw, sampler = np.random.default_rng(0), DivFL(sketch_size=400)
+    one, other = draw.normal(size=(2, 30_000)) * draw.integers(1, 9, 30_000)
+    assert sampler.sketch(one[:400]) == tuple(one[:400])
+    sketches = [np.array(sampler.sketch(update)) for update in (one, other, one - other)]
+    np.testing.assert_allclose(sketches[0] - sketches[1], sketches[2], atol=1e-9)
+    assert np.linalg.norm(sketches[2]) == pytest.approx(np.linalg.norm(one - other), rel=4 / np.sqrt(2 * 400))
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
         POWER,
+        {"kind": "divfl", "cohort_size": 2},
         {"kind": "importance", "cohort_size": 2},
         {"kind": "oort", "cohort_size": 2, "pacer_window": 1, "pacer_step": 50},
     ],
@@ -235,7 +282,7 @@ def test_runs_are_repeated_resumed_and_shared_by_workers_to_the_bit(sampler: Any
 
 def test_the_checkpoint_has_what_clients_sent(tmp_path: Path) -> None:
     experiment = experiment_from({"clients": 3, "sampler": {"kind": "oort", "cohort_size": 2}})
-    layer = GuidedCohorts(experiment, {2: Met(3, 0.1, 1 / 3, 0.0)}, {1: 0.1, 2: 1 / 3})
+    layer = GuidedCohorts(experiment, {2: Met(3, 0.1, 1 / 3, 0.0, (0.1, 2.0))}, {1: 0.1, 2: 1 / 3})
     again = GuidedCohorts.of(experiment, tmp_path, json.loads(json.dumps(layer.state())))
     assert isinstance(again, GuidedCohorts)
     assert (again.met, again.gains) == (layer.met, layer.gains)
@@ -247,6 +294,8 @@ def test_the_checkpoint_has_what_clients_sent(tmp_path: Path) -> None:
         ({"sampler": POWER, "aggregator": "global-dp"}, "its effect on the privacy cost is not known"),
         ({"sampler": "oort:2", "aggregator": "distributed-dp:8"}, "distributed-dp"),
         ({"sampler": "oort:2", "local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "local.privacy=dp-sgd"),
+        ({"sampler": "divfl:2", "aggregator": "distributed-dp:8"}, "distributed-dp"),
+        ({"sampler": "divfl:2", "clients": 5001}, "compares all pairs of clients"),
         ({"sampler": "oort:9"}, "sampler.cohort_size=9 is more than the run's 6 clients"),
         ({"sampler": {**POWER, "candidates_asked": 1}}, "must be from sampler.cohort_size=2 to clients=6"),
         ({"sampler": {**POWER, "candidates_asked": 7}}, "must be from sampler.cohort_size=2 to clients=6"),

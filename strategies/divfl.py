@@ -1,0 +1,87 @@
+"""DivFL: a cohort whose updates stand for those of all clients (Balakrishnan et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.kinds import Choices
+from fl_sim.seeding import rng
+from strategies.guided_sampler import Feedback, GuidedSampler, smallest
+from strategies.samplers import Coins, distinct
+
+_MOST_CLIENTS: Final = 5000
+
+
+class DivFL(GuidedSampler):
+    """The cohort S is chosen so that every client has a client in S with a similar update.
+
+    Let d_ij be the distance between the last updates of clients i and j, and D the largest of all distances. The cohort
+    maximises F(S) = sum over all clients i of (D - min over j in S of d_ij), the facility location function, greedily:
+    client by client, each with the largest gain (section 3). F(S) is then at least 1 - 1/e of the largest value. Equal
+    gains are decided at random. This is the paper's variant without further messages: only clients in a cohort have a
+    new update. Clients without an update so far come first, drawn uniformly, until all have been in a cohort.
+
+    ``cohort_size``: the number of clients in a round. ``sketch_size``: the server keeps of each update a count sketch
+    of this many numbers, for the checkpoint; distances are those of sketches. The error of a squared distance is about
+    sqrt(2 / ``sketch_size``) of it. Models with at most this many parameters are kept whole.
+
+    Deviations: in the paper gradients of all clients are collected once, before the first round. Greedy steps look at
+    all clients, not at a random part of them. The mean has the weights of the algorithm.
+    """
+
+    kind: Literal["divfl"] = "divfl"
+    title: ClassVar[str] = "DivFL"
+    cohort_size: int = Field(10, ge=1)
+    sketch_size: int = Field(256, ge=1, le=10**5)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for private runs, too few clients, and too many for a matrix of all distances."""
+        super().check(experiment)
+        if experiment.clients > _MOST_CLIENTS:
+            raise ValueError(
+                f"sampler divfl compares all pairs of clients, for {_MOST_CLIENTS:,} clients at most, and there are "
+                f"{experiment.clients:,}: take another sampler, such as oort"
+            )
+
+    def sketch(self, update: NDArray[np.float64]) -> tuple[float, ...]:
+        """Return the count sketch of an update, shape (parameters,): each number, with a random sign, in a random sum.
+
+        Signs and sums are the same for all updates.
+        """
+        if len(update) <= self.sketch_size:
+            return tuple(update.tolist())
+        draw = rng(0, "sketch", len(update))
+        signs, places = draw.choice([-1.0, 1.0], len(update)), draw.integers(0, self.sketch_size, len(update))
+        return tuple(np.bincount(places, weights=signs * update, minlength=self.sketch_size).tolist())
+
+    def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
+        """Return the cohort, ascending: clients without an update so far, and then the most representative ones."""
+        del server_round
+        num_clients = len(feedback.sizes)
+        drawn, holds = distinct(num_clients, coins), feedback.sizes > 0
+        known = np.array([client in feedback.met for client in range(num_clients)]) & holds
+        new = smallest(drawn, holds & ~known, self.cohort_size)
+        clients = np.flatnonzero(known)
+        clients = clients[np.argsort(drawn[clients])]  # equal gains: the client with the smallest random number
+        sketches = np.array([feedback.met[client].sketch for client in clients.tolist()])
+        chosen = representatives(sketches, self.cohort_size - len(new)) if len(clients) else []
+        return np.sort(np.concatenate([new, clients[chosen]])).astype(np.int64)
+
+
+def representatives(vectors: NDArray[np.float64], count: int) -> list[int]:
+    """Return at most ``count`` rows of ``vectors``, (n, d), by the greedy rule of ``DivFL``, in the order of choice."""
+    from scipy.spatial.distance import cdist  # noqa: PLC0415 (loads slowly)
+
+    distances: NDArray[np.float64] = cdist(vectors, vectors)  # a product of matrices would round by number of threads
+    nearest, chosen = np.full(len(vectors), distances.max()), list[int]()
+    free = np.ones(len(vectors), dtype=bool)
+    while len(chosen) < min(count, len(vectors)):
+        gains = np.maximum(nearest[:, None] - distances, 0.0).sum(axis=0)
+        best = int(np.argmax(np.where(free, gains, -1.0)))
+        chosen.append(best)
+        free[best], nearest = False, np.minimum(nearest, distances[:, best])
+    return chosen
