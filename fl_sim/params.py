@@ -85,7 +85,7 @@ def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
 
 
 def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
-    """Return the float32 payloads with the numbers in ``vector``: the inverse of ``payload_vector``."""
+    """Return float32 payloads (groups of tensors) from the numbers in ``vector``: the inverse of ``payload_vector``."""
     layouts = {group: layout_of(params) for group, params in template.items()}
     parts = vector.float().split_with_sizes([num_in(layout) for layout in layouts.values()])
     return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
@@ -117,21 +117,21 @@ def check_layout(what: str, params: Params, layout: Layout) -> None:
 
 
 def add(left: Params, right: Params, scale: float = 1.0) -> Params:
-    """Return left + scale * right."""
+    """Return left + scale * right for tensors with the same names."""
     if (pair := _vectors(left, right)) is not None:
         return FlatParams(torch.add(*pair, alpha=scale), layout_of(left))
     return {name: torch.add(value, right[name], alpha=scale) for name, value in left.items()}
 
 
 def subtract(left: Params, right: Params) -> Params:
-    """Return left - right."""
+    """Return left - right for tensors with the same names."""
     if (pair := _vectors(left, right)) is not None:
         return FlatParams(torch.sub(*pair), layout_of(left))
     return {name: value - right[name] for name, value in left.items()}
 
 
 def scale(params: Params, factor: float) -> Params:
-    """Return factor * params."""
+    """Return ``params`` with all tensors multiplied by ``factor``."""
     if isinstance(params, FlatParams):
         return FlatParams(params.flat * factor, params.layout)
     return {name: value * factor for name, value in params.items()}
@@ -322,7 +322,7 @@ def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
 
 
 def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running statistics of ``model`` by name (no copies)."""
+    """Return the running statistics of the BatchNorm layers of ``model`` by name (no copies)."""
     return _buffers_of(norms_in(model))
 
 

@@ -288,7 +288,7 @@ def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
 
 
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Return the smallest x with ``spent(x) <= target``. The result is at most 0.01 % too large, and never too small.
+    """Return the smallest noise x with a cost ``spent(x) <= target``: at most 0.01 % too large, never too small.
 
     The function ``spent`` must decrease roughly as a power of x.
     """
@@ -319,7 +319,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
 
 
 def _most(spent: Callable[[int], float], target: float, start: int) -> int:
-    """Return the largest n with ``spent(n) <= target``. Requires ``spent(start) <= target``."""
+    """Return the largest number n with a cost ``spent(n) <= target``. Requires ``spent(start) <= target``."""
     fits, stride = start, max(1, start // 16)
     while spent(fits + stride) <= target:
         fits, stride = fits + stride, 2 * stride

@@ -279,7 +279,7 @@ def _under_replacement(counts: Counts) -> Counts:
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Convert (epsilon, delta) under add-or-remove-one to replace-one, by group privacy for two units."""
+    """Convert (epsilon, delta) from add-or-remove-one to replace-one adjacency, by group privacy for two units."""
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 

@@ -128,7 +128,7 @@ class Ledger:
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """Return all charges (entries) of the ledger so far, in order."""
+        """Return all charges (entries) of the ledger so far, the oldest first."""
         return tuple(self._charges.values())
 
     @property
@@ -142,7 +142,7 @@ class Ledger:
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def catch_up(self) -> None:
-        """Read the charges that other processes have added to the charge log."""
+        """Read the charges that other processes have added to the charge log, to include them in ``epsilon``."""
         with self._up_to_date():
             pass
 

@@ -56,7 +56,7 @@ CLOSE: Final = 2.0**-43
 
 U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
 """
-_GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations
+_GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations of the noise
 _GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with those of U
 _BLOCK: Final = 2**15  # noise numbers are computed in blocks of this size, which fit into the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest noise multiplier; its epsilon is already above 10^11
@@ -124,7 +124,7 @@ class Noise:
 
     @property
     def identity(self) -> str:
-        """Return a digest of the key, which identifies the key without revealing it."""
+        """Return a digest of the secret key. It identifies the key, but does not reveal it."""
         return hashlib.sha256(b"identity" + self.key).hexdigest()[:16]
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:

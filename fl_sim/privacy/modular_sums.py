@@ -178,7 +178,7 @@ def share_of(
 
 
 def rotated(values: NDArray[np.float64], grid: SumGrid, *, seed: int, server_round: int) -> NDArray[np.float64]:
-    """Return the clipped, rotated and scaled ``values``, shape (padded,)."""
+    """Return a client's vector ``values``, clipped, rotated and scaled; shape (padded,)."""
     factor = clip_factor(float(np.linalg.norm(values)), grid.clipping_norm)
     padded = np.zeros(grid.padded)
     if factor:

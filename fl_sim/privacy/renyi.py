@@ -190,7 +190,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
     below = np.floor(orders)
     share = orders - below
     line = (1 - share) * scaled(below) + np.where(share > 0, share * scaled(below + 1), 0.0)
-    # After an overflow, infinity times 0 may have given NaN. There is then no bound.
+    # NaN is the product of 0 and a number that overflowed to infinity. The divergence then has no finite bound.
     return np.where(np.isnan(line), math.inf, line / (orders - 1))
 
 

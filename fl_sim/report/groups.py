@@ -51,7 +51,7 @@ class SeedGroup:
 
     @property
     def finished(self) -> tuple[SavedRun, ...]:
-        """Return the finished runs of the group."""
+        """Return those runs of the group that are finished."""
         return tuple(run for run in self.runs if run.status == "finished")
 
     @property

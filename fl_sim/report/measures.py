@@ -202,7 +202,7 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Return True if the interval excludes 0."""
+        """Return True if the difference is significant: its confidence interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 

@@ -58,7 +58,7 @@ def groups_of(panels: Iterable[Panel]) -> Groups:
 
 
 def runs_of(groups: Groups) -> list[SavedRun]:
-    """Return the runs of all groups."""
+    """Return the runs of all groups in one list."""
     return [run for some in groups.values() for _, one in some for run in one.runs]
 
 
@@ -219,7 +219,7 @@ def table_section(place: Path, table: Table) -> str:
 
 
 def section(heading: str, content: str) -> str:
-    """Return an HTML section with a heading."""
+    """Return an HTML section with the given heading and content."""
     return f"<section><h2>{escape(heading)}</h2>{content}</section>"
 
 

@@ -121,7 +121,7 @@ def drawn(draw: Draw, layout: Layout) -> bytes:
 
 
 def png(figure: "Figure") -> bytes:
-    """Return the content of a PNG file of ``figure``."""
+    """Draw ``figure`` as a PNG file, and return the content of this file."""
     buffer = io.BytesIO()
     save(figure, buffer, "png")
     return buffer.getvalue()

@@ -256,7 +256,7 @@ class TableProgress(_Bars):
             self.say(f"{cell}: before the first round {what}")
 
     def finished_round(self, cell: str, record: RoundRecord) -> None:
-        """Show a finished round of a cell's run."""
+        """Advance the progress bar of a cell's run by a finished round, and show the round's accuracy."""
         self._done[cell] = record.round
         self._rounds_run += 1
         self._is_timed &= record.seconds is not None

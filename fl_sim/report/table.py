@@ -94,7 +94,7 @@ class Table:
         return self.labels.get(row, row)
 
     def at(self, row: str, column: str) -> list[SeedResult]:
-        """Return the results of one cell, one per seed."""
+        """Return the results of one cell (``row``, ``column``), one per seed."""
         return self._by_place.get((row, column), [])
 
     @cached_property
@@ -139,7 +139,7 @@ def title_of_measure(name: str, titles: Mapping[str, str]) -> str:
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
-    """Return the accuracies of the finished runs in percent."""
+    """Return the accuracies, in percent, of those runs in ``results`` that are finished."""
     return [accuracy for one in results if (accuracy := one.accuracy(measure)) is not None]
 
 
@@ -236,7 +236,7 @@ def _mapped(table: Table, one: HeatMap, title: str, text: Callable[[list[SeedRes
 
 
 def _maps_with(table: Table, name: str) -> list[HeatMap]:
-    """Return the heat maps in which any run has the measure ``name``."""
+    """Return the heat maps that can show the measure ``name``: any run in the map has this measure."""
     return [
         one
         for one in table.heat_maps

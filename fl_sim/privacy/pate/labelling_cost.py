@@ -64,7 +64,7 @@ class Cost(ABC):
 
     @abstractmethod
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return the probability that the mechanism answers each query, shape (queries,)."""
+        """Return the probability of each query that the mechanism answers it, shape (queries,)."""
 
     @abstractmethod
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
@@ -240,7 +240,7 @@ class ConfidentCost(Cost):
         return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
 
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return the probability that each query passes the test, shape (queries,)."""
+        """Return the probability of each query that it passes the noisy test and is answered, shape (queries,)."""
         distance = (counts.max(axis=1) - self.threshold) / self.sigma_threshold
         return np.exp(np.asarray(log_ndtr(distance), dtype=np.float64))
 
@@ -446,7 +446,7 @@ def _capped(log_q: Floats, num_classes: int) -> Floats:
 
 
 def _log_of_sum(first: Floats, second: Floats) -> Floats:
-    """Return ln(e^first + e^second), accurate where the sum is close to 1."""
+    """Return ln(e^first + e^second), with high precision if the sum is close to 1."""
     small = np.maximum(first, second) < 0.5
     near = np.expm1(np.where(small, first, 0.0)) + np.exp(np.where(small, second, 0.0))
     return np.where(small, np.log1p(near), np.logaddexp(first, second))

@@ -268,6 +268,6 @@ def _from(values: Floats, ahead: int) -> Floats:
 
 
 def _scale_divergence(order: float, log_ratio: float) -> float:
-    """Return D_order(N(0, 1) || N(0, r^2)) for ln r = ``log_ratio``."""
+    """Return the Renyi divergence D_order(N(0, 1) || N(0, r^2)) of two Gaussians, where ln r = ``log_ratio``."""
     mixed = order * np.exp(2 * log_ratio) + 1 - order
     return float(log_ratio + (2 * log_ratio - np.log(mixed)) / (2 * (order - 1)))

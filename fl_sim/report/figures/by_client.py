@@ -117,7 +117,7 @@ def _pairs(
 
 
 def draw_clients(found: Sequence[ClientFigure]) -> list[Picture]:
-    """Draw each figure, and return it as a picture with a caption."""
+    """Draw the figures, and return each as a ``Picture`` with its caption."""
     pictures = []
     for name, one in zip(file_names([f"clients-{one.where}" for one in found]), found, strict=True):
         drawn_as = (

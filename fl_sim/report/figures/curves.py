@@ -71,12 +71,12 @@ class Curve:
 
     @property
     def low(self) -> list[float]:
-        """Return the lower edge of the band, mean minus standard deviation."""
+        """Return the lower edge of the band around the curve: mean minus standard deviation."""
         return [mean - deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
     @property
     def high(self) -> list[float]:
-        """Return the upper edge of the band, mean plus standard deviation."""
+        """Return the upper edge of the band around the curve: mean plus standard deviation."""
         return [mean + deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
 

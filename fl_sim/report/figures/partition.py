@@ -106,7 +106,7 @@ def _heat_map(counts: NDArray[np.int64], title: str) -> "Figure":
         np.ma.masked_equal(counts.T, 0),
         aspect="auto",
         origin="lower",
-        interpolation="nearest",  # cells with sharp edges
+        interpolation="nearest",  # draw cells with sharp edges, not blurred
         cmap="Blues",
         norm=PowerNorm(0.5, vmin=0, vmax=int(counts.max())),
     )

@@ -58,7 +58,7 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Return the mean final accuracy over the seeds in percent."""
+        """Return the final accuracy in percent, as the mean over all seeds."""
         return statistics.fmean(self.by_seed.values())
 
 
@@ -189,7 +189,7 @@ def _before(one: SeedGroup) -> Mapping[str, Any]:
 
 
 def _accuracies(one: SeedGroup) -> dict[int, float]:
-    """Return {seed: final accuracy in percent} of the finished runs of one group."""
+    """Return {seed: final accuracy in percent} of the finished runs in a group of runs that differ only in the seed."""
     accuracies = {run.config.seed: as_percent(run.result.final_accuracy) for run in one.finished if run.result}
     return {seed: accuracy for seed, accuracy in accuracies.items() if accuracy is not None}
 
