@@ -290,7 +290,7 @@ class Trained:
     personal: Params = field(default_factory=dict)
 
     def followed_by(self, later: Trained) -> Trained:
-        """Return the joint result of this training and of ``later``, which started from this training's parameters."""
+        """Return the result of two trainings in a row: this training, then ``later``, which continued it."""
         losses = [(one.loss, one.num_steps) for one in (self, later) if one.loss is not None]
         steps = self.num_steps + later.num_steps
         loss = sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None

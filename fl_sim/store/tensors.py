@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<qq")
 
 SEAL = "seal.json"
 
-_LONGEST = 2**20  # the size limit of SEAL in bytes
+_LONGEST = 2**20  # the maximum size of the file SEAL, in bytes
 _MODULUS = 1 << 256
 
 

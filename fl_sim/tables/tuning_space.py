@@ -292,7 +292,7 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
-    def is_dimension(value: Any) -> bool:  # False: a group of settings
+    def is_dimension(value: Any) -> bool:  # False for a nested group of settings
         return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
     return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}

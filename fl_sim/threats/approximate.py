@@ -44,7 +44,7 @@ def unlearn_approximately(
         raise UserError(f"{out} already contains other files ({min(others)}): choose another --out")
     with replay_of(finished) as replay:
         first = first_round(finished.job, client, replay.num_rounds)
-        assert first is not None  # ``check_client`` raises UserError otherwise
+        assert first is not None  # ``check_client`` refuses a client that never took part
         start = time.perf_counter()
         server, work = method.unlearned(replay, client, first)
         seconds = time.perf_counter() - start

@@ -87,7 +87,7 @@ def recognised(
     right = 0
     for draw in range(draws):
         true = draw % len(labels)
-        found = _flat(seen.noisy(each[true], draw + 1))  # noise 0 was used in the attack
+        found = _flat(seen.noisy(each[true], draw + 1))  # noise 0 is in the attacked gradient
         right += int((vectors @ found - halves).argmax()) == true
     return Recognised(len(labels), draws, right, draws * most_found(noise_multiplier, len(labels)))
 

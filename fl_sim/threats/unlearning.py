@@ -105,7 +105,7 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
     if why := next((reason for reason, holds in obstacles.items() if holds), ""):
         return KnownStart(0, f"from the initial model: {why}")
     first = first_round(job, client, finished.facts["rounds"])
-    assert first is not None  # ``check_client`` raises UserError otherwise
+    assert first is not None  # ``check_client`` refuses a client that never took part
     took = f"client {client} first took part in round {first}"
     usable = [kept for kept in run_directory.kept_rounds(finished.out) if kept < first]
     if first == 1 or not usable:
