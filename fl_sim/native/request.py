@@ -169,7 +169,7 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """Owns the memory that the compiled trainer reads during a call. Tensors shared by clients are stored only once."""
+    """Owns the memory that the compiled trainer reads during a call. A tensor that clients share is stored once."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack

@@ -211,7 +211,7 @@ def guess(
 
     ``scores``: (canaries,). ``taking_part``: (canaries,), True for canaries that took part in the run. Equal scores are
     ranked by their index, so the order of the canaries must not depend on ``taking_part``. Returns one ``Guess`` for
-    each share of guessed canaries in ``SHARES``. The bounds of all of them hold jointly at ``confidence``.
+    each share of guessed canaries in ``SHARES``. The lower bounds of all shares hold jointly at ``confidence``.
     """
     order = np.argsort(scores, kind="stable")
     found = []

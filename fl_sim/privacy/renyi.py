@@ -52,7 +52,7 @@ Its error is at most 1e-12 for the noise multipliers and sampling rates to which
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
-# Smallest standard deviation of each discrete Gaussian in a sum for which the privacy bound is proven.
+# The bound for a sum of discrete Gaussians is proven if each of them has at least this standard deviation.
 _LEAST_STD: Final = 0.5
 
 
