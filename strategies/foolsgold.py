@@ -54,7 +54,7 @@ class FoolsGold(Robust):
         return memory
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the weighted mean of ``rows``."""
+        """Return the weighted mean of the updates ``rows``, shape (n, d)."""
         del weighting
         past = [row_like(cohort.memory, reply.payloads, f"{reply.client}/") for reply in cohort.replies]
         weights = foolsgold_weights(torch.stack(past).double() + rows, self.confidence)

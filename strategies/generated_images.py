@@ -108,7 +108,7 @@ class Album:
         return (images - mean) / std
 
     def step_of(self, pixels: float) -> torch.Tensor:
-        """Return a step of ``pixels`` (from 0 to 255) in the units of normalised images, shape (1, channels, 1, 1)."""
+        """Convert ``pixels``, a difference of pixel values (0 to 255), to normalised units, (1, channels, 1, 1)."""
         std = torch.tensor(self.lesson.dataset.std, dtype=torch.float32, device=self.lesson.device)
         return pixels / 255 / std.reshape(1, -1, 1, 1)
 
@@ -128,7 +128,7 @@ class OnMadeImages(OnEnsemble):
 
     @property
     def learns(self) -> bool:
-        """Return True if ``epochs`` is above 0."""
+        """Return True if the server distils at all: ``epochs`` is above 0."""
         return self.epochs > 0
 
     def check_data(self, dataset: Dataset, features: str) -> None:
@@ -150,7 +150,7 @@ class OnMadeImages(OnEnsemble):
         return Making(self.generator_steps, self.generator_rate, self.images, self.channels, longest)
 
     def note(self) -> str:
-        """Return the note below result tables: the number of made images."""
+        """Return the note below result tables. It states how many images the server made."""
         made = f"{self.epochs} epochs of {self.images} made images, the last epoch's model"
         return f"{type(self).title}: {made if self.learns else 'no distillation'}; {UPPER_BOUND}."
 

@@ -32,7 +32,7 @@ class GeometricMedian(Robust):
     title: ClassVar[str] = "geometric median"
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the approximate geometric median of ``rows``."""
+        """Return the approximate geometric median of the updates ``rows``, shape (n, d)."""
         del cohort, weighting
         centre, rows = middle(ordered(rows).double()), rows.double()
         for _ in range(self.iterations):
@@ -41,10 +41,13 @@ class GeometricMedian(Robust):
         return centre
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
-        """Return a sentence for the user if the result is the mean of ``rows``, else an empty string."""
+        """Return a remark for the user if the result is only the mean of the updates ``rows``, else an empty string.
+
+        The result is the mean if there are at most two updates, or if all updates are closer than ``smoothing``.
+        """
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        # The factor is 2 because both an update and the starting point may be at the distance ``far`` from the mean.
+        # All updates and the starting point are within ``far`` of the mean, so within 2 ``far`` of each other.
         if len(rows) > 2 and 2 * float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:

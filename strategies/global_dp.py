@@ -235,7 +235,7 @@ class GlobalDP(Settings):
             )
 
     def despite_hostile(self) -> str:
-        """Return the reason why the guarantee for honest clients holds, as a clause that begins with "because"."""
+        """Return the reason why hostile clients cannot break the guarantee for honest clients: a "because" clause."""
         return "because the server clips every single update before it adds noise"
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
@@ -267,12 +267,12 @@ class GlobalDP(Settings):
         return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 
     def event(self) -> dp_event.DpEvent:
-        """Return the privacy event of a round without amplification by sampling; z is relative to ONE clipping norm.
+        """Return the privacy event of a round, before amplification by sampling: Gaussian noise with multiplier z.
 
         With correlated noise, the event is the cost of each round in which a client takes part. The cost of adaptive
-        clipping is included: the noised updates and the noised count together cost as much as z. If a client is
-        replaced, the sum changes by 2 S. ``amplify_fixed_size`` accounts for that, so z has the same meaning under
-        either adjacency.
+        clipping is included: the noised updates and the noised count together cost as much as z. z always refers to
+        one clipping norm S. If a client is replaced, the sum changes by up to 2 S. ``amplify_fixed_size`` accounts for
+        this factor 2.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -336,11 +336,12 @@ class GlobalDP(Settings):
     ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
         """Return the sum of clipped updates and the centred count of updates within the norm, both without noise.
 
+        The centred count is the number of updates within the norm minus half the number of finite nonzero updates.
         SENSITIVE. If one client's records are added or removed, the sum changes by at most ``clipping_norm``, and the
         count by at most 1/2. If a client is replaced by another, both change by at most twice as much.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
-        # With b bands, a client's update is in the noisy sums of b rounds, and each of these sums is rounded.
+        # With b noise bands, an update is in b noisy sums. The clipping limit makes up for the rounding of all b sums.
         std, summands = self._std(cohort, clipping_norm), cohort.num_clients * bands
         limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=summands)
         return _clipped_sum(_valid(cohort.replies, template), template, size, clipping_norm, limit)

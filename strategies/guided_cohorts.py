@@ -29,7 +29,7 @@ TELL_LOSS: Final = "tell-loss"
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts by ``Feedback`` about clients, and divides updates by sampling probabilities, if there are any.
+    """Samples cohorts by facts about clients (``Feedback``), and divides updates by any sampling probabilities.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update. ``gains``: {round: the sum
     of records times mean loss over its clients}.
@@ -85,10 +85,11 @@ class GuidedCohorts(Layer):
         return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Store facts about the updates, and return their mean, with updates divided by probabilities p_i, if any.
+        """Return the mean of the updates, and store facts about the updates, from which later cohorts are sampled.
 
-        Let w_i be the weights of all clients with records. Each update is multiplied by f_i = (sum of w in the cohort)
-        / (p_i sum of all w). The weighted mean over the cohort then is (sum of w_i update_i / p_i) / (sum of all w).
+        If the sampler has sampling probabilities p_i, updates are divided by them, so that the mean is unbiased. Let
+        w_i be the weights of all clients with records. Each update is multiplied by f_i = (sum of w in the cohort) /
+        (p_i sum of all w). The weighted mean over the cohort then is (sum of w_i update_i / p_i) / (sum of all w).
         """
         trained = [reply for reply in cohort.replies if reply.num_examples]
         if self._rates is not None and trained:
@@ -99,7 +100,7 @@ class GuidedCohorts(Layer):
             replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
             cohort = replace(cohort, replies=replies)
         found = self.inner.aggregate(cohort, algorithm, server)
-        for reply in trained:  # only now, because the aggregator raises an error for numbers that are not finite
+        for reply in trained:  # after aggregation, which raises an error for numbers that are not finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
         self.gains[cohort.server_round] = sum(
             float(self._sizes[one.client]) * max(0.0, one.loss or 0.0) for one in trained

@@ -101,7 +101,7 @@ class GuidedSampler(Settings):
         return ()
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's sampling probability, by which updates are divided; None: updates are not divided."""
+        """Return each client's sampling probability, by which its update is divided, or None to divide no update."""
         del feedback
         return None
 

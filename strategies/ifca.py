@@ -30,8 +30,8 @@ class IFCA(Averaging):
     The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
     in random order within each tensor. If initial values are independent draws, as for most layers, a shuffled model is
     distributed like a newly drawn one. The paper and the released code draw new models. If ``spread`` is a number, each
-    other model is the first one plus normal noise of this standard deviation; this is for models that are trained
-    already. The random numbers come from a digest of the initial model, so they depend on ``model_seed``.
+    other model is the first one plus normal noise of this standard deviation, which suits an already trained initial
+    model. The random numbers come from a digest of the initial model, so they depend on ``model_seed``.
 
     Each client receives k models. It sends one update and k numbers; ``OneUpdate`` leaves out the zeros of the other
     k - 1 updates. ``num_models`` 1 is FedAvg.

@@ -15,16 +15,16 @@ from strategies.samplers import Coins
 
 
 class Importance(GuidedSampler):
-    """Client i takes part with probability p_i, independently, and its update is divided by p_i: the mean is unbiased.
+    """Client i takes part independently with probability p_i. Its update is divided by p_i, so the mean is unbiased.
 
     The expected server step is that of ``sampler=full``. ``cohort_size``: the expected number of clients in a round,
-    the sum of the p_i. ``by``: "records" takes p_i in proportion to client i's number of records n_i. "norms" takes p_i
-    in proportion to n_i times the norm of its last update; the mean then has little variance if norms change slowly. A
-    client that has sent no update yet gets the mean norm. In the paper all clients train in every round and report the
-    norm of this round's update; here the norm is that of the last update. ``uniform_share``: the share of p_i that is
-    the same for all clients, so that no p_i is close to 0. A client without records takes no part. Probabilities above
-    1 become 1, and the others rise. A round may be empty. If clients are late (``server.deadline``), the mean is not
-    unbiased.
+    the sum of the p_i. ``by``: with "records", p_i is in proportion to client i's number of records n_i. With "norms",
+    p_i is in proportion to n_i times the norm of its last update; the mean then has little variance if norms change
+    slowly. A client that has sent no update yet gets the mean norm. In the paper all clients train in every round and
+    report the norm of this round's update; here the norm is that of the last update. ``uniform_share``: the share of
+    p_i that is the same for all clients, so that no p_i is close to 0. A client without records takes no part.
+    Probabilities above 1 become 1, and all others rise. A round may be empty. If clients are late
+    (``server.deadline``), the mean is not unbiased.
     """
 
     kind: Literal["importance"] = "importance"
@@ -71,9 +71,10 @@ class Importance(GuidedSampler):
 
 
 def inclusion(scores: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return probabilities min(1, c scores), shape (clients,). The factor c makes their sum ``size``.
+    """Return each client's sampling probability min(1, c * score), shape (clients,), from the clients' ``scores``.
 
-    If fewer scores than ``size`` are positive, the probabilities of all positive scores are 1.
+    The factor c makes the sum of all probabilities ``size``. If fewer scores than ``size`` are positive, the
+    probabilities of all positive scores are 1.
     """
     rates, free = np.zeros(len(scores)), scores > 0
     if np.count_nonzero(free) <= size:

@@ -26,11 +26,11 @@ class Krum(Robust):
     title: ClassVar[str] = "Krum"
 
     def fewest(self) -> int:
-        """Return the smallest number of updates to which the rule can be applied: 2 ``hostile`` + 3."""
+        """Return the smallest number of updates that Krum can aggregate: 2 ``hostile`` + 3."""
         return 2 * self.hostile + 3
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the update with the lowest score."""
+        """Return the update with the lowest Krum score among the updates ``rows``, shape (n, d)."""
         del cohort, weighting
         return rows[closest(rows, self.hostile, 1)[0]]
 
@@ -60,26 +60,26 @@ class MultiKrum(Robust):
         return [off(setting, f"all {size:g} clients of a round are selected, and every client counts the same")]
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the mean of the selected updates."""
+        """Return the mean of the selected updates among ``rows``, shape (n, d)."""
         del cohort, weighting
         mean: torch.Tensor = rows[closest(rows, self.hostile, self.selected or len(rows) - self.hostile)].mean(dim=0)
         return mean
 
 
 def closest(rows: torch.Tensor, hostile: int, count: int) -> torch.Tensor:
-    """Return the indices, in ascending order, of the ``count`` rows with the lowest scores."""
+    """Return the indices of the ``count`` rows (updates) with the lowest Krum scores, ascending."""
     return krum_scores(rows, hostile).argsort(stable=True)[:count].sort().values
 
 
 def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:
-    """Return the score of each row, shape (n,): the sum of squared distances to its nearest other rows.
+    """Return the Krum score of each row (update), shape (n,).
 
-    The sum is over the n - ``hostile`` - 2 nearest rows.
+    The score is the sum of the squared distances to the n - ``hostile`` - 2 nearest other rows.
     """
     return scores_of(squared_distances(rows), hostile)
 
 
 def scores_of(distances: torch.Tensor, hostile: int) -> torch.Tensor:
-    """Return the score of each row, shape (n,), from the squared ``distances`` of all pairs, shape (n, n)."""
+    """Return the Krum score of each row, shape (n,), from the squared ``distances`` of all pairs of rows, (n, n)."""
     nearest: torch.Tensor = distances.sort(dim=1).values[:, 1 : max(1, len(distances) - hostile - 1)]
     return nearest.sum(dim=1)

@@ -255,7 +255,7 @@ class Layer:
     def sent_to(self, client: int, server: ServerState) -> ServerState:
         """Return the server state whose model and broadcast tensors ``client`` receives; by default ``server`` itself.
 
-        Clients that receive the same tensors get the same object, so that their messages share one content.
+        Clients that receive the same tensors get the same object. Their messages then share one copy of the tensors.
         """
         return self.inner.sent_to(client, server)
 

@@ -24,7 +24,7 @@ class LocalOnly(Averaging):
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 f"algorithm local-only sends nothing, so aggregator {kind_of(experiment.aggregator)} clips nothing, "
-                "and its epsilon would be about nothing: leave aggregator out"
+                "and its epsilon would protect nothing: leave aggregator out"
             )
 
     def sends(self, params: Params) -> Collection[str]:

@@ -9,7 +9,7 @@ In the sum over all clients the masks of pairs cancel. Each client also splits k
 every other client (Shamir 1979). Any ``threshold`` shares determine the secret; fewer shares reveal nothing about it.
 If clients drop out before they send y_u, the other clients send shares of the lost keys k_u. From these shares the
 server computes the masks of pairs that do not cancel. For clients that sent y_u, the others send shares of b_u. No
-client sends both for one client.
+client sends shares of both k_u and b_u of one client u.
 
 This is a simulation of the arithmetic in one process. All secrets come from the run's seed, and the group for
 the agreement has 127 bits, so nothing here protects anybody.

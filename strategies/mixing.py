@@ -19,13 +19,13 @@ from strategies.algorithm import Weighting
 
 
 class _Mixed(Robust):
-    """Base class of aggregators that apply the aggregator ``over`` to means of updates.
+    """Base class of aggregators that apply the aggregator ``over`` to means of updates, not to single updates.
 
-    Means differ less than updates.
+    Means differ less from each other than single updates do.
     """
 
     if TYPE_CHECKING:
-        over: Any  # subclasses declare it as their second field, as a short form such as "bucketing:2" sets the first
+        over: Any  # the second field of subclasses: a short form such as "bucketing:2" sets the first field
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the aggregator ``over`` cannot aggregate means, or if rounds have too few clients."""
@@ -67,13 +67,13 @@ class _Mixed(Robust):
 
     @abstractmethod
     def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
-        """Return means of the updates ``rows``, shape (n, d), as the rows of a matrix."""
+        """Return the means to which ``over`` is applied, one per row. ``rows``: the updates, shape (n, d)."""
 
 
 class Bucketing(_Mixed):
     """An aggregator, applied to means of a few random updates each (Karimireddy, He, Jaggi 2022, algorithm 1).
 
-    The random updates of one mean form a bucket. The last bucket may have fewer. The buckets come from the run's seed.
+    The random updates of one mean form a bucket. The last bucket may be smaller. The buckets come from the run's seed.
     A bucket with a hostile update counts as hostile, so the aggregator must withstand as many hostile buckets as there
     are hostile clients. With buckets of one update the result is that of the aggregator without bucketing. No privacy
     guarantee.

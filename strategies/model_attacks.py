@@ -31,7 +31,7 @@ class InnerProductManipulation(Knowing):
     needs_two: ClassVar[bool] = False
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return -``eps`` times the mean of the known updates."""
+        """Return -``eps`` times the mean of the known updates, as the update of each hostile client."""
         sent = self.known(hostile, seen).mean(dim=0) * -self.eps
         return [with_row(reply, sent) for reply in hostile]
 
@@ -129,7 +129,7 @@ class _Searched(Forging):
         """
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the most harmful update for each hostile client. If no client is honest, return ``hostile``."""
+        """Return the most harmful update for each hostile client; the unchanged ``hostile`` if no client is honest."""
         if not seen.honest:
             return hostile
         assert seen.aggregated is not None
@@ -176,7 +176,7 @@ class OptimalALittleIsEnough(_Searched):
     title: ClassVar[str] = "Opt-ALIE"
 
     def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean, and minus the deviation of every coordinate."""
+        """Return (start, direction): the mean, and minus the standard deviation of every coordinate."""
         return mean, -honest.std(dim=0, correction=0)
 
 
@@ -190,7 +190,7 @@ class OptimalInnerProductManipulation(_Searched):
     title: ClassVar[str] = "Opt-IPM"
 
     def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return 0, and minus the mean."""
+        """Return (start, direction): zeros, and minus the mean of the honest updates."""
         del honest
         return torch.zeros_like(mean), -mean
 
@@ -236,7 +236,7 @@ class Mimic(HostileClients):
     kind: Literal["mimic"] = "mimic"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the first honest client's update for each hostile client; without honest clients, ``hostile``."""
+        """Return the first honest update for each hostile client; the unchanged ``hostile`` if no client is honest."""
         return [replace(reply, payloads=seen.honest[0].payloads) for reply in hostile] if seen.honest else hostile
 
 
@@ -268,7 +268,7 @@ class FreeRider(Forging):
     title: ClassVar[str] = "free rider"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return zeros plus independent noise for each hostile client."""
+        """Return an update of zeros plus independent noise for each hostile client."""
         return _noise(hostile, seen, self.deviation)
 
 

@@ -40,7 +40,7 @@ class HostileMemory(HostilePlans):
         return replace(planned, step_mask=mask_of(moved, self.masked_share))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return the plan of the attack, which every trainer of the run must support."""
+        """Return an example of the attack's local plans. Trainers of this run must support its step mask."""
         return replace(super().typical(plan), step_mask={})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
@@ -59,9 +59,10 @@ class HostileMemory(HostilePlans):
 
 
 def mask_of(moved: Params, share: float) -> Params | None:
-    """Return a mask that is False where the numbers in ``moved`` are largest by magnitude, and True elsewhere.
+    """Return a mask of the parameters: False for those that changed most, True for all others.
 
-    ``share``: the fraction of entries of all tensors that are False, rounded up. Returns None if all numbers are 0.
+    ``moved``: the change of every parameter. ``share``: the fraction of False entries in all tensors, rounded up.
+    Returns None if no parameter changed.
     """
     flat = torch.cat([value.flatten().abs() for value in moved.values()])
     if not flat.any():

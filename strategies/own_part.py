@@ -75,7 +75,7 @@ class OwnPart(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return a sentence for privacy statements: clients train their own models without noise."""
+        """Return a sentence for privacy statements: no noise protects the own models that clients train and keep."""
         return [] if experiment.local.privacy.covers_own_models else [UNCOVERED]
 
     @classmethod
@@ -89,7 +89,7 @@ class OwnPart(Layer):
         if not beginning.server.params and hides_clients(experiment.aggregator):
             raise UserError(
                 f"{what} leaves the whole model with each client, so aggregator {kind_of(experiment.aggregator)} clips "
-                "nothing, and its epsilon would be about nothing: leave aggregator out"
+                "nothing, and its epsilon would protect nothing: leave aggregator out"
             )
         if beginning.whole:
             raise UserError(
@@ -125,7 +125,8 @@ class ClientOwnPart(ClientLayer):
         """Return the plan for the whole model: personal parameters are trained without the method's corrections.
 
         The method's gradient offsets and momentum buffers cover only the sent parameters. Zeros are added for the
-        personal parameters. MOON's loss contains the client's last model; its personal parameters are added, too.
+        personal parameters. MOON's loss contains the client's last model.
+        The last model gets its personal parameters back, too.
         """
         missing = self._kept_in(came.state)
         zeros = {name: torch.zeros_like(value) for name, value in missing.items()}
@@ -175,9 +176,10 @@ class ClientOwnPart(ClientLayer):
         return {**state, OWN: {"vector": torch.zeros(self.room)} if self.room else self.own} if self.own else state
 
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
-        """Return this layer with ``room`` for the personal parameters of the largest of all architectures.
+        """Return this layer with ``room`` set to the number of personal parameters of the largest architecture.
 
-        The layer is unchanged if the personal parameters of all architectures have the same names and shapes.
+        Client states of all architectures then have the same shape. The layer is unchanged if the personal parameters
+        of all architectures have the same names and shapes.
         """
         halves = [one for one in others if isinstance(one, ClientOwnPart)]
         if all(layout_of(one.own) == layout_of(self.own) for one in halves):

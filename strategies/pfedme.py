@@ -1,4 +1,4 @@
-"""pFedMe: own models minimise a Moreau envelope: loss plus distance to a model w (T Dinh et al. 2020, algorithm 1)."""
+"""pFedMe: clients' own models minimise loss plus squared distance to a model w (T Dinh et al. 2020, algorithm 1)."""
 
 from __future__ import annotations
 

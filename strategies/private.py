@@ -86,12 +86,12 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for the user about default sampling, and about a budget that is missing or unsuitable."""
+        """Return sentences about the default sampler, and about a budget that is missing or does not fit the rounds."""
         return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings about default sampling, the budget, correlated noise in a resumed run, and a large delta."""
+        """Return warnings about default sampler, budget, correlated noise in a resumed run, and a large delta."""
         del idle
         aggregator, resumed = experiment.aggregator, list[str]()
         if aggregator.noise_bands > 1 and rounds_done:
@@ -156,7 +156,7 @@ class PrivateRounds(Layer):
 
     @property
     def hides_clients(self) -> bool:
-        """Return True, because the cohort is secret. Only the noised mean depends on the cohort."""
+        """Return True: the cohort is secret, and the noised mean is all that is published about its clients."""
         return True
 
     def state(self) -> Mapping[str, Any]:
@@ -176,9 +176,9 @@ class PrivateRounds(Layer):
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Charge the cost of the noisy sum ``number`` (from 1) that is published before round 1.
+        """Charge the cost of one noisy sum of a stage to the privacy ledger, before round 1.
 
-        Result and errors: see ``pay``.
+        ``number``: the index of the sum, from 1. Result and errors are those of ``pay``.
         """
         event = self.sampler.amplify(self.beforehand[number - 1].event(), self.num_clients)
         name = f"before round 1: {number} of {len(self.beforehand)}"
@@ -262,7 +262,10 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
 def planned_charges(
     aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int, beforehand: Sequence[GlobalDP] = ()
 ) -> Mapping[DpEvent, int]:
-    """Return one client's privacy events {event: count}: those of ``rounds`` rounds and of the sums ``beforehand``."""
+    """Return the privacy events of one client in a run of ``rounds`` rounds, {event: count}.
+
+    ``beforehand``: the mechanisms of the noisy sums that a stage publishes before round 1. Their events are included.
+    """
     events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
     events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
     return events
@@ -282,7 +285,7 @@ def fitted(experiment: Any) -> float:
 def noise_within(aggregator: GlobalDP, epsilon: float, charges: Callable[[GlobalDP], Mapping[DpEvent, int]]) -> float:
     """Return the least noise multiplier with which all releases cost at most ``epsilon``, rounded up to 6 digits.
 
-    ``charges``: a function that returns the releases {event: number} of an aggregator with the tried noise multiplier.
+    ``charges``: a function that returns all releases, {event: number}, of ``aggregator`` with another noise multiplier.
     """
 
     def spent(noise_multiplier: float, accountant: Accountant) -> float:
@@ -294,7 +297,7 @@ def noise_within(aggregator: GlobalDP, epsilon: float, charges: Callable[[Global
 
 
 def told_beforehand(experiment: Any) -> list[str]:
-    """Return sentences about default Poisson sampling, and about a budget that does not fit the rounds."""
+    """Return a sentence if the sampler is the default (Poisson), and one if the budget does not fit the rounds."""
     aggregator, sampler, sentences = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
         sentences.append(
@@ -347,7 +350,10 @@ def _groups_in_words(sampler: AnySampler) -> str:
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:
-    """Return the ledger's terms: unit, adjacency, delta, budget and accountant. Raises UserError for a user's class."""
+    """Return the terms of the privacy ledger: unit, adjacency, delta, budget and accountant.
+
+    Raises UserError for a user's subclass of ``GlobalDP``, because its privacy cost is not known.
+    """
     aggregator.check_unchanged()
     adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
     return Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)

@@ -1,6 +1,6 @@
 """The privacy cost of Global DP in plans: sampling, groups, noise bands, adaptive clipping and a private start.
 
-Releases and their noise are computed by the functions that also charge a run.
+Plans and runs use the same functions to compute releases and their noise.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,10 @@ from strategies.samplers import AnySampler, Cyclic, FixedSize, Poisson
 
 @dataclass(frozen=True)
 class GlobalRounds:
-    """Rounds of the mechanism ``aggregator`` with cohorts from ``sampler``, after the sums of a private start, if any.
+    """Rounds of the mechanism ``aggregator`` with cohorts from ``sampler``, whose privacy cost is to be planned.
 
-    ``population``: the number of clients, None if it is unknown. The noise multiplier of ``aggregator`` is not read.
+    ``population``: the number of clients, None if it is unknown. ``start``: a private start, whose noisy sums come
+    before the rounds; None without one. The noise multiplier of ``aggregator`` is not read.
     """
 
     unit: ClassVar[str] = "client"
@@ -38,7 +39,7 @@ class GlobalRounds:
         return self.sampler.amplify(event, self.population or 0)
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
-        """Return the releases of ``steps`` rounds and of a private start, {event: number}."""
+        """Return all releases, {event: number}: those of ``steps`` rounds and those of a private start."""
         return self._charges_of(self.aggregator.model_copy(update={"noise_multiplier": noise}), steps)
 
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
@@ -91,7 +92,7 @@ class GlobalRounds:
         spent = epsilon_of_counts(self.charges(1.0, 0), delta, accountant=accountant)
         if spent > target:
             raise UserError(
-                f"the private start alone costs epsilon {rounded_up(spent)}, more than {target:g}: give a larger "
+                f"the private start by itself costs epsilon {rounded_up(spent)}, more than {target:g}: give a larger "
                 "--start-noise or a larger --epsilon"
             )
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Sums: TypeAlias = "Params"
 """The noisy result of one step: the mean of the clients' answers, by name."""
 
-_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # each step's share of 1 / noise_multiplier^2
+_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # each step's share of the cost 1 / noise_multiplier^2
 _LEAST_SHARE: Final = 0.3  # a class's share of the records is at least this number / number of classes
 _LEAST_VARIANCE: Final = 1e-3  # the least total variance of images, in the units of ``black_frame``
 _LEAST_WITHIN: Final = 0.2  # at least this share of a frequency's variance is within classes
@@ -128,7 +128,7 @@ class PrivateStart(Settings):
         check_unit_range(dataset, "private-start")
 
     def num_frequencies(self, shape: tuple[int, ...]) -> int:
-        """Return the number of frequencies that are used for images of ``shape``, at most all of their frequencies."""
+        """Return the setting ``frequencies``, or the number of all frequencies if images of ``shape`` have fewer."""
         return min(self.frequencies, math.prod(shape))
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
@@ -136,7 +136,7 @@ class PrivateStart(Settings):
         return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
-        """Return one step's mechanism: Global DP as in the rounds, with the step's own noise and clipping norm."""
+        """Return one step's mechanism: Global DP with the noise multiplier and the clipping norm of this step."""
         noise_multiplier = self.noise_multiplier / math.sqrt(_SHARES[step])
         return GlobalDP(
             noise_multiplier=noise_multiplier,
@@ -161,7 +161,7 @@ class Classes:
 def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
     """Return the coordinate frame in which frequencies have mean 0 and total variance 1, from the sums of step 1.
 
-    Only the total of all variances is estimated, because the noise is too large for more. A public spectrum divides
+    Only the total of all variances is estimated, because the noise hides single variances. A public spectrum divides
     this total among the frequencies, so that all frequencies have about the same variance in the frame. ``std``:
     standard deviation of the noise on each number of ``sums``.
     """
@@ -177,7 +177,7 @@ def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: in
 def classes_of(sums: Sums, std: float) -> Classes:
     """Return each class's share of the records, and its mean, from the noisy sums of step 2.
 
-    Means are shrunk towards 0 by the share that noise may explain. ``std``: standard deviation of the noise on each
+    Means are shrunk towards 0, because a part of them may be noise. ``std``: standard deviation of the noise on each
     number of ``sums``.
     """
     counts, totals = _array(sums["counts"]), _array(sums["means"])
@@ -232,7 +232,10 @@ def drawn_images(
 
 
 def _positive(covariance: Array, within: Array) -> Array:
-    """Return ``covariance`` with small variances raised to a share of the variances ``within``, shape (d,)."""
+    """Return ``covariance`` made positive definite: small variances are raised to a share of ``within``.
+
+    ``within``: the variances within classes, shape (d,).
+    """
     scale = np.sqrt(np.outer(within, within))
     values, vectors = np.linalg.eigh(covariance / scale)
     found: Array = (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale

@@ -26,7 +26,7 @@ from strategies.layer import Beginning, Layer
 
 
 class PrivateTraining(Layer):
-    """Counts the rounds in which each client trained, {client: number of rounds}.
+    """Counts the rounds in which each client trained, {client: number of rounds}, for the privacy statements.
 
     The layer changes nothing in a round.
     """

@@ -18,7 +18,7 @@ from strategies.private_steps import PrivateTraining, digest_of
 
 
 class PrivateUpdates(PrivateTraining):
-    """Counts the rounds in which each client sent an update, as ``PrivateTraining`` does for training."""
+    """Counts the rounds in which each client sent an update. Each of these rounds has a privacy cost."""
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
@@ -43,7 +43,7 @@ def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting:
     """
     what = f"algorithm {kind_of(algorithm)} cannot run with {chosen}"
     if not beginning.server.params:
-        raise UserError(f"{what}: clients send no parameters, and epsilon would be about nothing; leave {setting} out")
+        raise UserError(f"{what}: clients send no parameters, and epsilon would protect nothing; leave {setting} out")
     wanted = dict(layout_of(beginning.server.params))
     for group, params in beginning.sent.items():
         if dict(layout_of(params)) != wanted:

@@ -25,7 +25,7 @@ PUBLIC_LOGITS: Final = "public-logits"
 class PublicLogits(OwnPart):
     """Before each round, asks all clients for their logits on the public records, and sends the mean to the cohort.
 
-    In the first round no client is trained, so the layer asks nobody and sends a tensor with 0 rows. ``shape``:
+    Before the first round no client has trained, so the layer asks nobody and sends a tensor with 0 rows. ``shape``:
     (records, classes) of a client's logits; a stage sets it before the first round.
     """
 
@@ -42,7 +42,7 @@ class PublicLogits(OwnPart):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError as ``OwnPart`` does, and for settings with which not all clients could be asked."""
+        """Raise UserError for settings that ``OwnPart`` refuses, or that do not fit the exchange of logits."""
         super().check(experiment, beginning)
         what = f"algorithm {kind_of(experiment.algorithm)}"
         if experiment.num_members < experiment.num_clients:

@@ -98,7 +98,7 @@ class Ridge(SumsOfFeatures):
         return private_products(features, labels, num_classes, clipping_norm, self.protection, noise)
 
     def _longest(self, num_features: int, num_classes: int) -> float:
-        """Return the largest norm of a scaled vector z. Raises UserError if the rounding of the noise is too coarse."""
+        """Return the norm to which vectors z are bounded. Raises UserError if the noise is rounded too coarsely."""
         if self.protection is None:
             return 1.0
         from clients.private_gram import longest_private  # noqa: PLC0415 (the accountants load slowly)
@@ -142,7 +142,7 @@ class RidgeStart(Ridge):
     computes_with_records: ClassVar[bool] = True
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if other settings forbid that single clients send sums of their features."""
+        """Raise ValueError for privacy or attack settings under which a client must not send sums of its features."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 f"preprocess ridge-start cannot run under aggregator {kind_of(experiment.aggregator)}, which protects "

@@ -52,7 +52,7 @@ EXTRA: Final = 2
 
 
 def scale_of(settings: SecureSum, cohort: int) -> float:
-    """Return the scale of numbers before rounding, with which a sum over ``cohort`` clients cannot overflow."""
+    """Return the factor that scales numbers before rounding, so that a sum over ``cohort`` clients cannot overflow."""
     return ((1 << (settings.bits - 1)) - 1) // cohort / settings.clipping_range
 
 
@@ -246,7 +246,7 @@ class ClientMasks(ClientLayer):
         settings, bits = self.settings, self.settings.bits
         cohort = [int(one) for one in came.broadcast[GROUP]["clients"].tolist()]
         values = payload_vector(update.payloads, self.template).double().cpu().numpy()
-        if not np.abs(values).max(initial=0.0) <= settings.clipping_range:  # the "not" also refuses NaN
+        if not np.abs(values).max(initial=0.0) <= settings.clipping_range:  # "not <=" refuses NaN, too; ">" would not
             raise RunError(
                 f"its update has a number beyond aggregator.clipping_range={settings.clipping_range:g}: training "
                 "diverged, or a larger clipping_range is needed"

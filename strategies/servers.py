@@ -44,7 +44,7 @@ class Synchronous(Settings):
 class Arrival:
     """An update that arrives at an asynchronous server.
 
-    ``start``: the global model at which its training started. ``staleness``: the number of server steps since then.
+    ``start``: the global model from which local training started. ``staleness``: the number of server steps since then.
     """
 
     reply: Reply

@@ -100,7 +100,7 @@ class SplitClusters(SeveralModels):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError for a run in which clusters would be ignored, or would not have whole models."""
+        """Raise UserError for a stage that trains one model, for held-out clients, and for the user's own layers."""
         what = f"algorithm {kind_of(experiment.algorithm)}"
         if beginning.whole:
             raise UserError(

@@ -33,7 +33,7 @@ class TrimmedMean(Robust):
         return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the trimmed mean of every coordinate."""
+        """Return the trimmed mean of every coordinate of the updates ``rows``, shape (n, d)."""
         del cohort, weighting
         cut = min(math.ceil(self.trim * len(rows) - 1e-9), (len(rows) - 1) // 2)
         return ordered(rows)[cut : len(rows) - cut].mean(dim=0)

@@ -47,7 +47,7 @@ class VotingMechanism(Protocol):
     """A noisy majority vote. ``votes``: votes per class, shape (classes,). ``query``: the query's index."""
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query as Renyi curves. Data-dependent epsilons are computed from them."""
+        """Return the privacy cost of one query as Renyi curves, from which data-dependent epsilons are computed."""
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
@@ -82,7 +82,7 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event): no test, and two Laplace mechanisms for the answer, as two counts change by 1."""
+        """Return (None, event): no test, and a Laplace mechanism for each of the two counts that a record changes."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -210,10 +210,11 @@ class Labelling(Settings):
     def open_ledger(
         self, path: Path | None, receipt: "Receipt | None" = None, *, holder: str = "this labelling"
     ) -> "Ledger":
-        """Return the ledger of the private records; ``path`` is its charge log, None for a ledger in memory.
+        """Return the privacy ledger of the private records.
 
-        ``receipt``: number and digest of earlier charges, with which the log must begin. ``holder``: a name for error
-        messages, of what these charges paid for.
+        ``path``: the file of the ledger; None for a ledger in memory. ``receipt``: number and digest of earlier
+        charges, with which the file must begin. ``holder``: a name, for error messages, of the results of these
+        charges.
         """
         from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
@@ -222,9 +223,10 @@ class Labelling(Settings):
         return Ledger(terms, path, receipt=receipt, holder=holder)
 
     def check_budget(self, num_teachers: int, num_classes: int) -> None:
-        """Raise UserError if the budget ``epsilon`` does not cover one query, whatever the votes are.
+        """Raise UserError if the budget ``epsilon`` does not even cover one query.
 
-        A data-dependent budget is compared with a lower bound on the cost of a query for all votes.
+        With a data-dependent budget, the cost of a query depends on its votes. The budget is then compared with a lower
+        bound on this cost, which holds for all votes.
         """
         if self.epsilon is None:
             return
@@ -247,21 +249,21 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries that ``planned`` counts. It does not depend on the votes."""
+        """Return the number of queries whose cost ``planned`` states. The number does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
         """Return the privacy cost of labelling ``num_queries`` records, as {event: count}, without reading any vote.
 
-        If the mechanism answers every query, only the budget decides the number of queries. Then ``num_asked`` queries
-        are counted. If the mechanism leaves queries unanswered, the number of queries within a budget depends on the
-        votes. Then all ``num_queries`` are counted. A data-dependent budget uses votes without noise to stop the
-        labelling, and no epsilon covers that.
+        If the mechanism answers every query, the votes do not change the number of queries within the budget. Then
+        the cost is that of the ``num_asked`` queries. If the mechanism leaves queries unanswered, this number depends
+        on the votes. Then the cost is that of all ``num_queries`` queries. A data-dependent budget stops the labelling
+        by votes without noise. No epsilon covers that, so an event without guarantee is added.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         test, answer = self.mechanism.charges()
-        each = Counter([answer] if test is None else [test, answer])  # a Counter, as both events may be equal
+        each = Counter([answer] if test is None else [test, answer])  # equal events are counted twice
         times = self.certain_queries(num_queries, num_asked)
         planned = {event: number * times for event, number in each.items() if times}
         return planned if self.budget == "data-independent" else {**planned, dp_event.NonPrivateDpEvent(): 1}
@@ -344,7 +346,7 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
     if test is None:
         return answer
     both = (test.noise_multiplier**-2 + answer.noise_multiplier**-2) ** -0.5
-    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # with a margin for rounding errors
+    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # slightly less noise, as a margin for rounding errors
 
 
 @dataclass

@@ -58,7 +58,7 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
-    nn.init.normal_(layer.weight, std=0.05)  # short, so that a step of Adam changes their direction more
+    nn.init.normal_(layer.weight, std=0.05)  # short weight vectors, so that a step of Adam changes their direction more
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 

@@ -122,7 +122,7 @@ class _FixMatchRun:
         self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
         if settings.neighbours:
             shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
-            shares = shares[len(data.labels) :].square()  # squared, because the probabilities are too uniform
+            shares = shares[len(data.labels) :].square()  # squares, because the probabilities are too similar
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> torch.nn.Module:
@@ -296,7 +296,7 @@ def representatives(inputs: torch.Tensor, count: int) -> NDArray[np.int64]:
     covered, gains, chosen = torch.zeros(len(likeness)), likeness.sum(dim=1), []
     for _ in range(min(count, len(likeness), _MOST_CHOSEN)):
         best, stale = int(gains.argmax()), -1
-        while best != stale:  # lazy greedy: gains only fall, so a recomputed gain that stays largest is the maximum
+        while best != stale:  # lazy greedy: gains only fall, so a gain that is still largest after recomputing is best
             gains[best] = (likeness[best] - covered).clamp(min=0).sum()
             best, stale = int(gains.argmax()), best
         chosen.append(best)

@@ -107,7 +107,7 @@ def test_delta_at_an_epsilon_counts_the_private_start() -> None:
         (("--sampling-rate", "0.5", "--count-noise", "1", *NOISE), "for the updates at noise_multiplier 3"),
         (
             ("--sampling-rate", "0.5", "--start-noise", "0.5", "--rounds", "3", "--epsilon", "1"),
-            "the private start alone costs",
+            "the private start by itself costs",
         ),
     ],
     ids=str,

@@ -280,7 +280,7 @@ def test_a_node_with_records_of_its_own_says_that_the_server_cannot_choose_its_t
 def test_nothing_sent_under_global_dp_has_no_epsilon(tmp_path: Path) -> None:
     everything = ",".join(f"{layer}.{part}" for layer in (1, 3, 5) for part in ("weight", "bias"))
     settings = {**settings_of(local={"personal": everything}, aggregator="global-dp"), "evaluate": {}}
-    with pytest.raises(fl_sim.UserError, match="its epsilon would be about nothing: leave aggregator out"):
+    with pytest.raises(fl_sim.UserError, match="its epsilon would protect nothing: leave aggregator out"):
         run(experiment_from(settings), tmp_path)
 
 
