@@ -35,7 +35,7 @@ class FoolsGold(Robust):
 
     @property
     def has_memory(self) -> bool:
-        """Return True: the rule keeps the history of every client."""
+        """Return True: the aggregator stores the history of every client from round to round."""
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:

@@ -62,7 +62,7 @@ class Album:
     def made(self, making: Making, loss_of: LossOf) -> tuple[torch.Tensor, torch.Tensor]:
         """Train a new generator, and return its images as uint8, with their labels.
 
-        Labels are drawn uniformly. Of all training steps, the images of the step with the lowest loss are returned.
+        Labels are drawn uniformly. The result is the images of the training step with the lowest loss.
         """
         lesson, draw = self.lesson, torch.Generator().manual_seed(int(self.lesson.generator.integers(2**62)))
         labels = torch.randint(lesson.dataset.num_classes, (making.count,), generator=draw).to(lesson.device)
@@ -146,7 +146,7 @@ class OnMadeImages(OnEnsemble):
         return [] if self.learns else [off("algorithm.epochs=0", FEDAVG)]
 
     def making(self, longest: float = math.inf) -> Making:
-        """Return the settings of the generator. ``longest``: the norm to which its gradients are clipped."""
+        """Return the settings of the image generator. ``longest``: the norm to which its gradients are clipped."""
         return Making(self.generator_steps, self.generator_rate, self.images, self.channels, longest)
 
     def note(self) -> str:

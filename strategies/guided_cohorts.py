@@ -54,7 +54,7 @@ class GuidedCohorts(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if some clients are held out of training."""
+        """Raise UserError if some clients never train, because the sampler would ask them for their loss."""
         del beginning
         if experiment.num_members < experiment.num_clients:
             raise UserError(
@@ -79,7 +79,7 @@ class GuidedCohorts(Layer):
         return traffic
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the sampler's cohort, and the candidates that were asked for their loss."""
+        """Return the cohort that the sampler selects, and the candidates that were asked for their loss."""
         feedback, coins = self._feedback(), coins or self._coins(server_round)
         self._rates = self._sampler.rates(feedback)
         return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))

@@ -79,7 +79,10 @@ class KNNPer(Averaging):
     def _of_neighbours(
         self, own: torch.Tensor, features: torch.Tensor, labels: torch.Tensor, num_classes: int
     ) -> torch.Tensor:
-        """Return p_kNN for inputs with features ``own``. ``features``, ``labels``: those of the training records."""
+        """Return p_kNN (see ``KNNPer``) for inputs with the features ``own``.
+
+        ``features``, ``labels``: features and labels of the training records.
+        """
         distances = torch.cdist(own, features, compute_mode="donot_use_mm_for_euclid_dist")
         if self.distance == "mean":
             distances = distances.square() / features.shape[1]

@@ -109,7 +109,7 @@ class Workload:
 
 
 class Ask(Protocol):
-    """A function that gives clients a task before a round. It sends them the tensors of the coming round."""
+    """A function that lets clients execute a task before a round, on the model and tensors of the coming round."""
 
     def __call__(self, task: str, clients: Sequence[int], read: Callable[[Any], Read]) -> tuple[list[Read], Traffic]:
         """Return the answers of ``clients`` to the client task named ``task``, and the number of bytes that were sent.
@@ -234,7 +234,7 @@ class Layer:
         """Raise RunError if ``out``, the run directory, has rounds but lacks the layer's files, such as a ledger."""
 
     def ready(self, work: Workload) -> None:
-        """Receive the workload of the clients: numbers of records, local settings, bytes.
+        """Store what the layer needs of the clients' workload: numbers of records, local settings, bytes.
 
         Called once, before round 1.
         """
@@ -245,7 +245,7 @@ class Layer:
         self.inner.begin(server_round)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Ask clients before the round's cohort is drawn, if the layer needs it. Return the number of bytes sent."""
+        """Send client tasks before the cohort is drawn, if the layer needs answers. Return the number of bytes sent."""
         return self.inner.consult(server_round, ask)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
@@ -264,7 +264,7 @@ class Layer:
         return self.inner.received(replies)
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Handle the failure of clients in a round. ``failed``: {client: error}. Raises RunError to end the run.
+        """Handle clients that failed in a round. ``failed``: {client: error}. Raises RunError if the run must end.
 
         ``answered``: True if at least one client sent a valid update.
         """
@@ -277,7 +277,7 @@ class Layer:
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the aggregate of a hypothetical ``cohort``. Attackers call this to try out forged updates.
 
-        A layer overrides this method if the aggregator needs the layer's tensors. The call changes no layer.
+        A layer overrides this method if the aggregator needs the layer's tensors. The method changes no state.
         """
         return self.inner.foreseen(cohort, algorithm, server)
 
@@ -320,7 +320,7 @@ class Layer:
 
 
 def found_in(layer: Layer, kind: type[Kind]) -> Kind:
-    """Return the only layer of class ``kind`` among ``layer`` and its inner layers."""
+    """Return the layer of class ``kind``: ``layer`` itself, or one of its inner layers."""
     while not isinstance(layer, kind):
         layer = layer.inner
     return layer

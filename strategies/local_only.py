@@ -28,6 +28,6 @@ class LocalOnly(Averaging):
             )
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return no names: clients send no parameters."""
+        """Return no parameter names: clients send no parameters."""
         del params
         return ()

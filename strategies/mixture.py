@@ -1,4 +1,4 @@
-"""The layer of agnostic federated learning: weights of all clients, which rise with the clients' losses."""
+"""The layer of agnostic federated learning: it weights clients, and raises a client's weight with its loss."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mixture(Layer):
         return found
 
     def _admit(self, clients: Sequence[int]) -> None:
-        """Give each new client the mean weight of all clients."""
+        """Give each client that has no weight yet the mean weight of all clients."""
         new = [client for client in clients if client not in self.weights]
         count = len(self.weights) + len(new)
         kept = {client: weight * len(self.weights) / count for client, weight in self.weights.items()}

@@ -37,6 +37,6 @@ class MOON(Averaging):
         return LocalPlan(contrast=Contrast(self.mu, self.tau, task.state.get("model") or task.params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x, with the trained model y_i as client state."""
+        """Return the update y_i - x, with the trained model y_i as client state. x: the received model."""
         update = super().finish(task, trained)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state={"model": trained.params})

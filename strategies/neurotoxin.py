@@ -46,7 +46,7 @@ class HostileMemory(HostilePlans):
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
         """Return the update, with the received model added to the client state.
 
-        All client states of a run have the same names. So honest clients with a client state store the model, too.
+        All client states of a run must have the same names. So honest clients with a client state store the model, too.
         """
         del task
         keeps = bool(update.state) or (came.client in self.hostile and trained.num_steps > 0)

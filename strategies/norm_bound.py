@@ -35,7 +35,7 @@ class NormBound(Robust):
     title: ClassVar[str] = "norm bound"
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the mean of the bounded updates, with noise if ``noise`` is set."""
+        """Return the mean of the updates ``rows`` after scaling them down, with noise if ``noise`` is set."""
         by = weighting if self.weights == "examples" else "uniform"
         updates, weights = rows.double(), torch.tensor(weights_of(cohort.replies, by), dtype=torch.float64)
         factors = self.norm_bound / updates.norm(dim=1).clamp(min=self.norm_bound)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OtherLogits(SinglePayloads):
-    """Stores each client's last logits in the server state, and sends each client the mean of all others' logits."""
+    """Stores each client's last logits in the server state. Sends a client the mean of all other clients' logits."""
 
     def __init__(self, algorithm: Learning) -> None:
         super().__init__(algorithm)

@@ -1,4 +1,4 @@
-"""A wrapper around a user's own layer. It checks the results of all methods, and error messages name the layer."""
+"""A wrapper around a layer that the user wrote: checks results of methods, and names the layer in error messages."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _along(direction: Params, num_classes: int) -> LocalPlan:
 
 
 def _slope(batch: Batch) -> torch.Tensor:
-    """Return the derivative of the loss along the vector that ``batch.data`` holds."""
+    """Return the derivative of the loss in the direction of the vector in ``batch.data``."""
 
     def loss(params: Params) -> torch.Tensor:
         logits = batch.logits_of(params, batch.inputs)

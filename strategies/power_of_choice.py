@@ -47,7 +47,7 @@ class PowerOfChoice(GuidedSampler):
         return smallest(distinct(len(feedback.sizes), coins), feedback.sizes, asked)
 
     def num_asked(self, num_clients: int) -> int:
-        """Return the number of candidates, or 0 if all of them train."""
+        """Return the number of candidates that are asked for their loss; 0 if all candidates train."""
         asked = min(2 * self.cohort_size, num_clients) if self.candidates_asked is None else self.candidates_asked
         return asked if asked > self.cohort_size else 0
 

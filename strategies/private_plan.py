@@ -88,7 +88,7 @@ class GlobalRounds:
         return planned_charges(aggregator, self.sampler, self.population or 0, rounds, beforehand)
 
     def _check_start(self, target: float, delta: float, accountant: Accountant) -> None:
-        """Raise UserError if the private start by itself costs more than epsilon ``target``."""
+        """Raise UserError if the private start costs more than epsilon ``target``, even without any round."""
         spent = epsilon_of_counts(self.charges(1.0, 0), delta, accountant=accountant)
         if spent > target:
             raise UserError(

@@ -43,7 +43,7 @@ class QFFL(SendingLoss):
         return [] if self.q else [off("algorithm.q=0", "this is fedavg with equal weights of all clients")]
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update D_i, F_i, and ||D_i||^2 / (eta F_i)."""
+        """Return the client's update D_i, its loss F_i, and ||D_i||^2 / (eta F_i) for the denominator."""
         update = super().finish(task, trained)
         [loss] = losses_of([Reply(task.client, update.payloads, task.num_examples, None)])
         square = flattened(update.payloads["delta"]).flat.double().pow(2).sum()
@@ -51,7 +51,7 @@ class QFFL(SendingLoss):
         return replace(update, payloads={**update.payloads, "curvature": {"norm": curvature}})
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return F_i^q for each reply, divided by the largest, so that no power overflows."""
+        """Return the weight F_i^q of each reply, divided by the largest weight, so that no power overflows."""
         losses = [loss + _LEAST for loss in losses_of(replies)]
         return [(loss / max(losses)) ** self.q for loss in losses]
 

@@ -33,12 +33,12 @@ class SendingLoss(Averaging):
         return replace(task, state={**task.state, _RECEIVED: {"loss": torch.tensor([loss])}})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x, and F_i."""
+        """Return the update y_i - x of client i, and its loss F_i. y_i: the trained model. x: the received model."""
         update = super().finish(task, trained)
         sent = task.state.get(_RECEIVED, {"loss": torch.zeros(1)})
         return replace(update, payloads={**update.payloads, _RECEIVED: sent})
 
 
 def losses_of(replies: Sequence[Reply]) -> list[float]:
-    """Return F_i for each reply. A negative F_i, which only a hostile client sends, counts as 0."""
+    """Return the loss F_i of each reply. A negative F_i, which only a hostile client sends, counts as 0."""
     return [max(0.0, float(reply.payloads[_RECEIVED]["loss"])) for reply in replies]

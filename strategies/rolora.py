@@ -39,7 +39,7 @@ class RoLoRA(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedAvg's plan for this round's factor, A or B, and all non-adapter parameters."""
+        """Return FedAvg's local plan. It trains this round's factor, A or B, and all non-adapter parameters."""
         return LocalPlan(trained=frozenset(_moving(task.params, task.server_round)))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

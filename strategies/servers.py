@@ -57,8 +57,8 @@ class _Asynchronous(Settings):
 
     procedure: ClassVar[str] = "fl_sim.stages.asynchronous:AsynchronousRounds"
 
-    # Both subclasses declare these fields themselves, to choose their first field: it is the one that a short form such
-    # as "fedbuff:10" sets.
+    # Both subclasses declare these fields themselves, because the order of fields matters: a short form such as
+    # "fedbuff:10" sets the first field.
     if TYPE_CHECKING:
         concurrency: int
         staleness_exponent: float
@@ -227,7 +227,7 @@ class FedBuff(_Asynchronous):
     ) -> ServerState:
         """Return the server state after a full buffer of updates.
 
-        It is unchanged if no client in the buffer has records.
+        The state is unchanged if no client in the buffer has records.
 
         ``clients``: the number of clients that hold records.
         """

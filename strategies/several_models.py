@@ -143,7 +143,7 @@ class OneUpdate(SeveralModels):
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
-        """Return warnings about cohorts with fewer clients than models, and about models that are not measured."""
+        """Return warnings if cohorts have fewer clients than there are models, or if only one model is measured."""
         del rounds_done, idle
         said, count, size = list[str](), experiment.algorithm.num_models, cohort_size(experiment)
         if size < count:

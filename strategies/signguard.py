@@ -35,7 +35,7 @@ class SignGuard(Robust):
     title: ClassVar[str] = "SignGuard"
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the mean of the usual updates."""
+        """Return the mean of the updates with usual norms and signs, among ``rows``, shape (n, d)."""
         del weighting
         rows, size = rows.double(), rows.shape[1]
         norms = rows.norm(dim=1)

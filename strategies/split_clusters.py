@@ -126,7 +126,7 @@ class SplitClusters(SeveralModels):
         return {**super().facts(), "splits": self._splits}
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state with the model of the client's cluster in place of the first model."""
+        """Return the server state with the model of the client's cluster as the global model."""
         if not (cluster := self.chosen[client]):
             return self.inner.sent_to(client, server)
         if self._seen[0] is not server:
@@ -137,7 +137,7 @@ class SplitClusters(SeveralModels):
         return self._seen[1][cluster]
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Split clusters, and return the mean update of each cluster. Names of payloads: see ``_delta``."""
+        """Split clusters, and return the mean update of each cluster, under the payload names of ``_delta``."""
         means, norms, self._parents = dict[int, Aggregate](), list[list[float]](), {}
         self._next = np.array(list(self.chosen.values()))
         self._missing = cohort.num_clients - len(cohort.replies)
@@ -206,7 +206,7 @@ class SplitClusters(SeveralModels):
                 "missing": self._missing}  # fmt: skip
 
     def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
-        """Return a warning if no cluster was split, with the norms that a split compares."""
+        """Return a warning if no cluster was split. It states the norms that decide about a split."""
         said = self.inner.conclusions(rounds)
         if self._splits or not self._norms:
             return said

@@ -32,6 +32,6 @@ class TERM(SendingLoss):
         return [] if self.t else [off("algorithm.t=0", FEDAVG)]
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return n_i exp(t F_i) for each reply, divided by the largest exponential, so that none overflows."""
+        """Return the weight n_i exp(t F_i) of each reply, divided by the largest exponential to avoid overflow."""
         tilted = [self.t * loss for loss in losses_of(replies)]
         return [reply.num_examples * math.exp(one - max(tilted)) for reply, one in zip(replies, tilted, strict=True)]

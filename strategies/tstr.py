@@ -58,7 +58,7 @@ class Tstr(Settings):
         preprocess = experiment.preprocess
         if not replaces_records(preprocess) or getattr(preprocess, "server_epochs", False):
             raise ValueError(
-                "algorithm tstr trains on synthetic records alone, at the server: take preprocess=da-fl with "
+                "algorithm tstr trains only on synthetic records, at the server: take preprocess=da-fl with "
                 "preprocess.train_on=synthetic and without preprocess.server_epochs"
             )
         for name, wanted in (("aggregator", "mean"), ("sampler", "full"), ("attack", "none"), ("calibrate", "none")):
@@ -93,7 +93,7 @@ class Tstr(Settings):
             )
 
     def reports(self) -> str:
-        """Return a phrase for the evaluated model: the best classifier on held-out synthetic records."""
+        """Return a phrase that names the evaluated model: the best classifier on held-out synthetic records."""
         return "the classifier that is best on held-out synthetic records"
 
     def note(self) -> str:

@@ -78,7 +78,7 @@ class MeanOfHolders(Layer):
         return server
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean update of each entry, and 0 for an entry that no client of the cohort has.
+        """Return the mean update of each parameter entry, and 0 for an entry that no client of the cohort has.
 
         If all clients have the whole model, this is the mean of the aggregator.
         """

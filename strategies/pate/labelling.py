@@ -55,7 +55,7 @@ class VotingMechanism(Protocol):
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
-        """Return True if the query passes the noisy test of the teachers' agreement: only then is it answered."""
+        """Return True if the teachers agree on the query, by a noisy test. Other queries get no answer."""
         ...
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:

@@ -103,7 +103,7 @@ class Student(Protocol):
 
     @property
     def steps(self) -> int:
-        """Return the number of training steps; the rounds of a run are equal parts of these steps."""
+        """Return the number of training steps. A run divides these steps equally among its rounds."""
         ...
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
@@ -113,7 +113,7 @@ class Student(Protocol):
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode.
 
-        It may contain running statistics of the public pool.
+        The copy may contain running statistics of the public pool.
         """
         ...
 

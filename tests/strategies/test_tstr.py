@@ -19,7 +19,7 @@ def test_it_takes_the_pool_alone_unless_told_otherwise(preprocess):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"preprocess": "none"}, "tstr trains on synthetic records alone"),
+        ({"preprocess": "none"}, "tstr trains only on synthetic records"),
         ({"preprocess": {"kind": "da-fl", "train_on": "own-and-synthetic"}}, "preprocess.train_on=synthetic"),
         ({"preprocess": {"kind": "da-fl", "server_epochs": 3}}, "without preprocess.server_epochs"),
         ({"aggregator": "global-dp"}, "has no rounds, so aggregator global-dp would have no effect"),
