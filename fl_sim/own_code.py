@@ -98,7 +98,7 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the user's code that raised ``error``; "" if the traceback has none."""
+    """Return file, line and function of the last user's code in the traceback of ``error``; "" if there is none."""
     for frame in reversed(extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES

@@ -197,7 +197,7 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
 class _Matrices:
     """The sums of confusion matrices over seeds, one for each method. A page has at most ``_MOST_CELLS`` matrix cells.
 
-    ``left_out``: the number of methods without a sum, because of this limit.
+    ``left_out``: the number of sums that this limit has left out.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ class Cost(ABC):
 
     @abstractmethod
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return the probability of each query that the mechanism answers it, shape (queries,)."""
+        """Return, for each query, the probability that the mechanism answers it; shape (queries,)."""
 
     @abstractmethod
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
@@ -240,7 +240,7 @@ class ConfidentCost(Cost):
         return (dp_event.GaussianDpEvent(self.sigma_threshold), *self.answer.events())
 
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return the probability of each query that it passes the noisy test and is answered, shape (queries,)."""
+        """Return, for each query, the probability that it passes the noisy test and is answered; shape (queries,)."""
         distance = (counts.max(axis=1) - self.threshold) / self.sigma_threshold
         return np.exp(np.asarray(log_ndtr(distance), dtype=np.float64))
 
