@@ -32,7 +32,7 @@ class GuidedCohorts(Layer):
     """Samples cohorts by facts about clients (``Feedback``), and divides updates by any sampling probabilities.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update. ``gains``: {round: the sum
-    of records times mean loss over its clients}.
+    over its clients of number of records times mean loss}.
     """
 
     def __init__(self, experiment: Any, met: Mapping[int, Met], gains: Mapping[int, float] = MappingProxyType({})):
@@ -108,7 +108,7 @@ class GuidedCohorts(Layer):
         return found
 
     def state(self) -> Mapping[str, Any]:
-        """Return the facts about all clients and rounds, for the checkpoint."""
+        """Return the facts about clients, and the sum ``gains`` of each round, for the checkpoint."""
         met = {str(client): [*astuple(facts)[:4], list(facts.sketch)] for client, facts in self.met.items()}
         return {"met": met, "gains": {str(number): gain for number, gain in self.gains.items()}}
 

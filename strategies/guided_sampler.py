@@ -37,7 +37,7 @@ class Feedback:
 
     ``sizes``: the number of training records of each client, shape (clients,). ``met``: {client: facts}; a client that
     has sent no update so far is missing. ``asked``: {candidate: loss of the model that the client would receive in this
-    round}. ``gains``: {earlier round: the sum of records times mean loss over the clients that sent an update}.
+    round}. ``gains``: {earlier round: the sum over its clients of number of records times mean loss}.
     """
 
     sizes: NDArray[np.int64]

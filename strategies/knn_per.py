@@ -21,7 +21,7 @@ _GRID: Final = tuple(step / 10 for step in range(11))
 
 
 class KNNPer(Averaging):
-    """FedAvg trains the model; a client predicts by ``weight`` p_kNN + (1 - ``weight``) p; p is the model's softmax.
+    """FedAvg, but a client predicts by ``weight`` p_kNN + (1 - ``weight``) p, where p is the global model's softmax.
 
     Let N be the ``neighbours`` training records that are nearest to an input. p_kNN(class c) is the sum of
     exp(-distance / ``scale``) over the records of class c in N, divided by the same sum over all records in N.

@@ -56,7 +56,7 @@ def secrets_of(seed: int, client: int, server_round: int) -> MaskSecrets:
 
 @lru_cache(maxsize=4096)
 def public_key(key: int) -> int:
-    """Return the public key of ``key``."""
+    """Return the public key g^k that belongs to the secret ``key`` k."""
     return pow(_GENERATOR, key, PRIME)
 
 

@@ -1,4 +1,4 @@
-"""Bucketing and nearest-neighbour mixing: another aggregator, applied to means of several updates."""
+"""Bucketing and nearest-neighbour mixing: they apply another aggregator to means of several updates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Mixed(Robust):
 
 
 class Bucketing(_Mixed):
-    """An aggregator, applied to means of a few random updates each (Karimireddy, He, Jaggi 2022, algorithm 1).
+    """Applies another aggregator to means of a few random updates each (Karimireddy, He, Jaggi 2022, algorithm 1).
 
     The random updates of one mean form a bucket. The last bucket may be smaller. The buckets come from the run's seed.
     A bucket with a hostile update counts as hostile, so the aggregator must withstand as many hostile buckets as there
@@ -92,13 +92,13 @@ class Bucketing(_Mixed):
         return self.size * (self._fewest_means - 1) + 1
 
     def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
-        """Return the mean of each bucket."""
+        """Return the mean of each bucket of updates, one per row."""
         order = torch.from_numpy(rng(cohort.seed, "buckets", cohort.server_round).permutation(len(rows)))
         return torch.stack([rows[bucket].mean(dim=0) for bucket in torch.split(order, self.size)])
 
 
 class NearestNeighbourMixing(_Mixed):
-    """An aggregator, applied to means: each update is replaced by the mean of its nearest ones (Allouah et al. 2023).
+    """Replaces each update by the mean of its nearest updates, then applies another aggregator (Allouah et al. 2023).
 
     This is algorithm 2 of the paper. Each mean is over n - h of the n updates, including the update itself. With h = 0
     all means are the mean of all updates. A round needs 2 h + 1 clients with records, or as many as the aggregator of

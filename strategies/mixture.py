@@ -21,7 +21,7 @@ MIXTURE: Final = "mixture"
 
 
 class Mixture(Layer):
-    """Keeps the weights lambda of all clients that have sent an update, {client: weight}, and adds them to replies."""
+    """Stores the weight lambda of each client that has sent an update, and adds the weights to the replies."""
 
     def __init__(self, rate: float, weights: Mapping[int, float]) -> None:
         self._rate, self.weights = rate, dict(weights)

@@ -48,7 +48,7 @@ class _Farthest(Knowing):
     direction: Literal["deviation", "sign", "mean"] = "deviation"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return mean + g p, the same for all hostile clients."""
+        """Return the forged update mean + g p, the same for all hostile clients."""
         rows = self.known(hostile, seen).double()
         mean = rows.mean(dim=0)
         way = mean if self.direction == "mean" else mean.sign()
@@ -60,11 +60,11 @@ class _Farthest(Knowing):
 
     @abstractmethod
     def largest_step(self, centred: torch.Tensor, way: torch.Tensor) -> float:
-        """Return the largest g. ``centred``: known updates minus their mean, (n, d). ``way``: unit vector p, (d,)."""
+        """Return the largest allowed g. ``centred``: known updates minus their mean, (n, d). ``way``: unit vector p."""
 
 
 class MinMax(_Farthest):
-    """Min-Max: mean + g p, no further from any known update than the largest distance between two known updates.
+    """Min-Max: send mean + g p, no further from any known update than the largest distance of two known updates.
 
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard
     deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The
@@ -83,7 +83,7 @@ class MinMax(_Farthest):
 
 
 class MinSum(_Farthest):
-    """Min-Sum: mean + g p, with g limited by a sum of squared distances.
+    """Min-Sum: send mean + g p, with a number g that is limited by a sum of squared distances.
 
     The sum of squared distances from mean + g p to all known updates is at most the largest such sum of a known update.
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard

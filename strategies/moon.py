@@ -1,4 +1,4 @@
-"""MOON: model-contrastive learning (Li et al. 2021, algorithm 1)."""
+"""MOON: local training with a model-contrastive loss term (Li et al. 2021, algorithm 1)."""
 
 from typing import ClassVar, Literal
 

@@ -24,21 +24,21 @@ class Oort(GuidedSampler):
     Known clients have sent an update before; new clients have not. The utility of client i is (U_i + sqrt(0.1 log t /
     t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the round, t_i the last round with an update of the
     client, and s_i the virtual duration of its work in that round (``devices``). U_i is its number of records times its
-    mean loss in that round, limited to the 95th percentile. T is a percentile of all known durations. If the cohort has
-    k known clients, they are drawn in proportion to utility, from all clients with at least 95 % of the k-th largest
-    utility.
+    mean loss in that round, at most the 95th percentile of these products. T is a percentile of all known durations. If
+    the cohort has k known clients, they are drawn in proportion to utility, from all clients with at least 95 % of the
+    k-th largest utility.
 
     In round t the share of new clients is max(``least_exploration``, ``exploration`` 0.98^(t-1)). They are drawn
-    uniformly. If there are too few new clients, others are drawn uniformly in their place. If both settings are 1,
+    uniformly. If there are too few new clients, known clients are drawn uniformly instead. If both settings are 1,
     cohorts are drawn as by ``fixed-size``, except that new clients come first.
 
     In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
     root in the utility has t_i as in the released code; the paper has the number of rounds since t_i.
 
-    The pacer (section 4.3, algorithm 1) raises T. After every W rounds it compares the sum of U_i over the clients of
-    the last W rounds with that of the W rounds before. If it fell, the percentile of T grows by ``pacer_step``, to 100
-    at most. In the paper T itself grows, by a step in seconds. The released code raises the percentile, as here, but
-    where the sum changes by less than a tenth; and there U_i of explored clients does not count.
+    The pacer (section 4.3, algorithm 1) raises T. After every W rounds it compares the sum of U_i (not limited) over the clients of
+    the last W rounds with that of the W rounds before. If the sum fell, the percentile that defines T grows by
+    ``pacer_step``, to 100 at most. In the paper T itself grows, by a step in seconds. The released code also raises the
+    percentile, but only if the sum changes by less than a tenth. Its sums leave out U_i of new clients.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,
     durations do not count. ``exploration``: the share of new clients in the first round. ``least_exploration``: the
@@ -68,7 +68,7 @@ class Oort(GuidedSampler):
         return said
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the cohort, ascending: the best known clients, and new ones."""
+        """Return the cohort, ascending: known clients with high utilities, and new clients."""
         num_clients = len(feedback.sizes)
         drawn, holds = distinct(num_clients, coins), feedback.sizes > 0
         known = np.array([client in feedback.met for client in range(num_clients)])
@@ -103,7 +103,7 @@ class Oort(GuidedSampler):
         return utility
 
     def percentile(self, server_round: int, feedback: Feedback) -> float:
-        """Return the percentile of durations that is T in this round: it grows where the pacer finds a fall."""
+        """Return the percentile of durations that defines T in this round. It grows when the pacer finds a fall."""
         window, found = self.pacer_window, self.preferred_percentile
         for end in range(2 * window, server_round, window) if window else ():
             before, last = (

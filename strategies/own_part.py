@@ -52,7 +52,7 @@ class OwnPart(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
-        """Return None: no layer is needed in the server's rounds."""
+        """Return None: the server's rounds need no such layer."""
         del experiment, out, progress
         return None
 

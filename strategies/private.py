@@ -164,7 +164,7 @@ class PrivateRounds(Layer):
         return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return the privacy statements of the inner layers, and the statement of the rounds with unit "client"."""
+        """Return the privacy statements of the inner layers, and that of the rounds, with privacy unit "client"."""
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
@@ -185,7 +185,7 @@ class PrivateRounds(Layer):
         return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
-        """Return the source of random numbers for the round's cohort. It uses the secret key of the noise.
+        """Return the source of random numbers for sampling the round's cohort. It uses the secret key of the noise.
 
         The random numbers are as secret as the noise, and repeatable only if the noise is seeded.
         """

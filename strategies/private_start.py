@@ -4,7 +4,7 @@ Before the first round clients send sums over the lowest frequencies of their im
 three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
 covariances. Each step publishes one noisy sum by Global DP's own mechanism. A client's answer is clipped as a whole,
 noise is added once to the sum over clients, and the cost is charged to the run's privacy ledger. Everything else is
-post-processing: covariances are shrunk by the share that noise may explain, images are drawn from one normal
+post-processing: covariances are shrunk because a part of them may be noise, images are drawn from one normal
 distribution per class, and the server trains on these images. The method follows Harder et al. 2021 (DP-MERF), where a
 single holder of all records publishes the sums. The following rounds need to change the model only little, so the noise
 of the rounds harms less.
@@ -77,7 +77,7 @@ class PrivateStart(Settings):
     server_epochs: int = Field(5, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError without Global DP, with cyclic sampling, or with an attack."""
+        """Raise ValueError if the run lacks Global DP, or has cyclic sampling or an attack."""
         if not isinstance(experiment.aggregator, GlobalDP):
             raise ValueError(
                 f"preprocess private-start needs aggregator global-dp, whose ledger it charges, and the aggregator is "

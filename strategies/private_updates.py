@@ -1,4 +1,4 @@
-"""The layer of local differential privacy: it checks the payloads, and counts the rounds of each client."""
+"""The layer of local differential privacy: it checks the payloads, and counts each client's rounds."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class SecureRounds(Layer):
         return {"unopened": self.unopened, "dropped": self.dropped}
 
     def _present(self, server_round: int, cohort: Sequence[int]) -> list[int]:
-        """Return the clients of ``cohort`` that do not drop out of the round."""
+        """Return the clients of ``cohort`` that answer in the round: those that do not drop out."""
         coins = rng(self.seed, "drop-outs", server_round).random(len(cohort))
         return [client for client, coin in zip(cohort, coins, strict=True) if coin >= self.settings.dropout]
 

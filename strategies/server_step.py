@@ -1,4 +1,4 @@
-"""The layer for a server step after the mean update; this step uses the models of all clients of the round."""
+"""The layer for a server step after the mean update. The step uses the models of all clients of the round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several global models, of which each client trains one: the initial models, and the layer for updates."""
+"""Algorithms with several global models, of which each client trains one: initial models, and layers for updates."""
 
 from __future__ import annotations
 

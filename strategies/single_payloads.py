@@ -1,4 +1,4 @@
-"""The layer of methods whose clients keep their models, and whose server learns from every single payload."""
+"""The layer of methods in which clients keep their models, and the server learns from each client's payload."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Learning(Protocol):
-    """An algorithm whose server learns from single payloads."""
+    """An algorithm whose server learns from each client's payload, not from a mean."""
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state after a round. ``server``: the state after the algorithm's ``merge``."""
+        """Return the server state after learning from a round's payloads. ``server``: the state after ``merge``."""
         ...
 
 

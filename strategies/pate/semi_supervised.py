@@ -243,7 +243,7 @@ class FeatureMatchingGan(Settings):
 
 
 class _Game:
-    """A GAN: a classifier (feature extractor and head), a generator (``forger``), and the losses of both networks."""
+    """A GAN: a classifier (feature extractor and head), a generator (``forger``), and both networks' losses."""
 
     def __init__(self, model: torch.nn.Module, data: StudentData) -> None:
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
