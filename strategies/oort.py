@@ -35,10 +35,10 @@ class Oort(GuidedSampler):
     In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
     root in the utility has t_i as in the released code; the paper has the number of rounds since t_i.
 
-    The pacer (section 4.3, algorithm 1) raises T. After every W rounds it compares the sum of U_i (not limited) over the clients of
-    the last W rounds with that of the W rounds before. If the sum fell, the percentile that defines T grows by
-    ``pacer_step``, to 100 at most. In the paper T itself grows, by a step in seconds. The released code also raises the
-    percentile, but only if the sum changes by less than a tenth. Its sums leave out U_i of new clients.
+    The pacer (section 4.3, algorithm 1) raises T. After every W rounds it compares the sum of U_i (without the limit)
+    over the clients of the last W rounds with that of the W rounds before. If the sum fell, the percentile that defines
+    T grows by ``pacer_step``, to 100 at most. In the paper T itself grows, by a step in seconds. The released code also
+    raises the percentile, but only if the sum changes by less than a tenth. Its sums leave out U_i of new clients.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,
     durations do not count. ``exploration``: the share of new clients in the first round. ``least_exploration``: the
