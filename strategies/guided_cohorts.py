@@ -29,7 +29,7 @@ TELL_LOSS: Final = "tell-loss"
 
 
 class GuidedCohorts(Layer):
-    """Samples cohorts by facts about clients (``Feedback``), and divides updates by any sampling probabilities.
+    """Samples cohorts by facts about clients. If the sampler has sampling probabilities, divides updates by them.
 
     ``met``: {client: facts about its last update} for all clients that have sent an update. ``gains``: {round: the sum
     over its clients of number of records times mean loss}.

@@ -54,7 +54,7 @@ class GuidedSampler(Settings):
     cohort_size: int = Field(10, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for too few clients, and for private runs: losses, norms and sizes have no noise."""
+        """Raise ValueError if clients are too few, or if the run is private: losses, norms and sizes have no noise."""
         if self.cohort_size > experiment.clients:
             raise ValueError(
                 f"sampler.cohort_size={self.cohort_size} is more than the run's {experiment.clients} clients: set a "
@@ -91,7 +91,7 @@ class GuidedSampler(Settings):
         return np.arange(0)
 
     def num_asked(self, num_clients: int) -> int:
-        """Return the largest number of clients that are asked before a round."""
+        """Return the largest number of clients that are asked for their loss before a round."""
         del num_clients
         return 0
 

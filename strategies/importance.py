@@ -33,7 +33,7 @@ class Importance(GuidedSampler):
     uniform_share: float = Field(0.1, gt=0, le=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for private runs, and if the server uses more than a mean of updates."""
+        """Raise ValueError if the run is private, or if the server uses more than a mean of updates."""
         super().check(experiment)
         algorithm, what = experiment.algorithm, "sampler importance cannot run with"
         plain = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish

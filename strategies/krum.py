@@ -48,7 +48,7 @@ class MultiKrum(Robust):
     title: ClassVar[str] = "Multi-Krum"
 
     def fewest(self) -> int:
-        """Return the smallest number of updates: 2 ``hostile`` + 3, or ``selected`` if this is more."""
+        """Return the smallest number of updates for the rule: 2 ``hostile`` + 3, or ``selected`` if this is more."""
         return max(2 * self.hostile + 3, self.selected)
 
     def remarks(self, experiment: Choices) -> list[str]:

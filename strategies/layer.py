@@ -343,7 +343,7 @@ def layer_kinds(experiment: Any) -> list[type[Layer]]:
 
 
 def check_names(experiment: Any, names: Iterable[str]) -> None:
-    """Raise UserError if a name of an algorithm's payloads or client state, in ``names``, is reserved for a layer."""
+    """Raise UserError if one of ``names``, the names of payloads and client states, is reserved for a layer."""
     reserved = [kind.reserved for kind in _all_kinds(experiment) if kind.reserved]
     begin = tuple(name for name in reserved if name.endswith("/"))
     if taken := [name for name in names if name in reserved or name.startswith(begin)]:

@@ -9,7 +9,7 @@ from strategies.algorithm import Averaging
 
 
 class LGFedAvg(Averaging):
-    """FedAvg on the head, the last linear layer. Each client has its own body; both are trained together."""
+    """FedAvg on the head, the last linear layer. Each client has its own body, and trains body and head together."""
 
     kind: Literal["lg-fedavg"] = "lg-fedavg"
     title: ClassVar[str] = "LG-FedAvg"

@@ -62,7 +62,7 @@ class Mixture(Layer):
         return {"weight": torch.tensor([self.weights.get(client, 0.0)], dtype=torch.float64)}
 
     def state(self) -> Mapping[str, Any]:
-        """Return lambda, for the checkpoint."""
+        """Return the clients' weights lambda, for the checkpoint."""
         return {"weights": {str(client): weight for client, weight in self.weights.items()}}
 
 

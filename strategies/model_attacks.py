@@ -95,7 +95,7 @@ class MinSum(_Farthest):
     title: ClassVar[str] = "Min-Sum"
 
     def largest_step(self, centred: torch.Tensor, way: torch.Tensor) -> float:
-        """Return the largest g with sum_i |g p - c_i|^2 <= max_i sum_j |c_i - c_j|^2, for the rows c_i."""
+        """Return the largest g with sum_i |g p - c_i|^2 <= max_i sum_j |c_i - c_j|^2, for rows c_i of ``centred``."""
         del way
         return float(centred.norm(dim=1).max())
 
@@ -210,7 +210,7 @@ class FangTrim(Knowing):
     title: ClassVar[str] = "Fang, trimmed mean"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return different random values for every hostile client."""
+        """Return an update of random values for each hostile client; all these updates are different."""
         rows = self.known(hostile, seen).double()
         mean = rows.mean(dim=0)
         outward = torch.where(mean < 0, 1.0, -1.0).double()  # 1: hostile values are above the honest values; -1: below

@@ -32,7 +32,7 @@ class HostileMemory(HostilePlans):
         return replace(task, state={name: group for name, group in task.state.items() if name != RECEIVED})
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the plan of the attack for a hostile client. Its steps are masked from its second round on."""
+        """Return the attack's local plan for a hostile client. Steps are masked from the client's second round on."""
         planned, before = super().planned(came, plan), came.state.get(RECEIVED)
         if before is None or not self.attacks(came):
             return planned

@@ -38,7 +38,7 @@ class OwnLayer(Layer):
             self.inner.begin(server_round)
 
     def consult(self, server_round: int, ask: Ask) -> Traffic:
-        """Let the user's layer ask clients before the round. Raises RunError if the result is no ``Traffic``."""
+        """Let the user's layer ask clients before the round. Raises RunError if the result is not a ``Traffic``."""
         with self._errors_of("consult"):
             sent = self.inner.consult(server_round, ask)
         if not isinstance(sent, Traffic):

@@ -80,7 +80,7 @@ class OwnPart(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a stage trains the whole model at the server, or if BatchNorm layers are personal, too."""
+        """Raise UserError for settings that conflict with personal parameters, such as a stage that trains them."""
         if not sends_a_part(experiment.algorithm, experiment.local.personal):
             return
         what = f"algorithm {kind_of(experiment.algorithm)}"
@@ -105,11 +105,11 @@ class OwnPart(Layer):
 
 @dataclass(frozen=True)
 class ClientOwnPart(ClientLayer):
-    """Keeps the personal parameters with their client.
+    """Keeps each client's personal parameters in its client state.
 
     ``own``: the initial personal parameters of every client. ``names``: all parameter names of the model, in order.
     ``room``: if clients have different architectures, a client state stores its personal parameters as a vector of this
-    length, padded with zeros. If it is 0, they are stored by name.
+    length, padded with zeros. If ``room`` is 0, they are stored by name.
     """
 
     own: Params = field(repr=False)

@@ -45,7 +45,7 @@ class PerFedAvg(Averaging):
     variant: Literal["first-order", "exact"] = "first-order"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for local momentum, an optimizer other than SGD, or a Hessian of smoothed labels."""
+        """Raise ValueError for local momentum, for another optimizer than SGD, or for "exact" with label smoothing."""
         check_plain_sgd(self, experiment)
         if self.variant == "exact" and experiment.local.label_smoothing:
             raise ValueError(

@@ -32,7 +32,7 @@ class PowerOfChoice(GuidedSampler):
     candidates_asked: int | None = Field(None, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for private runs, and for numbers that do not fit the number of clients."""
+        """Raise ValueError if the run is private, or if ``cohort_size`` or ``candidates_asked`` is out of range."""
         super().check(experiment)
         asked = self.candidates_asked
         if asked is not None and not self.cohort_size <= asked <= experiment.clients:

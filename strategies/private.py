@@ -320,7 +320,7 @@ def told_beforehand(experiment: Any) -> list[str]:
 
 
 def cost_of_noise(experiment: Any) -> list[str]:
-    """Return a sentence about the epsilon of the noise multiplier if no budget is set, else an empty list.
+    """Return a list with a sentence about the epsilon of the noise if no budget is set, else an empty list.
 
     Without this sentence users may think that global-dp:8 means epsilon 8.
     """

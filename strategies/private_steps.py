@@ -102,9 +102,9 @@ def _task(server: ServerState, server_round: int = 1, state: Payloads | None = N
 
 
 def _rehearse(algorithm: Algorithm, server: ServerState) -> None:
-    """Call the client methods of ``algorithm``, for two rounds, with stand-ins for records.
+    """Call the client methods of ``algorithm``, for two rounds, to find out whether they read records.
 
-    Reading them raises UserError.
+    They get stand-ins for records, which raise UserError when they are read.
     """
     trainer: Any = RECORDS
     state: Payloads = {}

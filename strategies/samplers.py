@@ -64,12 +64,12 @@ class AskingSampler(Protocol):
     """A sampler that asks some clients to evaluate the model before it draws a cohort."""
 
     def num_asked(self, num_clients: int) -> int:
-        """Return the largest number of clients that are asked before a round."""
+        """Return the largest number of clients that evaluate the model before a cohort is drawn."""
         ...
 
 
 def num_asked(sampler: Sampler, num_clients: int) -> int:
-    """Return the largest number of clients that ``sampler`` asks before a round, out of ``num_clients``."""
+    """Return the largest number of clients that ``sampler`` lets evaluate the model before it draws a cohort."""
     return sampler.num_asked(num_clients) if isinstance(sampler, AskingSampler) else 0
 
 

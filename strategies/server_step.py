@@ -56,7 +56,7 @@ class StepOnModels(Layer):
         return self.inner.aggregate(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the server state after the step."""
+        """Return the server state with the model that ``step`` computes from the clients' models."""
         merged = self.inner.merge(algorithm, server, aggregate)
         if self.step is None:
             return merged

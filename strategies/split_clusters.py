@@ -166,7 +166,7 @@ class SplitClusters(SeveralModels):
     def _leaving(self, trained: Sequence[Reply], norms: Sequence[float], server_round: int) -> list[int]:
         """Return the clients that leave their cluster for a new one; empty if the cluster is not split.
 
-        ``trained``: the updates of the cluster's clients with records. ``norms``: the norm of their mean, and the
+        ``trained``: the updates of the cluster's clients with records. ``norms``: the norm of the mean update, and the
         largest norm of an update.
         """
         chosen = self._settings

@@ -28,7 +28,7 @@ CLASSES: Final = "classes"
 
 
 def check_one_size(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError for settings that need models of one size, which clients of ``algorithm`` do not have."""
+    """Raise ValueError if a setting needs models of one size: clients of ``algorithm`` have models of several sizes."""
     local, what = experiment.local, f"algorithm {kind_of(algorithm)} cannot run with"
     if (aggregator := kind_of(experiment.aggregator)) != "mean":
         why = "this aggregator compares or bounds updates of one shape"

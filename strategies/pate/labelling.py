@@ -326,7 +326,7 @@ def answer_to(query: int) -> str:
 
 
 def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-    """Return the counts, shape (queries, classes), of ``predictions`` of shape (teachers, queries).
+    """Return the votes for each class, shape (queries, classes), from ``predictions``, shape (teachers, queries).
 
     Raises UserError if a vote is not a class; the message does not name the teacher.
     """

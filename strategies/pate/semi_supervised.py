@@ -211,7 +211,10 @@ class FeatureMatchingGan(Settings):
         return build(input_shape, num_classes)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode. Features are the inputs of the last linear layer."""
+        """Return a trained copy of ``model``, in evaluation mode.
+
+        The generator learns to match the mean features of real records: the inputs of the last linear layer.
+        """
         from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
         if len(data.unlabelled) == 0:

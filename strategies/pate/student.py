@@ -332,7 +332,7 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of the next records."""
+        """Return the state: the indices of the next records, in order."""
         return {"order": self._order}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -389,7 +389,7 @@ def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) 
 
 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
-    """Return a torch generator of random numbers, which ``seed`` and ``purpose`` (such as "student") determine."""
+    """Return a torch generator of random numbers, seeded by ``seed`` and ``purpose`` (such as "student")."""
     return torch.Generator().manual_seed(int(rng(seed, purpose).integers(2**63)))
 
 
