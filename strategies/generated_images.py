@@ -21,7 +21,7 @@ from strategies.ensemble import UPPER_BOUND, Lesson, OnEnsemble
 _NOISE, _STD, _SLOPE = 256, 0.02, 0.2
 """The length of a noise vector, the standard deviation of the first weights, and the slope of the leaky ReLU."""
 
-_BETAS = (0.5, 0.999)  # of Adam
+_BETAS = (0.5, 0.999)  # beta_1 and beta_2 of Adam
 
 _LONGEST = 10.0
 """Gradients of a student are clipped to this L2 norm, as in Co-Boosting's released code."""

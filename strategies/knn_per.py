@@ -73,7 +73,7 @@ class KNNPer(Averaging):
             found = parts(inputs)
             weight = max(
                 _GRID, key=lambda one: int((_mixed(*found, one).argmax(1) == known).sum())
-            )  # the smallest of equally good weights
+            )  # max returns the smallest of equally good weights
         return lambda inputs: _mixed(*parts(inputs), weight).log()
 
     def _of_neighbours(

@@ -68,7 +68,7 @@ class Mixture(Layer):
 
 def on_simplex(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the vector with entries of at least 0 and sum 1 that is nearest to ``values``, both of shape (n,)."""
-    values = values - values.max()  # The result stays the same. Smaller numbers have smaller rounding errors.
+    values = values - values.max()  # does not change the result, but makes rounding errors smaller
     ordered = np.sort(values)[::-1]
     shifts = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)
     nearest: NDArray[np.float64] = np.maximum(values - shifts[ordered > shifts][-1], 0.0)

@@ -44,8 +44,8 @@ Sums: TypeAlias = "Params"
 _SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # each step's share of the cost 1 / noise_multiplier^2
 _LEAST_SHARE: Final = 0.3  # a class's share of the records is at least this number / number of classes
 _LEAST_VARIANCE: Final = 1e-3  # the least total variance of images, in the units of ``black_frame``
-_LEAST_WITHIN: Final = 0.2  # at least this share of a frequency's variance is within classes
-_LEAST_DIRECTION: Final = 0.05  # the least variance in any direction, relative to the variance within classes
+_LEAST_WITHIN: Final = 0.2  # the least share of a frequency's variance that counts as variance within classes
+_LEAST_DIRECTION: Final = 0.05  # the least variance in any direction, as a share of the variance within classes
 _LONGEST: Final = 2**28  # the largest answer of a client, in bytes: half of the largest message on Flower's runtime
 
 ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]

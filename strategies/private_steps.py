@@ -82,7 +82,7 @@ class PrivateTraining(Layer):
 
 def digest_of(experiment: Any) -> str:
     """Return a digest of all settings that determine the results of a run; it identifies runs with seeded noise."""
-    newer = {name for name in ("forgotten", "left_out") if not getattr(experiment, name)}  # unused new fields
+    newer = {name for name in ("forgotten", "left_out") if not getattr(experiment, name)}  # keeps older digests valid
     text = experiment.model_dump_json(exclude={"engine", "device", "round_timeout", "keep_every", *newer})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

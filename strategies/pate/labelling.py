@@ -263,7 +263,7 @@ class Labelling(Settings):
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         test, answer = self.mechanism.charges()
-        each = Counter([answer] if test is None else [test, answer])  # equal events are counted twice
+        each = Counter([answer] if test is None else [test, answer])  # counts 2 if test and answer are equal
         times = self.certain_queries(num_queries, num_asked)
         planned = {event: number * times for event, number in each.items() if times}
         return planned if self.budget == "data-independent" else {**planned, dp_event.NonPrivateDpEvent(): 1}

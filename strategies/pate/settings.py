@@ -31,7 +31,7 @@ _TEACHERS_START: Mapping[str, Any] = {
 }
 """Default settings of the teachers: small IID shards and many local epochs."""
 
-_VOTES_PER_NOISE = 3  # a run warns if (number of teachers) / (scale of the noise, in votes) is below it
+_VOTES_PER_NOISE = 3  # a run warns if (number of teachers) / (scale of the noise, in votes) is below this
 _SHARE = {"test": 0.9, "train": 0.2}
 """The default size of the public pool, as a share of the test or training records."""
 
