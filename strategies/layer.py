@@ -139,7 +139,7 @@ class Layer:
         if "relabels" in vars(cls):
             raise TypeError(
                 f"layer {cls.__name__} defines relabels, which is now called tampers: rename it, and let its functions "
-                "take and return the records (fl_sim.types.Examples), not the labels alone"
+                "take and return the records (fl_sim.types.Examples), not only the labels"
             )
 
     @classmethod

@@ -255,7 +255,7 @@ def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
     if released and (charges - beforehand) * rounds_of_a_charge < released:
         raise RunError(
             f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
-            "or start a new run in a fresh directory, which pays again"
+            "or start a new run in a fresh directory, which is charged again"
         )
 
 

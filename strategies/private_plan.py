@@ -115,8 +115,8 @@ def global_rounds(
     """
     if groups is not None and (groups < 1 or cohort is not None or (clients is not None and groups > clients)):
         raise UserError(
-            f"--groups {groups} means cyclic turns of 1 to --clients groups, without --cohort: choose another number, "
-            "or leave --cohort out"
+            f"--groups {groups} must be from 1 to the number of --clients, and does not fit --cohort: choose another "
+            "number, or leave --cohort out"
         )
     if groups is not None and start_noise is not None:
         raise UserError("a private start samples from all clients, and --groups from one group: leave one of them out")

@@ -48,7 +48,7 @@ def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting:
     for group, params in beginning.sent.items():
         if dict(layout_of(params)) != wanted:
             raise UserError(
-                f"{what}: clients also send {group}, which is no change of the model's parameters, and clipping "
-                "and noise together with the update make it useless; take another algorithm, such as fedavg, "
+                f"{what}: clients also send {group}, which is no change of the model's parameters and becomes "
+                "useless if it is clipped and noised with the update; take another algorithm, such as fedavg, "
                 "fedprox or scaffold"
             )

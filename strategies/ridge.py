@@ -69,7 +69,7 @@ class Ridge(SumsOfFeatures):
         if len(dataset.train) > MOST_RECORDS:
             raise UserError(
                 f"{self.kind} adds products exactly for {MOST_RECORDS:,} records at most, and {dataset.name} has "
-                f"{len(dataset.train):,}: take a part of them"
+                f"{len(dataset.train):,}: use fewer records"
             )
 
     def check_head(self, num_features: int, num_classes: int) -> None:

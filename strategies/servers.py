@@ -138,8 +138,8 @@ class _Asynchronous(Settings):
         if server.broadcast:
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} cannot run with server={kind_of(self)}: besides the model it sends "
-                f"the last round's tensors {', '.join(map(repr, server.broadcast))}, and there are no rounds; take "
-                "fedavg, fedprox, fedadam or another algorithm that sends only the model"
+                f"the last round's tensors {', '.join(map(repr, server.broadcast))}, and this server has no rounds; "
+                "take fedavg, fedprox, fedadam or another algorithm that sends only the model"
             )
 
     def remarks(self, experiment: Choices) -> list[str]:

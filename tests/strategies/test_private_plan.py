@@ -97,9 +97,9 @@ def test_delta_at_an_epsilon_counts_the_private_start() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--groups", "0", *NOISE), "cyclic turns of 1 to"),
-        (("--groups", "9", "--clients", "6", *NOISE), "cyclic turns of 1 to"),
-        (("--groups", "2", "--clients", "6", "--cohort", "3", *NOISE), "cyclic turns of 1 to"),
+        (("--groups", "0", *NOISE), "must be from 1 to the number of --clients"),
+        (("--groups", "9", "--clients", "6", *NOISE), "must be from 1 to the number of --clients"),
+        (("--groups", "2", "--clients", "6", "--cohort", "3", *NOISE), "must be from 1 to the number of --clients"),
         (("--groups", "2", "--start-noise", "2", *NOISE), "from one group"),
         (("--groups", "2", "--noise-bands", "3", *NOISE), "at most once in any 3 rounds"),
         (("--sampling-rate", "0.5", "--noise-bands", "3", *NOISE), "at most once in any 3 rounds"),
