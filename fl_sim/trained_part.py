@@ -67,7 +67,10 @@ class TrainedPart:
                 layer.train = _stays  # type: ignore[method-assign,assignment]
 
     def in_words(self, model: nn.Module) -> str:
-        """Return a sentence about the frozen parameters of ``model``, to which this object was applied before."""
+        """Return a sentence on the numbers of trained and of all parameters of ``model``.
+
+        The parameters must already be frozen by a call of this object.
+        """
         named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
         sizes = [num_parameters(part) for part in (trainable(model), named)]
         return (

@@ -181,7 +181,10 @@ _SETTINGS: Final = re.compile(r":(?=[A-Za-z_]+(?:\.[^=:]*)?=)")
 
 
 def called(data: str) -> str:
-    """Return the name of the records of ``data`` in privacy ledgers, such as table:FILE for table:FILE:label=COLUMN."""
+    """Return the name by which privacy ledgers identify the records of ``data``.
+
+    For table:FILE:label=COLUMN the name is table:FILE.
+    """
     return _SETTINGS.split(records_of(data))[0]
 
 
@@ -370,7 +373,7 @@ class Cohort:
     own: Payloads = field(default_factory=dict)
 
     def participation(self, num_trained: int) -> float:
-        """Return ``num_trained`` divided by ``num_holders``, the number of clients with records."""
+        """Return the share of the clients with records that have trained: ``num_trained`` / ``num_holders``."""
         return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 

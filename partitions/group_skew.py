@@ -90,7 +90,8 @@ class OverSplit:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client, as assigned by the inner partition ``over``.
 
-        Raises ImpossibleSplit for fewer clients than groups. A single client is allowed; its records are not changed.
+        Raises ImpossibleSplit for fewer clients than groups. A single client is allowed, too. It is in group 0, so the
+        partition does not change its records.
         """
         self._check_groups(num_partitions)
         return self.over.split(labels, num_partitions, rng)

@@ -29,7 +29,7 @@ class AggregatorMemory(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> AggregatorMemory:
-        """Create the layer of a run. The layer has no state of its own."""
+        """Create this layer (code around the rounds) for a run. The layer has no state of its own."""
         del experiment, out, progress
         return cls()
 
@@ -50,7 +50,10 @@ class AggregatorMemory(Layer):
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of a hypothetical ``cohort``. No new memory is stored."""
+        """Return the aggregate that ``cohort`` would have, so that attacks can try forged updates.
+
+        No memory is stored for the next round.
+        """
         return self.inner.foreseen(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:

@@ -241,7 +241,10 @@ class Sizing(Protocol):
 
 @runtime_checkable
 class Alternating(Protocol):
-    """An algorithm whose payload template changes from round to round, and repeats after ``turns`` rounds."""
+    """An algorithm whose clients send tensors with other names or shapes in different rounds.
+
+    The payload template, which has these names and shapes, repeats every ``turns`` rounds.
+    """
 
     turns: ClassVar[int]
 
@@ -395,9 +398,9 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, 
 
 
 def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) -> list[tuple[float, ServerState, int]]:
-    """Return a triple for each model size: (size, server state for clients of this size, number of these clients).
+    """Return the server states for ``clients``: for each model size, (size, server state, number of clients).
 
-    If all ``clients`` have whole models, their size is 1, and they receive ``server``.
+    If all these clients have whole models, there is one triple, with the size 1 and the state ``server``.
     """
     if not isinstance(algorithm, Sizing):
         return [(1.0, server, len(clients))]

@@ -78,7 +78,10 @@ def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Call
 def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
-    """Send a task and return the answers, as ``ask_everybody`` does, but with an error in place of each invalid one."""
+    """Send a task, and return the clients' answers in ascending order of client IDs.
+
+    In place of an invalid answer, the list contains an error (``Malformed``), which is not raised.
+    """
     order, params = asking.order, asking.params
     if not (contents := asking.contents):
         content = wire.config_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
@@ -98,10 +101,10 @@ def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Rea
 def by_client(
     replies: Iterable[Message], client_of: Callable[[int], int | None], *, strict: bool
 ) -> dict[int, list[Message]]:
-    """Return {client: its replies}; a correct client sends one reply. ``client_of``: a function, node id -> client.
+    """Sort ``replies`` by client: return {client ID: list of replies}. A correct client sends one reply.
 
-    ``client_of`` returns None for a node that is no client of this run. Replies from such nodes are ignored, or raise
-    RunError if ``strict`` is True.
+    ``client_of``: a function that returns the client ID for a node id, and None for a node that is no client of this
+    run. Replies from such nodes are ignored, or raise RunError if ``strict`` is True.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:
@@ -114,7 +117,7 @@ def by_client(
 
 
 def content_of(replies: Sequence[Message]) -> RecordDict:
-    """Return the content of a client's only reply.
+    """Return the content of the single message in ``replies``, the replies of one client.
 
     Raises Malformed if there is no reply, if there are several replies, or if the reply reports a failure.
     """

@@ -76,7 +76,7 @@ class CCVR(SumsOfFeatures):
 
     @property
     def training(self) -> HeadTraining:
-        """The training of the head."""
+        """The settings of the head's training: learning rate, epochs and batch size."""
         return HeadTraining("calibrate", self.learning_rate, self.epochs, self.batch_size)
 
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class ClassGaussian:
     covariance: Array
 
     def scaled(self, unit: float) -> "ClassGaussian":
-        """Return the distribution of ``unit`` times the features."""
+        """Return the distribution of the features after multiplication by the number ``unit``."""
         return ClassGaussian(self.label, self.count, unit * self.mean, unit**2 * self.covariance)
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:

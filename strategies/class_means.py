@@ -40,7 +40,7 @@ class KeepsModels(Averaging):
         check_in_the_clear(self, experiment, self.payload)
 
     def sends(self, params: Params) -> Collection[str]:
-        """Return no names: clients send no parameters."""
+        """Return the names of the sent parameters: none, because clients send other tensors."""
         del params
         return ()
 

@@ -49,7 +49,7 @@ _SHARE = "share"
 
 
 def terms_of(settings: DistributedDP) -> Terms:
-    """Return the terms of the privacy ledger: privacy unit, adjacency, delta and budget."""
+    """Return the terms of the privacy ledger, the meaning of its epsilon: privacy unit, adjacency, delta and budget."""
     return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
@@ -93,10 +93,10 @@ def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier
 class DistributedSums(Layer):
     """Charges each round's noisy sum to the privacy ledger before the sum is opened, and computes the mean from it.
 
-    ``noise``: the noise source that identifies this run's releases in the ledger. The clients draw the noise. ``grid``:
-    the rounding grid of the sums, set before the first round. ``unopened``: the rounds whose sums were not opened,
-    because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably overflowed (wrapped around)
-    the modulus.
+    ``noise``: the run's noise source. The ledger stores its identity with each charge. The clients draw the noise.
+    ``grid``: the rounding grid of the sums, set before the first round. ``unopened``: the rounds whose sums were not
+    opened, because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably overflowed (wrapped
+    around) the modulus.
     """
 
     settings: DistributedDP
@@ -110,7 +110,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> DistributedSums:
-        """Return the layer of a new or resumed run in run directory ``out``; it opens the ledger there.
+        """Open the privacy ledger in the run directory ``out``, and return the layer of the new or resumed run.
 
         A resumed run with secret noise has new noise. So a round that was charged but not finished is charged again.
         """
@@ -236,7 +236,7 @@ class DistributedSums(Layer):
         return {"receipt": self.ledger.receipt.to_json()}
 
     def _pay(self, server_round: int, present: int) -> None:
-        """Write the cost of a round's sum with ``present`` answers to the ledger. Raises BudgetExhausted.
+        """Charge a round's sum of ``present`` answers to the ledger, if it is not charged yet. Raises BudgetExhausted.
 
         With a cyclic sampler, one charge covers consecutive rounds in which no client takes part twice. If a later
         round of this group has fewer answers than all earlier rounds of the group, it is charged again.
@@ -309,7 +309,7 @@ class ClientShares(ClientLayer):
         return Reply(reply.client, {_SHARE: {_SHARE: torch.from_numpy(numbers)}}, 1, None)
 
     def _noise(self, client: int, server_round: int) -> Noise:
-        """Return the noise source for one message: that of ``client`` in round ``server_round``."""
+        """Return the source of the noise that ``client`` adds to its message in round ``server_round``."""
         if not self.run_digest:
             return Noise.secret()
         text = f"{self.run_digest} {client} {server_round}"

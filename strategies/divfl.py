@@ -48,9 +48,10 @@ class DivFL(GuidedSampler):
             )
 
     def sketch(self, update: NDArray[np.float64]) -> tuple[float, ...]:
-        """Return the count sketch of an update, shape (parameters,): each number, with a random sign, in a random sum.
+        """Return the count sketch of an update, shape (parameters,): a short vector that keeps distances approximately.
 
-        Signs and sums are the same for all updates.
+        Each number of the update gets a random sign, and is added to a random entry of the sketch. Signs and entries
+        are the same for all updates.
         """
         if len(update) <= self.sketch_size:
             return tuple(update.tolist())
@@ -66,7 +67,7 @@ class DivFL(GuidedSampler):
         known = np.array([client in feedback.met for client in range(num_clients)]) & holds
         new = smallest(drawn, holds & ~known, self.cohort_size)
         clients = np.flatnonzero(known)
-        clients = clients[np.argsort(drawn[clients])]  # equal gains: the client with the smallest random number
+        clients = clients[np.argsort(drawn[clients])]  # the random order decides between equal gains
         sketches = np.array([feedback.met[client].sketch for client in clients.tolist()])
         chosen = representatives(sketches, self.cohort_size - len(new)) if len(clients) else []
         return np.sort(np.concatenate([new, clients[chosen]])).astype(np.int64)
@@ -76,7 +77,8 @@ def representatives(vectors: NDArray[np.float64], count: int) -> list[int]:
     """Return at most ``count`` rows of ``vectors``, (n, d), by the greedy rule of ``DivFL``, in the order of choice."""
     from scipy.spatial.distance import cdist  # noqa: PLC0415 (loads slowly)
 
-    distances: NDArray[np.float64] = cdist(vectors, vectors)  # a product of matrices would round by number of threads
+    # not computed by a matrix product, whose rounding depends on the number of threads
+    distances: NDArray[np.float64] = cdist(vectors, vectors)
     nearest, chosen = np.full(len(vectors), distances.max()), list[int]()
     free = np.ones(len(vectors), dtype=bool)
     while len(chosen) < min(count, len(vectors)):

@@ -58,7 +58,7 @@ class ClientPrivacy(Settings):
 
     @property
     def protection(self) -> ClientProtection:
-        """Return the privacy parameters for clients."""
+        """Return the parameters from which clients compute their noise and privacy cost, such as epsilon and delta."""
         from clients.paid_rounds import ClientProtection  # noqa: PLC0415 (the accountants load slowly)
 
         return ClientProtection(
@@ -172,7 +172,7 @@ class DPSGD(ClientPrivacy):
 
     @property
     def protection(self) -> ClientProtection:
-        """Return the privacy parameters for clients."""
+        """Return the parameters from which clients compute their noise and privacy cost, such as epsilon and delta."""
         whole = math.hypot(*self.layer_norms) if self.layer_norms else self.clipping_norm
         return replace(super().protection, clipping_norm=whole)
 

@@ -27,7 +27,7 @@ class EarlyStopping(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
-        """Create the layer of a run.
+        """Create this layer (code around the rounds) for a run.
 
         The layer needs no checkpoint: it reads all accuracies from ``rounds.jsonl``.
         """

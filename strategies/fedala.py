@@ -117,7 +117,7 @@ def _one_step(
 ) -> LocalJob:
     """Return a training job that computes the gradient at the mixture by one step of SGD.
 
-    After the step, the momentum buffers are the gradient of the last layers.
+    After the step, the momentum buffers contain the gradient of the last layers.
     """
     from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
@@ -135,5 +135,5 @@ def _mixture(task: LocalTask, weights: Params) -> Params:
 
 
 def _rounds(task: LocalTask) -> float:
-    """Return the number of rounds in which the client has trained."""
+    """Return the number of earlier rounds in which the client has trained, from its client state."""
     return float(task.state[_ROUNDS][_ROUNDS]) if _ROUNDS in task.state else 0.0

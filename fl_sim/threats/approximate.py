@@ -44,7 +44,7 @@ def unlearn_approximately(
         raise UserError(f"{out} already contains other files ({min(others)}): choose another --out")
     with replay_of(finished) as replay:
         first = first_round(finished.job, client, replay.num_rounds)
-        assert first is not None  # ``check_client`` refuses a client that never took part
+        assert first is not None  # not None: ``check_client`` refuses a client that never took part
         start = time.perf_counter()
         server, work = method.unlearned(replay, client, first)
         seconds = time.perf_counter() - start
@@ -72,7 +72,9 @@ def unlearn_approximately(
 
 
 def _against_exact(finished: FinishedRun, client: int, params: Params, before: Params, exact: Path) -> dict[str, Any]:
-    """Return a comparison with the retraining without the client, in the directory ``exact``; {} if it is not there.
+    """Return a comparison of the unlearned model with the model that was retrained without the client.
+
+    ``exact``: the directory of the retraining. The result is empty if the directory does not contain this retraining.
 
     The comparison consists of the measures of the retraining, and of the L2 distances of the models before and after
     unlearning to the retrained model.
@@ -80,7 +82,7 @@ def _against_exact(finished: FinishedRun, client: int, params: Params, before: P
     experiment = settings_without(finished.job.experiment, client)
     try:
         facts = finished_result(experiment, exact, identity_of(experiment, finished.job.root))
-    except UserError:  # raised if the directory contains another run
+    except UserError:  # the directory contains another run
         facts = None
     if facts is None:
         return {}

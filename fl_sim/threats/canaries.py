@@ -23,9 +23,9 @@ _DELTA_WITHOUT_CLAIM = 1e-5
 class Proven:
     """The result of a one-run audit: epsilon is at least ``epsilon_lower_bound`` at ``delta``, with 95 % confidence.
 
-    ``claimed``: the epsilon of the run at ``delta``, None without a claim about records. ``canaries``: the number of
-    canaries. ``guesses``: the number of guesses that prove the bound. ``correct``: the number of these guesses that
-    are correct. ``limit``: the largest epsilon that this number of canaries can prove.
+    ``claimed``: the epsilon that the run promises for each record at ``delta``; None without such a promise.
+    ``canaries``: the number of canaries. ``guesses``: the number of guesses that prove the bound. ``correct``: the
+    number of these guesses that are correct. ``limit``: the largest epsilon that this number of canaries can prove.
     """
 
     claimed: float | None
@@ -38,7 +38,7 @@ class Proven:
 
 
 def audit(finished: FinishedRun) -> Proven:
-    """Return the lower bound on epsilon that the final model of ``finished`` proves.
+    """Audit the final model of ``finished``, and return the lower bound on epsilon that the audit proves.
 
     Raises UserError as ``Audited.of`` does, and if the run does not leave out each record with probability 1/2.
     """
@@ -48,7 +48,7 @@ def audit(finished: FinishedRun) -> Proven:
             "part with probability 1/2: give a run with left_out=0.5"
         )
     audited = Audited.of(finished)
-    # Records with equal losses are sorted by their indices, which do not depend on membership.
+    # The order of records with equal losses must not depend on membership, so all records are sorted by their indices.
     order = np.argsort(np.concatenate([audited.members, audited.others]))
     taking_part, losses = audited.is_member[order], judged_by_loss(finished, audited).losses[order]
     claimed, delta = max(

@@ -32,7 +32,10 @@ class Noisy(Protocol):
         """Return the sum of the clipped gradients of n records."""
 
     def noisy(self, total: Params, draw: int) -> Params:
-        """Return ``total`` plus the noise of a private step. Equal indices ``draw`` give equal noise."""
+        """Return ``total`` plus the noise of a private step. ``draw``: the index of the noise.
+
+        Equal indices give equal noise.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ def recognised(
 ) -> Recognised:
     """Guess which of k records a noisy gradient comes from, ``draws`` times with new noise; count the right guesses.
 
-    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). Each record is the right answer equally often (up to
-    one draw), because the bound holds on average over the records, and not for the record that is easiest to recognise.
+    ``inputs``: (k, *input shape), normalised. ``labels``: (k,). Each record is the right answer equally often, up to
+    one draw. The bound requires this: it holds for the average over the records, but not for the record that is easiest
+    to recognise.
     """
     each = [seen.summed(inputs[[one]], labels[[one]]) for one in range(len(labels))]
     names = seen.noisy(each[0], 0).keys()  # the attacker sees only parameters that leave the client
@@ -87,7 +91,7 @@ def recognised(
     right = 0
     for draw in range(draws):
         true = draw % len(labels)
-        found = _flat(seen.noisy(each[true], draw + 1))  # noise 0 is in the attacked gradient
+        found = _flat(seen.noisy(each[true], draw + 1))  # index 0 is the noise of the attacked gradient
         right += int((vectors @ found - halves).argmax()) == true
     return Recognised(len(labels), draws, right, draws * most_found(noise_multiplier, len(labels)))
 

@@ -43,7 +43,10 @@ def num_steps(job: Job, client: int) -> int:
 
 
 def steps_in(job: Job, rounds: Iterable[int], without: int) -> int | None:
-    """Return the number of local steps in ``rounds`` of all clients except ``without``; None for unknown cohorts."""
+    """Return the sum of the local steps of all clients except ``without`` in ``rounds``.
+
+    Return None if the cohorts do not depend only on the seed (``cohorts_known``).
+    """
     if not cohorts_known(job):
         return None
     return sum(num_steps(job, one) for server_round in rounds for one in cohort_of(job, server_round) if one != without)

@@ -231,15 +231,18 @@ def _compared(
 
 
 def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradients: int) -> Attempt:
-    """Return ``attempt`` with values in its fields about noise; unchanged if the steps of the run have no noise.
+    """Add the noise multiplier and the success of the guessing attack to ``attempt``, and return it.
 
-    ``gradients``: the number of gradients in the whole attack, which limits the number of guesses for each of them.
+    If the steps of the run have no noise, ``attempt`` is returned unchanged.
+
+    ``gradients``: the number of gradients in the whole attack. With many gradients, the attacker makes fewer guesses
+    for each of them, to save time.
     """
     if observed.private is None or observed.step is None:
         return attempt
     rounds = max(1, min(_DRAWS, _MOST_NUMBERS // (gradients * observed.step.size)) // CANDIDATES)
     inputs, labels = finished.held_by(attempt.found[0].client)
-    more = CANDIDATES - min(CANDIDATES, len(labels))  # if the client has too few records, test records are added
+    more = CANDIDATES - min(CANDIDATES, len(labels))  # the number of candidates from the test records
     tests, test_labels = finished.test
     noise = observed.private.noise_multiplier
     found = recognised(

@@ -75,7 +75,7 @@ def head_bias(observed: Observed) -> str:
 def exact_counts(summed: NDArray[np.float64], softmax: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the exact counts of labels in a batch, (classes,).
 
-    ``summed``: the sum of its records' bias gradients. ``softmax``: the sum of its records' softmax outputs.
+    ``summed``: the sum of the bias gradients of the batch's records. ``softmax``: the sum of their softmax outputs.
     """
     return softmax - summed
 

@@ -26,7 +26,10 @@ from strategies.flower import FederatedStrategy
 
 
 def asks_clients(stage: Stage) -> bool:
-    """Return True if ``stage`` may use clients outside of rounds: it has requests to them, or work before round 1."""
+    """Return True if ``stage`` may send requests to clients outside of rounds, or has work before round 1.
+
+    A stage is code that a setting adds before or after the rounds of a run.
+    """
     return bool(stage.tasks()) or type(stage).before is not Stage.before
 
 
@@ -136,7 +139,10 @@ class Replay:
         return self.finished.job.whole({**self.finished.job.fixed, **self.run.model()})
 
     def measured_by_stages(self, server: ServerState) -> dict[str, float]:
-        """Return the measures of the run's stages for the model of ``server``, {name: number}."""
+        """Return the measures that the run's stages compute for the model of ``server``, {name: number}.
+
+        A stage is code that a setting adds to a run, such as the measurement of an attack's success.
+        """
         self.strategy.server = server
         return measured_by_stages(self.run, self.num_rounds, is_last=True)
 

@@ -46,7 +46,7 @@ _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("c
 class KnownStart:
     """The state from which exact unlearning continues: the state after round ``last_round`` (0: the initial model).
 
-    ``why``: the reason for this state, as text.
+    ``why``: a phrase for the user that names the state and the reason for it.
     """
 
     last_round: int
@@ -105,7 +105,7 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
     if why := next((reason for reason, holds in obstacles.items() if holds), ""):
         return KnownStart(0, f"from the initial model: {why}")
     first = first_round(job, client, finished.facts["rounds"])
-    assert first is not None  # ``check_client`` refuses a client that never took part
+    assert first is not None  # not None: ``check_client`` refuses a client that never took part
     took = f"client {client} first took part in round {first}"
     usable = [kept for kept in run_directory.kept_rounds(finished.out) if kept < first]
     if first == 1 or not usable:
@@ -210,6 +210,7 @@ def _copy_rounds(finished: FinishedRun, experiment: Experiment, last_round: int,
             progress, server = states[record.round]
             write_state(kept_path(unfinished, record.round), replace(progress, chain=chain), server)
     write_state(unfinished / CHECKPOINT, replace(progress, chain=chain), server)
+    # config.toml is moved last: if the moves are interrupted, later calls refuse the directory without this file
     for path in sorted(unfinished.iterdir(), key=lambda path: path.name == run_directory.CONFIG):
-        path.rename(out / path.name)  # config.toml comes last: later calls refuse a directory without it
+        path.rename(out / path.name)
     unfinished.rmdir()

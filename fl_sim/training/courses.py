@@ -72,7 +72,7 @@ def follow(
 
 
 def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, Any]:
-    """Resume ``course`` with ``answer``, the results of its last jobs.
+    """Resume the generator ``course`` by sending it ``answer``, the results of its last jobs.
 
     Return (next jobs, None), or (None, result) if the course has ended.
     """
@@ -113,7 +113,7 @@ def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Gen
 def at(
     step: LocalJob, params: Params, plan: LocalPlan | None = None, *, statistics: Params | None = None, **settings: Any
 ) -> LocalJob:
-    """Return the job ``step`` with ``params`` as its initial parameters.
+    """Return a copy of the training job ``step`` that starts from the parameters ``params``.
 
     If given, ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace the
     values in ``step``.
@@ -152,7 +152,7 @@ def gradient_in(trained: Trained) -> Params:
     return {**zeros_like(trained.params), **found}
 
 
-@lru_cache(maxsize=256)  # cached, because very many steps have the same few settings
+@lru_cache(maxsize=256)  # cached: there are many steps, but few different settings
 def _changed(settings: LocalSettings, **changes: Any) -> LocalSettings:
     return replace(settings, **changes)
 

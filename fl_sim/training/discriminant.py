@@ -133,5 +133,5 @@ def quadratic_discriminant(
 
 
 def _scale_of(covariance: torch.Tensor) -> float:
-    """Return the mean variance of a covariance matrix, or 1 if all variances are 0."""
+    """Return the factor of the ridge: the mean variance of a covariance matrix, or 1 if all variances are 0."""
     return float(covariance.diagonal().mean()) or 1.0

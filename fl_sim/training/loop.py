@@ -134,9 +134,9 @@ class Descent:
     """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
 
     ``anchor``: the received model. ``offset``: what the plan adds to each gradient. ``drift``: what the plan adds to
-    each step, before the learning rate. ``mask``: True for the numbers that steps may change; a parameter without a
-    mask is changed whole. ``offset``, ``drift`` and ``mask`` may be empty. ``buffers``: the momentum buffers.
-    ``moments``: the running means of Adam and AdamW. All these are dictionaries by parameter name.
+    each step, before multiplication by the learning rate. ``mask``: True for the numbers that steps may change; a
+    parameter without a mask is changed whole. ``offset``, ``drift`` and ``mask`` may be empty. ``buffers``: the
+    momentum buffers. ``moments``: the running means of Adam and AdamW. All these are dictionaries by parameter name.
     """
 
     settings: LocalSettings

@@ -198,8 +198,8 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # If the previous and the received model are equal, this gradient is exactly 0, without rounding errors. The formula
-    # own * previous - own * received would not ensure this.
+    # One inner product with (previous - received): if both models are equal, the gradient of the loss is exactly 0. The
+    # difference of two inner products would have a gradient of rounding errors.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 

@@ -23,7 +23,10 @@ LONGEST_NAME: Final = 100
 
 
 def metrics_at(path: str) -> dict[str, OwnMetrics]:
-    """Return {"evaluate.metrics=PATH" (the name for messages): the user's function}; {} if ``path`` is "none"."""
+    """Load the user's metric function from the import path ``path``; return {name for messages: function}.
+
+    The name is "evaluate.metrics=PATH". The result is empty if ``path`` is "none".
+    """
     return {} if path == "none" else {f"evaluate.metrics={path}": load_object(path, "evaluate.metrics")}
 
 

@@ -53,7 +53,7 @@ def clipped_sum_of(model: nn.Module, trained: Params, smoothing: float, clipping
 
 
 def _has_rules(model: nn.Module) -> bool:
-    """Return True if ``by_layers`` may be used: every layer has a rule, and no layer and no parameter is used twice."""
+    """Return True if ``by_layers`` supports the type of every layer, and no layer and no parameter is used twice."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
     is_used_once = len({*map(id, modules)}) == len(modules) and len({*map(id, weights)}) == len(weights)
@@ -220,10 +220,10 @@ def _factors(
 ) -> list[torch.Tensor]:
     """Return the clipping factors of b records, one tensor (b,) for each group of parameters.
 
-    ``squares``: the squared gradient norms of each group, (b,). ``shares``: the clipping norm of each group, divided by
-    ``limit``. Without ``stability``, a factor is min(1, clipping norm / norm). With ``stability``, it is clipping norm
-    / (norm + ``stability``), as ``Clipping`` describes. If any part of a record's gradient is not finite, all factors
-    of the record are 0.
+    ``squares``: the squared gradient norms of each group, (b,). ``limit``: the clipping norm of a whole gradient.
+    ``shares``: the clipping norm of each group, divided by ``limit``. Without ``stability``, a factor is min(1,
+    clipping norm / norm). With ``stability``, it is clipping norm / (norm + ``stability``), as ``Clipping`` describes.
+    If any part of a record's gradient is not finite, all factors of the record are 0.
     """
     norms = [square.sqrt() for square in squares]
     is_finite = torch.stack(norms).isfinite().all(dim=0)

@@ -46,7 +46,10 @@ COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
 
 
 def unsupported(plan: LocalPlan, settings: LocalSettings) -> list[str]:
-    """Return the names, sorted, of the fields of ``plan`` and ``settings`` in use that private steps do not support."""
+    """Return the sorted names of the fields in use that private steps do not support.
+
+    A field of ``plan`` or ``settings`` is in use if its value is not the default.
+    """
     return sorted((fields_in_use(plan) | fields_in_use(settings)) - TAKES - {"phases"})
 
 

@@ -269,7 +269,8 @@ def captures_on(device: torch.device) -> bool:
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
     """Return True if the results of plain step and graph are finite, and equal up to rounding.
 
-    ``before``: the tensors before the step.
+    ``before``: the tensors before the step. ``by_step`` and ``by_graph``: the tensors after the step by plain PyTorch
+    and by the graph, respectively.
     """
     return all(
         _norm(end - other) <= SAME_STEP * _norm(end - start) + ROUNDING * _norm(end)
@@ -313,7 +314,8 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         starts = [(epoch, first) for epoch in range(len(draws.order)) for first in range(0, len(own), size)]
         for step, (epoch, first) in enumerate(starts[: steps[place]]):
             batch = draws.order[epoch, first : first + size]
-            # Padding repeats a record of the same client: for another record's class the logit shift may be -inf.
+            # Padding repeats a record of the same client. Another client's record may be of a class whose logit this
+            # client shifts by -inf, and then its loss is infinite.
             rows[step, place] = own[batch[0]]
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)

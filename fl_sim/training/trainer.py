@@ -308,7 +308,7 @@ class Trainer:
         return (lambda records: kernel.infer(stack, weights, records, rows)) if _is_plain(weights) else None
 
     def _native(self, job: LocalJob) -> Stack | None:
-        """Return the description of the model for the compiled trainer.
+        """Return the description of the model (a ``Stack``) that the compiled trainer needs.
 
         Return None if the compiled trainer does not support ``job``.
         """
@@ -335,7 +335,10 @@ class Trainer:
         return train_compiled(kernel, stack, job.task, job.plan, (inputs, labels))
 
     def _privately_taken(self, input_shape: tuple[int, ...], plan: LocalPlan, settings: LocalSettings) -> Stack | None:
-        """Return the description of the model for compiled private steps; None if the trainer does not support them."""
+        """Return the description of the model (a ``Stack``) that compiled private steps need.
+
+        Return None if the compiled trainer does not support these private steps.
+        """
         from fl_sim.training.private_steps import is_compiled  # noqa: PLC0415 (its cryptography loads slowly)
 
         has_all = self._kernel is not None and self._precision == "float32" and not self._has_frozen
@@ -344,7 +347,7 @@ class Trainer:
         return stack if stack is not None and is_compiled(stack, plan, settings) else None
 
     def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
-        """Return the description of the model for the compiled trainer.
+        """Return the description of the model (a ``Stack``) that the compiled trainer needs.
 
         Return None if the compiled trainer does not support the training. ``asked``: the names of all fields of
         settings and ``plan`` that are in use.

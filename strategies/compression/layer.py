@@ -67,7 +67,7 @@ class ClientCompression(ClientLayer):
     packing: Packing
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without the tensors of compression in its client state.
+        """Return ``task`` without the compressor's tensors, such as the error, in its client state.
 
         The algorithm does not need these tensors.
         """
@@ -95,7 +95,7 @@ class ClientCompression(ClientLayer):
         return replace(reply, payloads=payloads, packed={})
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return names and shapes of client state, with the tensors of compression added."""
+        """Return a template (names and shapes) of client state, with the compressor's tensors added."""
         return with_held(state, self.packing.held_back(template, server.params))
 
 
