@@ -103,8 +103,8 @@ class DistributedDP(Settings):
         if (stack := getattr(experiment.engine, "stack", 0)) > 1:
             raise ValueError(
                 f"engine.stack={stack} {what}: a stack is a group of clients trained in one computation, so the "
-                "rounding errors of a client's update depend on the other clients' records, and noise does not hide this; "
-                "leave engine.stack out"
+                "rounding errors of a client's update depend on the other clients' records, and noise does not hide "
+                "this; leave engine.stack out"
             )
 
     def _check_sampler(self, sampler: Any, what: str) -> None:
