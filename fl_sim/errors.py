@@ -36,7 +36,7 @@ class RunError(RuntimeError):
 
 
 class Diverged(RunError):  # noqa: N818 (named after the event)
-    """Training produced NaN or infinity. The code that catches this error adds a hint which settings to change."""
+    """Training produced NaN or infinity. The code that catches this error adds advice about the settings to change."""
 
 
 class Malformed(ValueError):  # noqa: N818 (named after the reply)

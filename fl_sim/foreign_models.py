@@ -136,7 +136,7 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
 
 @dataclass(frozen=True)
 class _Ids:
-    """A hook that converts records of tokens to ids and an attention mask: 1 for tokens, 0 for padding.
+    """A PyTorch hook that converts records of tokens to ids and an attention mask (1: token, 0: padding).
 
     ``padding``: the model's id for padding; None if it has none. Records use 0 for padding. If the model's id for
     padding is 0, too, ids and tokens are equal. Otherwise token i + 1 of a record becomes id i (fl_sim.data.tokens).
@@ -159,7 +159,7 @@ class _Ids:
 
 @dataclass(frozen=True)
 class _Logits:
-    """A hook that replaces the output of a model by its logits.
+    """A PyTorch hook that replaces a model's output by the logits in this output.
 
     ``name``: the name or index of the logits in the output.
     """
@@ -172,7 +172,7 @@ class _Logits:
 
 
 def _parts(output: Any) -> dict[str | int, Any]:
-    """Return the values in a model's output, a mapping, list or tuple, as {name or index: value}.
+    """Return the values in ``output``, a model's mapping, list or tuple, as {name or index: value}.
 
     For any other output, the result is empty.
     """

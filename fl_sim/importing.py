@@ -14,7 +14,7 @@ _EXCLUDED: Final = Event()
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection in this ``with`` block. Later collections leave out the objects imported in it.
+    """Disable garbage collection in this ``with`` block. The objects imported in the block stay excluded.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
     objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).

@@ -236,7 +236,7 @@ def table(
 
 
 class _ProgressObserver(Silent):
-    """An observer that passes the events of a run to the run's progress display."""
+    """An observer: it gets the events of a run, such as a finished round, for the progress display."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -259,7 +259,7 @@ class _ProgressObserver(Silent):
         self._progress.preparing(what)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Show the warnings of the run that were not shown at its start, but not its result."""
+        """Show the run's warnings that were not shown at its start. The result is not shown: ``run`` returns it."""
         for warning in facts["warnings"]:
             if warning not in self._shown:
                 self._progress.say(warning)
@@ -275,7 +275,7 @@ def _data_root(given: str | Path | None) -> Path | None:
 
 
 def _without_objects(value: Any) -> Any:
-    """Return a table's plan, or a part of it, with each settings object converted to a dict, as in a TOML file."""
+    """Convert each settings object in a table's plan (its base and grid) to a dict, as in a TOML file."""
     if isinstance(value, Mapping):
         return {key: _without_objects(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | range):

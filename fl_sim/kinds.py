@@ -1,7 +1,7 @@
 """Kinds, the variants of a setting, such as ``fedprox`` for the setting ``algorithm``. Each kind is a settings class.
 
-This module has protocols for the optional members of settings classes. It also has functions for the names, fields and
-short forms of settings.
+A settings class may have optional members, such as a method ``check``. This module has a protocol for each of these
+members. It also has functions for the names, fields and short forms of settings.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,7 +78,7 @@ class EvaluateChoices(Protocol):
 
 
 class Harm(Protocol):
-    """The settings of an attack that other settings may read in their method ``check``."""
+    """The settings of an attack (``attack``) that other settings may read in their method ``check``."""
 
     @property
     def clients(self) -> int:
@@ -181,7 +181,7 @@ class Staged(Protocol):
 
 
 class Proceeding(Protocol):
-    """The settings class of a server that replaces the usual rounds by another procedure, such as FedBuff."""
+    """The settings class of a server that does not run the usual rounds, such as the asynchronous FedBuff."""
 
     procedure: ClassVar[str]
     """Import path of the procedure (fl_sim.simulation.stage.Procedure), as "module:Class"."""
@@ -201,7 +201,7 @@ class Completing(Protocol):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
-        """Return values for the fields of this class: the user's values ``given``, and the computed missing values.
+        """Return {field: value} for this class: the user's values ``given``, and the computed missing values.
 
         ``made``: a function that takes values for these fields, and returns the whole experiment with these values.
         Raises UserError if no value is possible.
@@ -299,7 +299,7 @@ class UsingPool(Protocol):
 
 @runtime_checkable
 class SettingAside(Protocol):
-    """A settings class that takes some training records from the clients and gives them to the server."""
+    """A settings class that gives some of the training records to the server, so that no client holds them."""
 
     @property
     def num_set_aside(self) -> int:
@@ -325,7 +325,7 @@ class Captioned(Protocol):
 
 @runtime_checkable
 class Choosing(Protocol):
-    """The marker of a settings field whose value is an object of one of several settings classes (``OneOf``)."""
+    """The interface of ``OneOf``, the marker of a field whose value is an object of one of several classes."""
 
     def known(self, annotation: Any) -> Mapping[str, type]:
         """Return fl-sim's own settings classes for the field with this ``annotation``, as {name: class}."""
@@ -378,7 +378,7 @@ def off(setting: str, instead: str) -> str:
 
 
 def kinds(union: Any) -> dict[str, type]:
-    """Return the settings classes in a union type, or a single class, as {name: class}."""
+    """Return {name: class} of the settings classes in ``union``, a union type or a single class."""
     members = get_args(union) if get_origin(union) is not None else (union,)
     return {field_defaults(member)["kind"]: member for member in members}
 

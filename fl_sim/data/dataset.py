@@ -30,11 +30,11 @@ FIRST: Final = 5
 def known_dataset(
     known: KnownSet, train: Examples, test: Examples, where: str, remarks: tuple[str, ...] = ()
 ) -> Dataset:
-    """Return a public data set, such as ``cifar10``, with the records ``train`` and ``test`` that were read from files.
+    """Return a public data set, such as ``cifar10``, from its records ``train`` and ``test``.
 
-    ``known``: the published facts of the data set. ``where``: the files, for error messages. ``remarks``: sentences for
-    ``Dataset.note`` on how the files were read. The note also states missing records. Raises UserError for records
-    whose shape, type or labels differ from the published facts.
+    The caller has read the records from files. ``known``: the published facts of the data set. ``where``: the files,
+    for error messages. ``remarks``: sentences about the reading of the files, for ``Dataset.note``. The note also
+    states missing records. Raises UserError for records whose shape, type or labels differ from the published facts.
     """
     for split, part in (("training", train), ("test", test)):
         if not len(part):
@@ -209,10 +209,10 @@ def listed_classes(own: OwnName) -> tuple[str, ...]:
 
 
 def read_off_classes(listed: object) -> tuple[str, ...]:
-    """Return a note for ``Dataset.read_off`` that the list of classes was read from the private records.
+    """Return a note for ``Dataset.read_off``: the list of classes was read from the private records.
 
     ``Dataset.read_off`` collects such notes, and the privacy statement prints them. ``listed``: the classes in the
-    setting ``data.classes``. If it is not empty, the user stated the classes, so they are public and the result is
+    setting ``data.classes``. If ``listed`` is not empty, the classes are public, and no note is needed: the result is
     empty.
     """
     return () if listed else (CLASSES_READ_OFF,)
@@ -221,8 +221,8 @@ def read_off_classes(listed: object) -> tuple[str, ...]:
 def unlisted(where: str, cure: str = "") -> UserError:
     """Return the error for a record whose class is not in ``data.classes``.
 
-    The message does not name the class, because the name would reveal something about a private record. It tells the
-    user how to correct the settings. ``cure``: one more way to correct them, as text that is added to the message.
+    The message does not name the class, because the name would reveal something about a private record. The message
+    tells the user how to correct the settings. ``cure``: text for the message with one more correction.
     """
     return UserError(
         f"{where}: some records have a class that data.classes does not list; list it, leave data.classes out{cure}"
@@ -244,7 +244,7 @@ def check_unit_range(dataset: Dataset, preprocess: str) -> None:
 
 
 def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
-    """Return a summary of a data set, ready for JSON: number of records, classes, clients, columns.
+    """Return a summary of a data set as a dict for JSON: number of records, classes, clients, columns.
 
     ``with_records``: True to include the first five training records (texts, or the numbers that models receive), and
     the minimum and maximum of each number in the records of a table. These values reveal training records. Images are

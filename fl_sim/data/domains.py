@@ -114,10 +114,10 @@ def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
 
 
 def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Examples:
-    """Draw ``count`` records of ``part`` at random, so that the class proportions stay the same.
+    """Draw ``count`` records of ``part`` at random, with the same class proportions as in ``part``.
 
-    The drawn records keep their order. The number of records of a class is rounded down, or rounded up for the classes
-    with the largest remainders.
+    The drawn records keep their order. The exact number of records of a class is rounded down. The classes with the
+    largest remainders then get one record more, up to ``count`` records in all.
     """
     if count == len(part):
         return part
@@ -146,7 +146,7 @@ def _concatenated(parts: Sequence[Examples]) -> Examples:
 
 
 def _note(names: Mapping[str, Dataset], num_train: int, num_test: int, size: tuple[int, int], channels: int) -> str:
-    """Describe in words the domains, and how their images were changed (size, channels), for ``Dataset.note``."""
+    """Describe the domains, and the changes of their images (size, channels), in words for ``Dataset.note``."""
     of = ", ".join(
         f"{domain} {shortened(called)} (of {len(part.train):,} and {len(part.test):,})"
         for domain, (called, part) in enumerate(names.items())

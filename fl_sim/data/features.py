@@ -35,7 +35,7 @@ _PARTS: Final = ("train", "test")
 
 
 def version_of(features: Features) -> str:
-    """Return the name and version of a transform, such as ``scattering-1``; empty for "none"."""
+    """Return the name and version of a transform of images, such as ``scattering-1``; "" for "none"."""
     return "" if features == "none" else f"{features}-{_VERSION[features]}"
 
 
@@ -98,7 +98,7 @@ def _is_float32(arrays: Arrays) -> bool:
 
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
-    """Return the features of ``images`` (n, channels, height, width), shape (n, numbers), without use of the cache."""
+    """Compute the features of ``images`` (n, channels, height, width), shape (n, numbers), without the cache file."""
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
     from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 

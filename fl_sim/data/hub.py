@@ -84,7 +84,7 @@ def _library() -> Any:
 
 
 def _parts(library: Any, own: OwnName, path: Path) -> Mapping[str, Any]:
-    """Return {name of a part: its records}. Nothing is downloaded if FL_SIM_OFFLINE is set."""
+    """Return {name of a part, such as "train": its records}. Nothing is downloaded if FL_SIM_OFFLINE is set."""
     is_offline = bool(os.environ.get("FL_SIM_OFFLINE"))
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -126,7 +126,7 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _table(where: str, part: Any, first: Any) -> TableReader:
-    """Return a table with the records of ``part`` and the class codes of the training part ``first``.
+    """Return the records of ``part`` (a split) as a table, with the class codes of the training part ``first``.
 
     Two parts may number their classes differently: cat 0 and dog 1, or dog 0 and cat 1. Therefore the codes of ``part``
     are converted by the names of the classes.
@@ -249,7 +249,7 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the names of ``classes``, which are class codes as texts.
+    """Return the class names of ``classes``, class codes that are written as texts, such as "0".
 
     ``label``: the type of the label column. If this type has no class names, ``classes`` are returned unchanged. Raises
     UserError for the code -1, which marks records without a label.

@@ -1,10 +1,11 @@
 """Approximately inverts ``features=scattering``: finds an image for a feature vector, to show synthetic records.
 
 With ``features=scattering`` a synthetic record is a vector, not an image. Gradient descent finds an image with similar
-features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features, so three public
-priors are used. First, the search starts at the image that ridge regression predicts; the regression is fitted on
-artificial images (``made_images``). Second, the steps of gradient descent are scaled to the spectrum of pink noise, so
-that coarse shapes appear before fine shapes. Third, images with a small total variation are preferred.
+features, as Mahendran and Vedaldi (2015) do for networks. Many images have nearly the same features. Three public
+assumptions about images select one of them. First, the search starts at the image that ridge regression predicts; the
+regression is fitted on artificial images (``made_images``). Second, the steps of gradient descent are scaled to the
+spectrum of pink noise, so that coarse shapes appear before fine shapes. Third, images with a small total variation are
+preferred.
 
 The only inputs are the vectors, the shape of the images and the public transform. If the vectors were released under
 differential privacy, the images are post-processing of the released vectors and have no further privacy cost.
@@ -33,8 +34,8 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-# Standard deviation of each channel's own random component. The component that all channels of an image share has
-# standard deviation 1.
+# The noise in a channel of an image is the sum of two noises. One is the same for all channels, with standard deviation
+# 1. The other differs between channels, and has this standard deviation.
 _OWN: Final = 0.35
 
 _MADE: Final = 300  # number of artificial images of each of the three kinds (see ``made_images``), for the regression
@@ -169,8 +170,8 @@ def _pink(height: int, width: int) -> torch.Tensor:
 def _mixture(channels: int) -> torch.Tensor:
     """Return a symmetric matrix M, (channels, channels), that mixes channels of noise to colours as in photographs.
 
-    The product of M and independent channels has the covariance M squared: all channels share one brightness, and each
-    channel has a small independent component (``_OWN``).
+    Independent noise that is multiplied by M has the covariance M squared. The result is noise that all channels share,
+    plus weaker independent noise (``_OWN``) in each channel.
     """
     common = math.sqrt(channels + _OWN**2)
     shared = torch.full((channels, channels), 1 / channels)

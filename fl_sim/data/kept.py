@@ -71,7 +71,8 @@ def kept_arrays(
 def _read(path: Path, names: Sequence[str], identity: str, fits: Callable[[Arrays], bool]) -> Arrays:
     """Return the arrays in the cache file ``path``.
 
-    Raises FileNotFoundError if the file is missing, and another error if the file is damaged.
+    Raises FileNotFoundError if the file is missing. Raises another error, such as ValueError, if the file is damaged or
+    has the arrays of other records.
     """
     if not path.exists():
         raise FileNotFoundError(path)

@@ -130,7 +130,7 @@ class KnownSet:
 
     @property
     def finer(self) -> str:
-        """The name of the data set with the same records but finer classes (cifar100 for cifar100-coarse), or ""."""
+        """The name of the set with the same records but finer classes (cifar100 for cifar100-coarse); else ""."""
         return FINER.get(self.name, "")
 
     @property
@@ -246,9 +246,9 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 def tuned_on(data: str) -> str:
     """Return a sentence about fl-sim's defaults that were chosen with training records of the data set ``data``.
 
-    The sentence, with a space before it, is added to privacy statements: a value that was chosen on records reveals
-    information about them, and no epsilon covers this. The result is empty if no default was chosen on these records. A
-    joined data set has a sentence for each of its parts.
+    The sentence begins with a space, and is added to privacy statements. A default that was chosen with records reveals
+    information about these records, and no epsilon covers this information. The result is empty if no default was
+    chosen on these records. A joined data set has a sentence for each of its parts.
     """
     parts = parts_of(data)
     return "".join(
@@ -263,9 +263,10 @@ def tuned_on(data: str) -> str:
 class OwnName:
     """A parsed name of the user's own data, such as ``csv:patients.csv:label=outcome:range.age=0..100``.
 
-    ``kind``: "csv" in this example. ``place``: the path of a file or folder, or a name on Hugging Face's hub; here
-    "patients.csv". ``options``: {setting: its values}, here {"label": ("outcome",)}. ``columns``: {setting with values
-    per column: {column: its values}}, here {"range": {"age": ("0", "100")}}.
+    ``kind``: the format; in this example "csv". ``place``: the path of a file or folder, or a name on Hugging Face's
+    hub; in the example "patients.csv". ``options``: {setting: its values}; in the example {"label": ("outcome",)}.
+    ``columns``: {setting with values per column: {column: its values}}; in the example {"range": {"age": ("0",
+    "100")}}.
     """
 
     kind: OwnKind
@@ -442,6 +443,6 @@ def _text(key: str, value: Any) -> str:
 
 
 def _quoted(text: str, between: str = "") -> str:
-    """Percent-encode the characters of ``text`` that separate the parts of a data set's name."""
+    """Percent-encode the characters of ``text``, such as ":", that separate the parts of a data set's name."""
     special = "%:=" + between.strip(".")
     return "".join(f"%{ord(letter):02X}" if letter in special or letter < " " else letter for letter in text)

@@ -77,13 +77,13 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
 
     Required arrays: ``x_train``, ``y_train``, ``x_test``, ``y_test``. Optional arrays: ``mean`` and ``std``, which
     normalise the inputs (one number, or one per channel, for pixel values between 0 and 1). Default: 0.5 and 0.5 for
-    images, and no normalisation for features. They are never computed from the training records, because they would
-    then be statistics of private records. ``client_train`` (or ``groups``): the writer, hospital or device of each
-    training record, for partition=natural. ``client_test``: the writer, hospital or device of each test record, for
-    client accuracies. ``x_val`` and ``y_val``: validation records for ``evaluate.validation=given``. ``vocabulary``: a
-    number V; inputs are then sequences of tokens 1 to V - 1, padded at the end with zeros. Raises UserError for any
-    other array, because its name may be misspelt. Settings: ``data.classes`` lists public classes; ``data.values``
-    gives the two values of float images that become 0 and 255.
+    images, and no normalisation for features. Mean and standard deviation are never computed from the training records,
+    because statistics of private records would be private, too. ``client_train`` (or ``groups``): the writer, hospital
+    or device of each training record, for partition=natural. ``client_test``: the writer, hospital or device of each
+    test record, for client accuracies. ``x_val`` and ``y_val``: validation records for ``evaluate.validation=given``.
+    ``vocabulary``: a number V; inputs are then sequences of tokens 1 to V - 1, padded at the end with zeros. Raises
+    UserError for any other array, because its name may be misspelt. Settings: ``data.classes`` lists public classes;
+    ``data.values`` gives the two values of float images that become 0 and 255.
     """
     arrays, values = read_arrays(path, REQUIRED, _OPTIONAL), _values(own)
     if values:
@@ -139,7 +139,7 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
 
 
 def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Describe the interpretation of the axes of an image array of ``shape``, for ``Dataset.inferred``."""
+    """Describe which axes of an image array are height, width and channels, for ``Dataset.inferred``."""
     _, height, width = shape[:3]
     if len(shape) == 3:
         return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
@@ -398,7 +398,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
-    """Return a memory map of the uncompressed array ``info`` in the npz file; None if it cannot be memory-mapped.
+    """Return a memory map of one uncompressed array (``info``) in the npz file; None if no map is possible.
 
     Only uint8 arrays are mapped. Arrays with larger elements may start at an address that is no multiple of the
     element's size, because a zip file does not align its members. torch needs aligned arrays.
@@ -437,7 +437,7 @@ def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: fl
 
 
 def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Convert the client of each record to a whole number. Equal texts get equal numbers."""
+    """Convert the client of each record, a text or a number, to int64. Equal texts get equal numbers."""
     if clients.dtype.kind != "U":
         return clients.astype(np.int64)
     numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)

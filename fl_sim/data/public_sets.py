@@ -11,8 +11,8 @@ hospitals (Strack et al. 2014) predict whether a patient returns to hospital wit
 published maxima. For Adult these maxima are the top codes of the census form. For Diabetes they are the largest values
 in the publication. The categories are published, too. A value that is not a published category ("?") becomes zeros.
 ``Dataset.columns`` lists round numbers from 0 to the maximum of each column. Generators of synthetic records may round
-their numbers to these. Maxima, categories and round numbers are not computed from the records, so their use has no
-privacy cost.
+their numbers to these values. Maxima, categories and round numbers are not computed from the records, so their use has
+no privacy cost.
 """
 
 import csv
@@ -256,7 +256,7 @@ def _adult(root: Path, known: KnownSet) -> tuple[Examples, Examples]:
 def _adult_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8", newline="") as file:
         for values in csv.reader(file, skipinitialspace=True):
-            if len(values) == len(_ADULT_COLUMNS):  # skips the comment in the first line of the test file
+            if len(values) == len(_ADULT_COLUMNS):  # the first line of the test file is a comment, which is skipped
                 yield dict(zip(_ADULT_COLUMNS, values, strict=True))
 
 

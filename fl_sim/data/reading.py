@@ -4,9 +4,9 @@ A data set is read once per process, and again after its files have changed. A d
 Python function: ``data=my_package.sets:hospitals``.
 
 A digest of the content (``content_of``) identifies the records, so that a privacy ledger can add up the privacy costs
-of all outputs about the same records. It does not depend on the path of a file, on the order of records, or on the
-settings for reading (label column, ranges, test share, merged classes, features). A table with changed columns, or a
-subset of the records, has another digest.
+of all outputs about the same records. The digest does not depend on the path of a file, on the order of records, or on
+the settings for reading (label column, ranges, test share, merged classes, features). A table with changed columns, or
+a subset of the records, has another digest.
 """
 
 import hashlib
@@ -168,8 +168,8 @@ def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) 
     """Return a keyed hash (HMAC) of ``content_of``, for result files; empty if there is no key.
 
     The key is secret and stays on this machine. The part of the result before the colon identifies the key. Hashes with
-    different keys cannot be compared. ``make_key``: True creates a missing key; False is for a forecast, which must not
-    write files.
+    different keys cannot be compared. ``make_key``: True creates a missing key. False writes no file, for example in a
+    forecast of a run's privacy cost.
     """
     key = machine_key(make=make_key)
     if not key:
@@ -219,12 +219,12 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # is only a part of the cache key: a changed file has another stamp, so it is read again
+    del stamps  # only a part of the cache key: the stamps of a changed file differ, so it is read again
     return read(name, source)
 
 
 def _stamps(name: str, source: DataSource) -> _Stamps:
-    """Return size, time and inode of every file of ``name``, to detect changes; empty for data without files."""
+    """Return size, time and inode of each file of the data set ``name``, to detect changes; empty without files."""
     found = ((path, os.stat(path)) for path in _files(name, source))  # noqa: PTH116 (a folder may hold a million)
     return tuple((path, now.st_size, now.st_mtime_ns, now.st_ino) for path, now in found)
 
@@ -362,7 +362,7 @@ def _published(known: KnownSet) -> dict[str, str]:
 
 
 def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Path]:
-    """Return the files whose bytes ``content_of`` hashes; empty if ``content_of`` hashes the loaded arrays instead."""
+    """Return the files that ``content_of`` hashes; empty if ``content_of`` hashes the loaded arrays."""
     if own is None:
         known = KNOWN.get(name)
         source = look_for(name, data_root) if known else None
@@ -409,8 +409,8 @@ def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
     """Return a digest of the training inputs of the data set ``name``, for ``content_of``.
 
-    ``signature`` describes the file (size, time of change). It is only a part of the cache key, so that the digest of a
-    changed file is computed again.
+    ``signature`` describes the file (size, time of change). ``signature`` is only a part of the cache key, so that the
+    digest of a changed file is computed again.
     """
     return _of_inputs(load(name, data_root).train.inputs)
 

@@ -42,7 +42,7 @@ _SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
 _PADDING: Final = 2  # minimum number of mirrored pixels that are added at each edge of an image
 _SEED: Final = 0  # seed of the projection's random directions
 _BATCH: Final = 64  # number of image channels per batch; a batch of this size fits into the processor's cache
-_EPSILON: Final = 1e-5  # is added to the variance of a group of maps, to avoid a division by zero
+_EPSILON: Final = 1e-5  # added to the variance of a group of maps, against a division by zero
 
 _NUM_MADE: Final = 2500  # number of artificial images of each of the three kinds (see ``made_images``), for whitening
 _MADE_SEED: Final = 0
@@ -51,16 +51,18 @@ WITHIN: Final = 0.9  # fraction of the artificial images whose whitened features
 _ROWS: Final = 5000  # number of records that are whitened in one batch
 
 _EXPONENTS: Final = (1.0, 1.5)  # exponents of two kinds of pink noise; photographs have an exponent of about 1
-# Standard deviation of each channel's own noise in an artificial image. The noise that all channels of the image share
-# has standard deviation 1.
+# A channel of a pink-noise image is the sum of two noises. One is the same for all channels, with standard deviation 1.
+# The other is drawn for each channel, with this standard deviation.
 _OWN: Final = 0.35
-_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of an image's standard deviation and mean (pixels: 0 to 1)
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of a pink-noise image's deviation and mean
 
 _LEAVES: Final = 200  # leaves per image
-# The smallest radius of a leaf in pixels. The largest radius of a leaf as a fraction of the image's longer side.
+# The smallest radius of a leaf (a random disc or slab) in pixels. The largest radius of a leaf as a fraction of the
+# image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
-# Standard deviation of a leaf's colour, in grey levels, and of its shading, in grey levels per pixel.
-# Largest standard deviation of the noise of an artificial image, in grey levels.
+# Three standard deviations for "dead leaves" images (see ``dead_leaves``), in grey levels: of the part of a leaf's
+# colour that differs between channels; of the change of a leaf's brightness per pixel; of the noise that is added to an
+# image, at most.
 _COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
@@ -193,7 +195,7 @@ class Whitening:
 
 @lru_cache(maxsize=2)
 def whitening_of(shape: tuple[int, int, int]) -> Whitening:
-    """Compute the whitening of scattering features for images of ``shape``, (channels, height, width).
+    """Return the ``Whitening`` of the scattering features of images of ``shape``, (channels, height, width).
 
     The computation takes seconds to a minute. Its result is cached for each shape.
     """
@@ -265,9 +267,11 @@ def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.G
 
 
 def in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
-    """Call ``fill(rows)`` in several threads for all ``count`` rows, with ``step`` rows per call.
+    """Process the rows 0 to ``count`` - 1 of an array in several threads, with ``step`` rows per call of ``fill``.
 
-    In these threads torch uses one thread only, so that results are bit-identical for any number of threads.
+    ``fill``: a function that processes the rows in a slice.
+
+    Each call limits torch to one thread. So the results are bit-identical for any number of threads.
     """
 
     def fill_alone(start: int) -> None:
@@ -310,11 +314,11 @@ def _gabor(
 
 
 def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """Filter images, keep every second row and column of the results, and return their Fourier transforms.
+    """Filter images, keep every second row and column, and return the Fourier transforms of the smaller images.
 
     ``spectrum``: the Fourier transform of the images, (..., 1, height, width). ``filters``: the real Fourier transforms
-    of the filters, (8, height, width). All is computed on Fourier transforms: to filter is to multiply, and to keep
-    every second row and column is to average the four quarters (``_aliases``).
+    of the filters, (8, height, width). Filtering multiplies Fourier transforms. Keeping every second row and column
+    means to average the four quarters of the Fourier transform (``_aliases``).
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
     # computed with pairs of real numbers, because products of complex numbers are slow
@@ -356,7 +360,7 @@ class _Modulus(torch.autograd.Function):
 
 
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
-    """Smooth ``maps`` with a Gaussian, and return the smoothed values at the positions of a scattering map.
+    """Smooth ``maps`` with a Gaussian, and return the smoothed values at few positions, at most 7 x 7.
 
     ``maps`` contain only every ``spacing``-th pixel of the padded images, in both directions. ``height`` and ``width``:
     the size of the images without padding.
@@ -476,7 +480,9 @@ def inverse_root(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _covered(
     down: NDArray[np.float64], right: NDArray[np.float64], radius: NDArray[np.float64], generator: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Return the pixels that one random leaf per image covers: with probability 1/2 a disc, else a rotated rectangle.
+    """Draw a random leaf for each image, and return masks of the pixels that the leaves cover.
+
+    A leaf is a disc with probability 1/2, else a rotated rectangle.
 
     ``down`` and ``right``: the distances of each pixel from the leaf's centre.
     """

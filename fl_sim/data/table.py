@@ -158,7 +158,7 @@ class TablePlan:
 
     @property
     def counting(self) -> tuple[str, ...]:
-        """The feature columns that only number the rows, such as the index that pandas writes. The user is warned."""
+        """The feature columns that only number the rows, such as the index of pandas; for a warning to the user."""
         if min(self.survey.rows) < columns.ROWS_TO_COUNT:
             return ()
         seen = ((one.name, self.survey.columns[one.name]) for one in self.features if not one.categories)
@@ -166,14 +166,14 @@ class TablePlan:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The columns of categories with a different text in every row. They are probably IDs; the user is warned."""
+        """The columns of categories with a different text in each row, probably IDs; for a warning to the user."""
         rows = sum(self.survey.rows)
         categories = [one for one in self.features if one.categories and not one.is_given]
         return tuple(one.name for one in categories if len(one.categories) == rows >= columns.ROWS_TO_COUNT)
 
     @cached_property
     def unscaled(self) -> dict[str, None]:
-        """The columns of numbers that ``data.range`` does not scale: an ordered set, as the keys of a dict."""
+        """The columns of numbers that ``data.range`` does not scale, in order. Only the keys of the dict are used."""
         return dict.fromkeys(one.name for one in self.features if not one.categories and one.bounds is None)
 
     @property
@@ -401,7 +401,7 @@ def _check_alike(first: TableReader, other: TableReader, roles: Roles) -> None:
 
 
 def _fill(rows: Rows, plan: TablePlan) -> None:
-    """Write all records of the tables into the arrays ``rows``, which must contain zeros before the call.
+    """Write all records of the tables into the arrays of ``rows``. These arrays must be zero before the call.
 
     ``rows.kept`` becomes False for the rows that the setting ``data.missing=drop`` leaves out.
     """
@@ -486,7 +486,7 @@ def _oddities(plan: TablePlan) -> list[str]:
 
 
 def lacking(plan: TablePlan) -> str:
-    """Describe the records that ``data.missing=drop`` leaves out, for messages."""
+    """Describe, for messages, the records with empty cells, which the setting ``data.missing=drop`` leaves out."""
     return "with an empty cell or a class that is not listed" if plan.listed else "with an empty cell"
 
 

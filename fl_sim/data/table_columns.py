@@ -71,12 +71,12 @@ class CellPlace:
 class ColumnContent:
     """The facts about one column of a table, collected in one pass over its cells, to infer its type and encoding.
 
-    ``declared``: the type that the file declares. ``texts``: the different texts; None if there are more than ``most``.
-    ``as_text``: True if numbers in the column are names (postal codes). ``spelling``: the expected notation of numbers.
-    ``missing``, ``number``, ``text``, ``infinite``: the first cell that is empty, a number, a text, or an infinite
-    number, respectively. ``spelled``: texts that look like numbers in another notation. ``word``: the first text that
-    does not look like a number. ``fraction``: the first number with a fraction in a column of texts. ``counts``: True
-    if all numbers are row numbers. ``are_dates``: True if all texts are dates.
+    ``declared``: the type that the file declares. ``texts``: the different texts in the column; None if there are more
+    than ``most`` of them. ``as_text``: True if numbers in the column are names (postal codes). ``spelling``: the
+    expected notation of numbers. ``missing``, ``number``, ``text``, ``infinite``: the first cell that is empty, a
+    number, a text, or an infinite number, respectively. ``spelled``: texts that look like numbers in another notation.
+    ``word``: the first text that does not look like a number. ``fraction``: the first number with a fraction in a
+    column of texts. ``counts``: True if all numbers are row numbers. ``are_dates``: True if all texts are dates.
     """
 
     name: str
@@ -487,7 +487,10 @@ def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | N
 
 
 def _continues(numbers: Any, rows_before: int) -> bool:
-    """Return True if ``numbers`` are row numbers that continue after ``rows_before`` rows, counted from 0 or 1."""
+    """Return True if ``numbers``, the next cells of a column, continue row numbers that began at 0 or 1.
+
+    ``rows_before``: the number of rows before these cells.
+    """
     if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
         return False
     found = numbers.to_numpy(zero_copy_only=False)

@@ -68,9 +68,10 @@ class TableReader:
     """A table that can be read several times, in batches of rows.
 
     ``where``: the path of the file, for messages. ``written``: the column names exactly as in the file. ``declared``:
-    the types of the columns. ``rows``: a function from column names (as in ``written``) to batches of rows. ``codes``:
-    {column of class codes: the class names of the codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a
-    word (comma). ``texts``: the columns of texts that must not be changed.
+    the types of the columns, as the file declares them. ``rows``: a function that takes column names (as in
+    ``written``), and yields batches of rows with these columns. ``codes``: {column of class codes: the class names of
+    the codes 0, 1, ...}. ``delimiter``: the delimiter of a csv file, as a word (comma). ``texts``: the columns of texts
+    that must not be changed.
     """
 
     where: str
@@ -255,10 +256,10 @@ def spelling_by(decimal: str, thousands: str) -> Spelling:
 
 
 def cure_of(texts: Iterable[str]) -> str:
-    """Return the cure for an error message about ``texts`` that look like numbers in another notation, such as 0,5.
+    """Return advice for the error message about ``texts`` that look like numbers in another notation, such as 0,5.
 
-    The cure is a setting with which all ``texts`` are read as numbers, such as ``data.decimal=comma``. If there is no
-    such setting, the cure is to change the file.
+    The advice is a setting with which all ``texts`` are read as numbers, such as ``data.decimal=comma``. If there is no
+    such setting, the advice is to change the file.
     """
     found, sample = [*texts], ""
     ways: dict[str, Spelling] = {}
@@ -321,7 +322,7 @@ def as_number(text: str) -> float | None:
 
 
 def in_order(text: str) -> tuple[float, str]:
-    """Return the key by which class and client names are sorted.
+    """Return the sort key of ``text``, the name of a class or client.
 
     Whole numbers come first, sorted by size, then other texts in alphabetical order.
     """
@@ -331,7 +332,7 @@ def in_order(text: str) -> tuple[float, str]:
 def texts_of(cells: Any) -> Any:
     """Convert a pyarrow array to texts. If a text is a whole number with ``.0``, such as 1.0, it becomes 1.
 
-    So a class or client has the same name in a column of integers and in a column of texts.
+    So a class or client has the same name in every table, whether a column has integers, floats or texts.
     """
     if not are_texts(cells):
         return cells.cast(pyarrow().string())

@@ -124,8 +124,8 @@ class Bytes:
 class Vocabulary:
     """The tokenizer in the file ``path``. ``written``: the value of ``data.tokenizer``. ``digest``: the file's SHA-256.
 
-    If the token 0 of the file is padding, all tokens keep their numbers, because pretrained models with this tokenizer
-    expect them. Otherwise 1 is added to the number of every token, because the token 0 is padding in fl-sim.
+    If the token 0 of the file is padding, all tokens keep their numbers: pretrained models with this tokenizer expect
+    these numbers. Otherwise 1 is added to the number of every token, because the token 0 is padding in fl-sim.
     """
 
     written: str
@@ -323,7 +323,7 @@ def _in_rows(tokens: NDArray[np.int64], lengths: list[int]) -> NDArray[np.float3
 
 
 def _place(written: str) -> Path:
-    """Return the file tokenizer.json at the location ``written``; raise UserError if there is none."""
+    """Return the path of the tokenizer.json at the location ``written``. Raises UserError if there is no file."""
     path = Path(written).expanduser().absolute()
     if os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises for a long name)
         return path

@@ -83,7 +83,7 @@ class Clock:
         return steps[fitting - 1] if fitting else None
 
     def available(self, attempt: int) -> NDArray[np.bool_]:
-        """Draw at random which clients are available now; return a mask, shape (clients,).
+        """Draw at random the clients that are available now. Return a mask, shape (clients,).
 
         The server makes a new draw each time that it looks for clients. ``attempt``: the number of this draw; it
         determines the random numbers.
@@ -168,7 +168,7 @@ class ServerStep:
     seconds: float
 
     def staleness(self, turn: ClientTurn) -> int:
-        """Return the staleness of an update: the number of server steps between its client's download and this step."""
+        """Return the staleness of a turn's update: the number of server steps from the turn's download to this step."""
         return self.number - turn.server_round
 
 

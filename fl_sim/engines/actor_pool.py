@@ -65,10 +65,11 @@ class Worker:
     """A Ray actor with its node and its measured speed.
 
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
-    calls, in the order in which the actor answers them. ``has``: the IDs of the message contents that the actor
-    received with its last call and still stores. ``is_warm``: True after the first answered call; that call also loads
-    the data. ``since``: the time of the actor's start. If the start takes too long, the user gets one warning, and
-    ``since`` becomes infinite, so that no second warning follows.
+    calls, in the order in which the actor answers them. ``has``: the IDs of the message contents (model and settings,
+    which the clients of a round share) that the actor received with its last call and still stores. ``is_warm``: True
+    after the first answered call, which also loads the data and therefore takes longer. ``since``: the time of the
+    actor's start. If the start takes too long, the user gets one warning, and ``since`` becomes infinite, so that no
+    second warning follows.
     """
 
     actor: Any
@@ -91,7 +92,8 @@ class Worker:
     def took(self, seconds: float, steps: int) -> None:
         """Update ``step_seconds`` after a call that took ``seconds`` for ``steps`` minibatch steps.
 
-        The first call is ignored, because it also loads the data: the worker would seem too slow for another batch.
+        The first call is not measured, because it also loads the data. With its time, the worker would seem too slow,
+        and would get no further batch.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -142,7 +144,7 @@ class ActorPool:
         return {call: worker for worker in self.ready for call in worker.calls}
 
     def update(self, wanted: int) -> list[Any]:
-        """Update the list of nodes, and start workers until the pool has ``wanted`` workers.
+        """Update the list of Ray's nodes, and start workers until the pool has ``wanted`` workers.
 
         Returns the unfinished calls of workers whose node has left the cluster.
         """
@@ -201,7 +203,7 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Process an answer of a starting worker: the versions of software on its node, or that it is ready.
+        """Process the answer ``call`` of a starting worker. The worker sends software versions, or that it is ready.
 
         Returns an empty string, or the reason why no worker can start on the node.
         """
@@ -241,7 +243,7 @@ class ActorPool:
         return self._forget(worker.node)
 
     def end_busy(self) -> None:
-        """Kill all workers with unfinished calls, after a deadline or Ctrl-C."""
+        """Kill all workers with unfinished calls. The engine does this after a deadline or Ctrl-C."""
         for worker in self.calls.values():
             worker.kill()
         self.ready = [worker for worker in self.ready if not worker.calls]

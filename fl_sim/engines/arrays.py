@@ -48,7 +48,7 @@ class TensorArray(Array):
         return b"".join((_header(self.shape, "<f4"), self.tensor.contiguous().numpy(force=True).data))
 
     def deflate(self) -> bytes:
-        """Serialise this array as a plain Flower Array, because a receiver may not have the class TensorArray."""
+        """Serialise this array as a plain Flower Array, for receivers that do not have the class TensorArray."""
         return Array(self.dtype, self.shape, self.stype, self.data).deflate()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -133,14 +133,14 @@ def pack(params: Params) -> ArrayRecord:
 
 
 def unpack(record: Any) -> Params:
-    """Return the tensors in an ArrayRecord that ``pack`` made. Clients trust the server, so no layout is checked."""
+    """Return the tensors in an ArrayRecord that ``pack`` made. Clients trust the server: shapes are not checked."""
     ((text, array),) = record.items()
     layout = _read_layout(text)
     return FlatParams(tensor_in(array, (num_in(layout),)), layout)
 
 
 def read_group(record: object, layout: Layout) -> Params:
-    """Return the tensors in a client's ArrayRecord.
+    """Return the tensors in a client's ArrayRecord. ``layout``: the expected names and shapes.
 
     Raises Malformed if the names, the shapes or the order of the tensors differ from ``layout``.
     """
@@ -163,7 +163,10 @@ def packed_record(packed: Packed) -> ArrayRecord:
 
 
 def read_packed(record: object, size: Size) -> Packed:
-    """Return the compressed group of tensors in an ArrayRecord. Raises Malformed if the arrays differ from ``size``."""
+    """Return the compressed group of tensors in an ArrayRecord.
+
+    Raises Malformed if the arrays do not have the numbers of floats and bytes in ``size``.
+    """
     names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
     if not isinstance(record, ArrayRecord) or set(record) != names:
         raise Malformed("sent a compressed update with other arrays than expected")

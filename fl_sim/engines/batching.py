@@ -31,7 +31,7 @@ from time to time, and does not catch the exceptions of that call. So a caller c
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 """The codes of error replies: the client raised an error, its worker died, or the client exceeded the timeout."""
 
-FIRST_NODE_ID: Final = 1000  # the node ids 0 and 1 mean the server
+FIRST_NODE_ID: Final = 1000  # Flower's node IDs 0 and 1 mean the server
 
 STEPS_AT_A_TIME = 16
 """The number of minibatch steps in a batch of messages. Such a batch takes far longer than its fixed overhead."""
@@ -47,7 +47,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # seconds: shorter times of a step are set to this value, against a division by zero
+_TINY = 1e-9  # seconds: smallest value for the time of a step, against a division by zero
 
 Call = TypeVar("Call")
 
@@ -56,13 +56,13 @@ Call = TypeVar("Call")
 class ClientBatching:
     """The settings for training several clients in one batch.
 
-    ``handler``: a function that is called once in every process and returns the batch handler of that process.
-    ``steps``: each client's number of minibatch steps in a round; the client ID is the index. ``stack``: the number of
-    clients that are trained as one computation. If it is above 1, each batch is one such stack. If it is 1, clients are
-    added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and ``least_steps``. ``least_steps``: the
-    smallest number of minibatch steps for which a thread of its own saves time. ``most_clients``: the largest number of
-    clients in a batch. This number limits the memory, because the models of all clients of a batch are in memory at
-    once.
+    ``handler``: a function that is called once in every process. It returns the batch handler: the function that trains
+    the clients of a batch in that process. ``steps``: each client's number of minibatch steps in a round; the client ID
+    is the index. ``stack``: the number of clients that are trained as one computation. If it is above 1, each batch is
+    one such stack. If it is 1, clients are added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and
+    ``least_steps``. ``least_steps``: the smallest number of minibatch steps for which a thread of its own saves time.
+    ``most_clients``: the largest number of clients in a batch. This number limits the use of memory: the models of all
+    clients of a batch are in memory at once.
     """
 
     handler: Callable[[], BatchHandler]
@@ -74,7 +74,8 @@ class ClientBatching:
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in descending order of their clients' minibatch steps.
 
-        Then the clients of a batch have similar numbers of steps, and no long training begins at the end of a round.
+        In this order, the clients of a batch have similar numbers of steps, and no long training begins at the end of a
+        round.
         """
         return sorted(messages, key=self.steps_of, reverse=True)
 
@@ -108,8 +109,8 @@ class ClientBatching:
 class BatchRunner:
     """A runner that answers all messages to the clients of one process.
 
-    Training uses the batch handler of ``batching``, if ``batching`` is given. The Flower app ``app`` answers all other
-    tasks, one by one.
+    If ``batching`` is given, its batch handler trains several clients at once. The Flower app ``app`` answers all other
+    messages, one by one.
     """
 
     def __init__(self, app: ClientApp, num_clients: int, batching: ClientBatching | None) -> None:
@@ -137,8 +138,9 @@ class Exchange(Generic[Call]):
 
     ``fresh``: the messages that no worker has received yet. ``running``: the batch of every unfinished call; ``begin``
     adds a batch and counts its steps. ``steps``: a function that returns the number of minibatch steps that the answer
-    to a message takes, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order,
-    because the rounding of a result depends on the clients in its batch.
+    to a message takes, at least 1. ``stack``: if above 1, every batch has ``stack`` messages in the given order. The
+    batches are then always the same. That is necessary, because the rounding of a client's update depends on which
+    clients are in its batch.
 
     If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each as a batch of its
     own, to find the client that kills its worker. Running a client twice is safe, since client states are keyed by
@@ -158,7 +160,7 @@ class Exchange(Generic[Call]):
     _under_way: int = 0
 
     def __post_init__(self) -> None:
-        """Add up the minibatch steps of all messages in ``fresh`` once, because each later call needs this sum."""
+        """Add up the minibatch steps of all messages in ``fresh``. Each later call uses this sum."""
         self._left = sum(map(self.steps, self.fresh))
 
     @property
@@ -209,7 +211,7 @@ class Exchange(Generic[Call]):
         return self.take(step_seconds, others)
 
     def _least(self) -> int:
-        """Return the number of steps in the smallest possible next batch: one message, or ``stack`` messages."""
+        """Return the number of minibatch steps of the smallest next batch: one message, or ``stack`` messages."""
         return sum(map(self.steps, islice(self.fresh, self.stack)))
 
     def _next(self) -> Message:
@@ -274,7 +276,7 @@ class Exchange(Generic[Call]):
         self._left = 0
 
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
-        """Answer all messages that are unfinished after ``timeout`` seconds with error replies.
+        """Give an error reply to each message that is unfinished after ``timeout`` seconds.
 
         For a client that hangs, the error says whether the client was training or its worker was stuck. For a client
         that waited for a hanging client, the error has the ID of the hanging client. ``progress``: the replies so far,

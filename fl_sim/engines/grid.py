@@ -55,7 +55,7 @@ class LocalGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def set_run(self, run: Run) -> None:
-        """Store Flower's description of the run (``Run``), as Flower's class Grid requires."""
+        """Store ``run``, Flower's description of the run. Flower's class Grid requires this method."""
         self._run = run
 
     @property
@@ -80,11 +80,11 @@ class LocalGrid(Grid):
         return [reply.metadata.reply_to_message_id for reply in replies]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the available replies to ``message_ids``. Every reply is returned once, and then removed."""
+        """Return the available replies to the messages with the IDs ``message_ids``, and remove these replies."""
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send messages and return one reply per message: an error reply if it is missing after ``timeout`` seconds."""
+        """Send messages and return one reply per message: an error reply if there is no answer after ``timeout`` s."""
         sent = list(messages)
         for message in sent:
             # Flower's own grids set the ID of a message with the same code
@@ -101,7 +101,7 @@ class LocalGrid(Grid):
 
 @dataclass(frozen=True)
 class Groups:
-    """The settings of client tasks in which several clients are computed at once, as one batch.
+    """The settings of client tasks (outside of rounds) in which several clients are computed as one batch.
 
     ``tasks``: the names of these tasks. ``handler``: the function that answers the messages of a batch. ``threads``:
     the number of threads that are reserved for these tasks.

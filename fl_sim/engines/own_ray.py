@@ -61,7 +61,7 @@ def is_own_token() -> bool:
 
 
 def node_gone(address: str) -> str:
-    """Return the message for the user after the end of Ray's node, without which the run cannot go on."""
+    """Return the message for the user that Ray's node process has ended, and that the run cannot go on without it."""
     return (
         f"Ray's node at {address} (raylet) is gone: start the same command again, and the run goes on after its last "
         "finished round"

@@ -153,7 +153,7 @@ class RayGrid(LocalGrid):
             check_head(self._head)
 
     def _collect(self, exchange: Exchange[Any], call: Any) -> None:
-        """Store the replies of the finished call ``call``, after those of all earlier calls of the same worker."""
+        """Store the replies of the finished call ``call``; first store the replies of the worker's earlier calls."""
         worker = self._pool.calls[call]
         while call in worker.calls:
             first = worker.calls[0]
@@ -185,17 +185,17 @@ class RayGrid(LocalGrid):
         return ray.put(self._encryption.encrypt(value))
 
     def _share(self, content: RecordDict) -> tuple[int, Any]:
-        """Encrypt a message content that several messages share. Return its new ID, and the value to send to actors.
+        """Encrypt a content that several messages share. Return the content's new ID, and the value for actors.
 
-        If the content is small and nodes are other machines, the value is the encrypted content. Otherwise the value is
-        a Ray reference to the encrypted content.
+        The value depends on the case. If the content is small and nodes are other machines, the value is the encrypted
+        content. Otherwise the value is a Ray reference to the encrypted content.
         """
         encrypted = self._encryption.encrypt(content)
         is_small = self._remote is not None and encrypted_bytes(encrypted) <= MOST_WITH_A_CALL
         return next(self._numbers), encrypted if is_small else ray.put(encrypted)
 
     def _give_up_late(self, exchange: Exchange[Any], timeout: float) -> None:
-        """Answer all messages that are unfinished after ``timeout`` seconds with error replies."""
+        """Give an error reply to each message that is unfinished after ``timeout`` seconds."""
         calls = list(self._pool.calls)
         for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []:
             if call in exchange.running:

@@ -24,8 +24,8 @@ class MessageHandler:
 
     ``factories``: a Ray reference to two encrypted values: the source files of the user's own modules, and the pickled
     arguments (app_factory, num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a
-    disk with the driver. Otherwise a Ray reference to an encrypted value. ``app_factory`` and ``batching.handler`` are
-    then called with this value.
+    disk with the driver (the process that runs the server). Otherwise a Ray reference to an encrypted value.
+    ``app_factory`` and ``batching.handler`` are then called with this value.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:
@@ -77,7 +77,7 @@ class MessageHandler:
         return self._encryption.encrypt(list(self._replies))
 
     def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
-        """Return a message's content: the shared content with the ID ``number``, plus ``own``, one client's records."""
+        """Return a message's content: the shared content with the ID ``number``, plus one client's records ``own``."""
         if number not in self._decrypted:
             content = self._contents[number]
             encrypted = ray.get(content) if isinstance(content, ray.ObjectRef) else content

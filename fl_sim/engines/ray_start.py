@@ -1,4 +1,7 @@
-"""Functions to start Ray on this machine or to join a cluster: without output or telemetry, with our import path."""
+"""Starts Ray on this machine, or joins a Ray cluster. Ray gets this process's import path.
+
+Ray's output and telemetry are switched off.
+"""
 
 import logging
 import math
@@ -214,7 +217,7 @@ def _connect(address: str) -> None:
 
 
 def _room_for(resources: RayResources) -> int:
-    """Return the requested number of actors for a joined cluster; ``MANY`` (no limit) if none is requested.
+    """Return the requested number of actors for a joined cluster; ``MANY`` (no limit) if the user sets no number.
 
     Raises UserError if the requested actors do not fit into the cluster.
     """

@@ -61,7 +61,7 @@ class Parcel:
 
 
 class DriverStore(Protocol):
-    """The driver's storage of the states and files of clients that run on other machines."""
+    """Stores the states and files of clients that run on other machines, on the disk of the driver."""
 
     def before(self, message: Message) -> Parcel | Message:
         """Return the parts of ``message`` to send to a worker, or the client's answer if no worker is needed.
@@ -170,9 +170,9 @@ def _place(whole: bytes, place: int, last: int) -> bytes:
 class Ticket:
     """The driver's proof that a client's privacy ledger contains the cost of a private output of a worker.
 
-    ``key``: the secret key of the noise in the private output. ``simulation_only``: True if the noise is derived from a
-    seed. ``counts``: whole numbers that the client task needs, such as the number of synthetic records of each class.
-    Only a ``Signer`` reads a ticket from a message.
+    ``key``: the secret key from which the worker draws the noise of the private output. ``simulation_only``: True if
+    the noise is derived from a seed. ``counts``: whole numbers that the client task needs, such as the number of
+    synthetic records of each class. Only a ``Signer`` reads a ticket from a message.
     """
 
     key: bytes = field(repr=False)
@@ -187,15 +187,16 @@ class Signer:
     A signer is for one run. Only the driver and its workers know the signing key ``secret``.
 
     A signature is valid for one message only: its client task, its client and its whole content, which includes the run
-    and the round. Neither a server nor another run can make a valid signature, and the signature of an old message fits
-    no other message. So a worker sends no private output whose cost is missing in its client's privacy ledger.
+    and the round. Neither a server nor another run can make a valid signature. The signature of an old message is
+    invalid for any other message. So a worker sends no private output whose cost is missing in its client's privacy
+    ledger.
     """
 
     secret: bytes = field(repr=False)
 
     @classmethod
     def fresh(cls) -> "Signer":
-        """Return a signer for a new run. Its signing key is 32 random bytes."""
+        """Return the ``Signer`` of a new run. Its signing key is 32 random bytes."""
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
@@ -210,7 +211,10 @@ class Signer:
         return {_TICKET: record}
 
     def read(self, kind: str, client: int, content: RecordDict) -> Ticket:
-        """Return the ticket in a message. Raises RunError if this run's driver did not sign this ticket and message."""
+        """Return the ticket (the proof of a charged cost) in a message. Raises RunError for an invalid signature.
+
+        The signature is valid if this run's driver signed this ticket for this message.
+        """
         match dict(content[_TICKET]):
             case {"key": bytes(key), "simulation-only": bool(secret), "counts": list(counts), "signature": bytes(sign)}:
                 ticket = Ticket(key, secret, tuple(int(count) for count in counts))

@@ -42,7 +42,7 @@ class CheckedActor:
         self._handler = MessageHandler(Encryption(key), *arguments)
 
     def answer(self, requests: Any, contents: dict[int, Any], files: dict[str, Any]) -> Any:
-        """Answer messages by the method ``MessageHandler.answer``."""
+        """Answer messages of the server by the method ``MessageHandler.answer``."""
         return self._handler.answer(requests, contents, files)
 
     @ray.method(concurrency_group="progress")
@@ -107,8 +107,8 @@ def _own_version() -> str:
 def _trainer() -> str:
     """Return a digest of the compiled C++ trainer for this processor.
 
-    Return "PyTorch's" if this trainer is not installed. All nodes must have the same digest, since the compiled trainer
-    and PyTorch differ in the last bits.
+    Return "PyTorch's" if this trainer is not installed. All nodes must have the same digest. Otherwise results would
+    differ in the last bits, as those of the compiled trainer and of PyTorch do.
     """
     spec = _spec("fl_sim")
     folders = [Path(folder) / "native" for folder in spec.submodule_search_locations or []] if spec else []

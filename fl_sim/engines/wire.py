@@ -51,7 +51,7 @@ _POOL, _SAID, _VOTES, _MOMENTS, _SUMS = "pool", "said", "votes", "moments", "sum
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
-_LARGEST_MOMENT: Final = 1e100  # a bound: no sum of products of two float32 features is larger
+_LARGEST_MOMENT: Final = 1e100  # larger moments are refused: no sum of products of two float32 features is so large
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TaskConfig:
 
     @property
     def without_paths(self) -> "TaskConfig":
-        """Return the configuration for workers that do not share a disk with the driver.
+        """Return the configuration for workers that do not share a disk with the driver (the server's process).
 
         The result has no paths. In the fields ``pool`` and ``synthetic`` it has file names, which are digests of the
         files. Such a worker receives the client state in each message, and returns the new client state in its answer.
@@ -125,7 +125,7 @@ def read_task_config(content: RecordDict) -> TaskConfig:
 
 
 def task_of(message: Message) -> str:
-    """Return the name of the client task in a message, or the message type for a message without a task."""
+    """Return the name of the client task in a message. If the message has no task, return its message type."""
     if message.metadata.message_type != TRAIN:
         return message.metadata.message_type
     config = message.content.get(_ORDER)
@@ -162,7 +162,7 @@ def is_same_round(one: RecordDict, other: RecordDict) -> bool:
 
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
-    """Return the pair (global model, further groups of tensors for all clients, by name) in a round's message."""
+    """Return the pair (global model, further groups of tensors for all clients as {name: group}) in a message."""
     # The attribute content.array_records would be slower, because it sorts all records into three new dictionaries.
     groups = {
         name.removeprefix(_BROADCAST): unpack(record) for name, record in content.items() if name.startswith(_BROADCAST)
@@ -192,9 +192,9 @@ def read_update(
 ) -> Reply:
     """Return a client's update, whose tensors must have the names and shapes of ``template``.
 
-    The stated number of records must be at most ``most_examples``. ``packed``: the sizes of the groups of tensors that
-    clients send in compressed form. The loss may be infinite or NaN, since training can diverge. Raises Malformed for
-    any other content.
+    The stated number of records must be at most ``most_examples``. ``packed``: {name of a group of tensors: its
+    compressed size}, for the groups that clients compress. The loss may be infinite or NaN, since training can diverge.
+    Raises Malformed for any other content.
     """
     check_names(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
@@ -234,7 +234,7 @@ def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
 
 
 def made_content(inputs: torch.Tensor) -> RecordDict:
-    """Return a message content with synthetic records that a worker made for the driver."""
+    """Return a message content with the synthetic records that a worker sends to the driver (the server's process)."""
     return RecordDict({_POOL: pack({"inputs": inputs})})
 
 
@@ -331,7 +331,7 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
 
 
 def sums_content(sums: Params) -> RecordDict:
-    """Return a message content with a client's answer outside of usual rounds, such as sums over its records."""
+    """Return a message content with tensors that a client sends outside of rounds, such as sums over its records."""
     return RecordDict({_SUMS: pack(sums)})
 
 

@@ -48,7 +48,7 @@ from strategies.samplers import Sampler
 
 
 def _numbers(value: Any) -> Any:
-    """Return the client IDs in ``value``, in ascending order.
+    """Return the client IDs in ``value``, in ascending order, for the setting ``forgotten``.
 
     ``value``: a list, a number, or a text such as "3+5".
     """
@@ -147,7 +147,7 @@ class Experiment(Settings):
             for key, value in starts_with.items():
                 given = spelt_out(cls.model_fields[key], filled.get(key, {}))
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
-                    # the user's settings replace only the fields that the user has set
+                    # fields that the user has not set keep the default of the algorithm or aggregator
                     given = {name: getattr(given, name) for name in given.model_fields_set}
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = _laid_over(value, given) if both else filled.get(key, value)
@@ -203,7 +203,7 @@ class Experiment(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let chosen settings classes compute missing values, such as the noise multiplier of an aggregator."""
+        """Return the experiment with the missing values that settings classes compute, such as a noise multiplier."""
         if not isinstance(table, dict):
             return validated(table)
         for name in choices_in(cls):
@@ -257,8 +257,8 @@ class Experiment(Settings):
     def chosen(self, *names: str) -> dict[str, Any]:
         """Return the settings with these ``names`` as JSON values. The cache key of a result contains these values.
 
-        Two kinds of settings are left out: optional seeds that are not set, and newer settings at their defaults. So
-        the cache keys of older versions stay valid.
+        Two kinds of settings are left out: optional seeds that are not set, and settings that newer versions of fl-sim
+        added, if they have their defaults. So the cache keys of older versions stay valid.
         """
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
         without = self._unused_newcomers
@@ -267,15 +267,15 @@ class Experiment(Settings):
     def as_written(self) -> dict[str, Any]:
         """Return all settings in the form of ``config.toml``.
 
-        Values of None, and newer settings at their defaults, are left out. So the same settings give the same file in
-        all versions.
+        Values of None are left out. Settings that newer versions of fl-sim added are left out, too, if they have their
+        defaults. So the same settings give the same file in all versions.
         """
         unused = {"evaluate"} if self.evaluate == Evaluate() else set()
         return self.model_dump(exclude_none=True, exclude=unused | self._unused_newcomers)
 
     @property
     def _unused_newcomers(self) -> set[str]:
-        """The names of settings that newer versions added and that have their default values."""
+        """The names of the settings that newer versions of fl-sim added, and that have their default values."""
         newcomers = ("features", "compress", "devices", "server", "forgotten", "keep_every", "left_out")
         return {name for name in newcomers if getattr(self, name) == default_of(type(self), name)}
 
@@ -294,7 +294,8 @@ class Experiment(Settings):
     def hides_time(self) -> bool:
         """True if the duration of local training would reveal private facts.
 
-        The result is False if clients train only on a pool of synthetic records, because the pool is public.
+        The duration tells how many records a client trains. The result is False if clients train only on a pool of
+        synthetic records, because the pool is public.
         """
         return any(not replaces_records(part) for part in self._promising)
 
@@ -313,7 +314,7 @@ class Experiment(Settings):
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default settings ``value``, with the user's settings ``given`` in place of defaults of the same name.
 
-    The default of ``epochs`` is left out if the user sets ``steps``.
+    Local training is counted in epochs or in steps: if the user sets ``steps``, the default of ``epochs`` is left out.
     """
     kept = {name: part for name, part in value.items() if name != "epochs" or not goes_by_steps(given)}
     return {**kept, **given}

@@ -59,7 +59,7 @@ class FrozenBody:
     batch: int
 
     def entered(self, dataset: Dataset) -> Dataset:
-        """Return ``dataset`` with features in place of its records.
+        """Return a copy of ``dataset`` with features, the inputs of the head, in place of its records.
 
         If an earlier run has stored these features in a cache file, they are read from this file. Otherwise they are
         computed and written. Raises RunError if the file cannot be written.
@@ -113,8 +113,8 @@ class FrozenBody:
     def place(self, dataset: Dataset) -> tuple[Path, str]:
         """Return the path of the cache file, and a digest of all values from which the features are computed.
 
-        These values are the records, the body's tensors, and settings such as the batch size. The code of the body has
-        no part in the digest.
+        These values are the records, the body's tensors, and settings such as the batch size. The digest does not
+        depend on the code of the body.
         """
         device = next(self.model.parameters()).device.type
         facts = [_VERSION, torch.__version__, device, self.batch, dataset.mean, dataset.std, dataset.vocabulary]
@@ -144,7 +144,7 @@ class _Entered(Exception):  # noqa: N818 (it is no error)
 
 
 def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not: str) -> FrozenBody | str:
-    """Return the frozen body of ``model``, or the reason why its features cannot be stored.
+    """Return the ``FrozenBody`` of ``model``, or a text: the reason why its features cannot be stored.
 
     The result is "" if the model has no frozen body. ``trial``: two normalised records, on which the model is tested.
     ``why_not``: the reason if a setting forbids stored features, else "".
@@ -175,7 +175,7 @@ def body_of(model: nn.Module, trial: torch.Tensor, device: torch.device, why_not
 
 
 def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the features of normalised ``inputs``.
+    """Return the features (the inputs of the head) of normalised ``inputs`` of the model.
 
     ``model``: the model of a ``FrozenBody``; its head is not called.
     """
@@ -219,8 +219,8 @@ def _batch_of(model: nn.Module, trial: torch.Tensor, features: torch.Tensor) -> 
     """Return (batch size, reason): a size at which a record's features do not depend on its batch, bit for bit.
 
     The size is ``BATCH`` if a test finds no dependence at this size, else 1. The reason is "" if the features of a
-    record depend only on this record. Otherwise the reason states what else the features depend on; then no features
-    are stored, and the size means nothing. ``features``: the features of ``trial``, two records.
+    record depend only on this record. Otherwise the reason states what else the features depend on. No features are
+    stored in this case, and the size has no meaning. ``features``: the features of ``trial``, two records.
     """
     with process_alone():
         before = process_state()

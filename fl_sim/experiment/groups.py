@@ -25,7 +25,7 @@ from fl_sim.settings import OneOf, Settings, by_default, known_model, model_line
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import Parts
 
-_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # a regular expression for one or more names, separated by commas
+_NAMES = r"[\w.:-]+(,[\w.:-]+)*"  # matches one or more names, separated by commas
 _CONSTANT = "the learning rate is the same in every round"
 
 
@@ -137,7 +137,7 @@ class Model(Settings):
 
     @property
     def origin(self) -> str:
-        """The file of the initial weights, or the name of the model if its library provides the weights."""
+        """The file of the initial weights, or the name of the model if the model's library provides the weights."""
         return self.weights or self.name
 
     @model_validator(mode="after")
@@ -150,7 +150,7 @@ class Model(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> Any:
-        """Write only the model's name if all other settings have their defaults, as older versions of fl-sim did."""
+        """Write only the model's name if all other settings have their defaults: older versions wrote it so."""
         written: dict[str, Any] = write(self)
         return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
 
@@ -167,7 +167,7 @@ class Model(Settings):
 
     @property
     def _options(self) -> list[str]:
-        """The names of the settings that differ from their defaults, without the setting ``name``."""
+        """The names of the settings of this group that differ from their defaults, without the setting ``name``."""
         fields = type(self).model_fields
         return [name for name in fields if name != "name" and getattr(self, name) != fields[name].default]
 
@@ -334,7 +334,7 @@ class Local(Settings):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if ``privacy`` is the user's own class, or if another setting rules out BatchNorm layers.
 
-        The aggregator and the attack can rule out BatchNorm: they do not support running statistics.
+        Some aggregators, and attacks, do not support the running statistics of BatchNorm layers.
         """
         if is_own_kind(self.privacy):
             raise ValueError(

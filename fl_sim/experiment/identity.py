@@ -34,7 +34,7 @@ class Identity:
     root: Path | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return the digests to store in a run directory; empty if neither the records nor the code are the user's."""
+        """Return the digests for the run directory; empty if neither the records nor the code are the user's own."""
         records = self.records
         if self.is_private and records:
             records = private.keyed(self.records)
@@ -95,7 +95,7 @@ class Identity:
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
-    """Return the digests of the user's own records and code, as ``experiment`` would use them now."""
+    """Return the digests of the user's own records and code that ``experiment`` uses, computed now."""
     data = experiment.data
     further = experiment.algorithm.further_data() if isinstance(experiment.algorithm, ReadingFurther) else ""
     read = [fingerprint(name, data_root, with_test=True) for name in (data, further) if name and is_own(name)]

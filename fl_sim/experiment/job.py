@@ -1,4 +1,7 @@
-"""The class ``Job``: an experiment with its data set, shards and device. Each process makes one job."""
+"""The class ``Job``: an experiment with its data set, device and shards (each client's training records).
+
+Each process makes one job.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +59,7 @@ class Heading(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """An experiment with its data set, shards and device. The run and every worker process create their own job.
+    """A job: an experiment with its data set, shards and device. The run and each worker process create a job.
 
     ``experiment``: the experiment. Defaults that depend on the data are filled in. ``shards``: for each client, the
     indices of its training records in ``dataset.train``. ``device``: the device of this process. ``root``: the folder
@@ -81,7 +84,7 @@ class Job:
 
     @cached_property
     def members(self) -> NDArray[np.int64]:
-        """The IDs of the clients that may take part in rounds, in ascending order."""
+        """The IDs, ascending, of the clients that may take part in rounds: those not held out for evaluation."""
         everybody = self.experiment.num_clients
         held_out = everybody - self.experiment.num_members
         return own_tests.members(everybody, held_out, self.experiment.seed_of_partition)
@@ -145,7 +148,7 @@ class Job:
         return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
 
     def source(self, examples: Examples) -> Source:
-        """Return records of the job's data set as inputs of ``self.model()``, with labels, on the job's device.
+        """Return the object that passes records of the data set, as inputs of ``self.model()``, to the job's device.
 
         If features are stored, the inputs are the features of the records.
         """
@@ -161,7 +164,7 @@ class Job:
 
     @cached_property
     def placed(self) -> Placed:
-        """The tensors of the initial model that differ from the tensors in the file of weights, such as a new head."""
+        """The initial tensors that are not those of the file of weights, such as a new head; by their names."""
         return self._first[1]
 
     @cached_property
@@ -189,7 +192,7 @@ class Job:
         return model, prepare.placed[-1] if prepare.placed else Placed()
 
     def whole(self, params: Params) -> Params:
-        """Return all parameters of the model, to write them into a file. ``params``: the trained parameters.
+        """Return all parameters of the model, for a file of the model. ``params``: the trained parameters.
 
         A frozen parameter has its initial value, unless ``params`` contains this parameter.
         """
@@ -226,7 +229,7 @@ class Job:
 
     @property
     def num_outputs(self) -> int:
-        """The number of the model's outputs: the classes of the data set, and further outputs of the algorithm."""
+        """The number of the model's outputs: one per class of the data set, and those that the algorithm adds."""
         return self.dataset.num_classes + num_further_outputs(self.experiment.algorithm)
 
     @cached_property
@@ -335,9 +338,9 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
 
 
 def _uses_records(experiment: Experiment) -> str:
-    """Return the reason why each round needs the records themselves, so that stored features cannot replace them.
+    """Return the reason why stored features of a frozen body cannot replace the records in a round.
 
-    The reason names a setting. It is empty if the features are enough.
+    The reason names a setting, such as one that changes images in training. The result is empty if there is no reason.
     """
     if experiment.local.augment != "none":
         return f"local.augment={experiment.local.augment} changes the records"
@@ -377,14 +380,14 @@ def device_of(experiment: Experiment) -> torch.device:
 def check_precision(job: Job) -> None:
     """Raise UserError if this process does not support the precision of training.
 
-    Nothing is checked if clients train in Ray actors with GPUs, which this process may not see.
+    Nothing is checked if clients train in Ray actors with GPUs, because this process may not see these GPUs.
     """
     if not has_gpus_elsewhere(job.experiment):
         precision_of(job.experiment, job.device)
 
 
 def has_gpus_elsewhere(experiment: Experiment) -> bool:
-    """Return True if clients train in Ray actors with GPUs, which this process may not see."""
+    """Return True if clients train in Ray actors with GPUs. This process may not see these GPUs."""
     return isinstance(experiment.engine, Ray) and bool(experiment.engine.gpus)
 
 
@@ -465,7 +468,7 @@ def _weights(experiment: Experiment) -> Params:
 
 
 def _check_tested(experiment: Experiment) -> None:
-    """Raise UserError if a private run would publish measures on test records that are not declared public."""
+    """Raise UserError if a run with privacy would measure models on test records that are not declared public."""
     evaluate, algorithm = experiment.evaluate, experiment.algorithm
     if not (experiment.is_private and is_own(experiment.data)) or evaluate.test_is_public:
         return
@@ -483,7 +486,10 @@ def _check_tested(experiment: Experiment) -> None:
 
 
 def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
-    """Raise UserError if required validation records are missing, or if the settings do not use existing ones."""
+    """Raise UserError if the validation records that the settings need are missing.
+
+    Also raises UserError if the data set has validation records that the settings do not use.
+    """
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(
@@ -512,7 +518,7 @@ def _check_sequences(experiment: Experiment) -> None:
 
 
 def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
-    """Return the shards of all clients, by the experiment's partition or by its algorithm's own rule."""
+    """Return the shards: each client's training records, by the partition or by the algorithm's own rule."""
     algorithm, seed = experiment.algorithm, experiment.seed_of_partition
     if experiment.is_central:
         return Parts.of([np.arange(len(dataset.train))])
@@ -566,8 +572,8 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
     if experiment.is_private and is_own(experiment.data):
         raise UserError(
             f"{what} follows from the seed, which is published, and this run promises privacy for the records of "
-            f"{without_settings(experiment.data)}: the seed would reveal which of them trained the model; leave "
-            "left_out out, or take a public data set"
+            f"{without_settings(experiment.data)}: the seed would reveal which of them trained the model; remove "
+            "the setting left_out, or take a public data set"
         )
     coins = rng(experiment.seed, "left out").random(1 + int(shards.records.max()))
     left = shards.where(coins[shards.records] >= experiment.left_out)
@@ -658,7 +664,7 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
 
 
 def public_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return the public facts of ``dataset`` that nodes with their own data sets need, as JSON values.
+    """Return the public facts of ``dataset``, as JSON values, for nodes (client machines) with data of their own.
 
     The public facts are the shape of a record, the number of classes, and the constants of normalisation.
     """
@@ -683,7 +689,7 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     if experiment.left_out:
         raise UserError(
             f"left_out={experiment.left_out:g} chooses records of the server's data set, and this node has records of "
-            "its own: leave left_out out"
+            "its own: remove the setting left_out"
         )
     own = load(name, None, experiment.features)
     if list(own.input_shape) != facts["shape"]:

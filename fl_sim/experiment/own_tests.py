@@ -92,7 +92,7 @@ def _class_shares(
     classes). ``records``: the indices of the available test records. ``tested``: the labels of these records.
     """
     there = np.bincount(tested, minlength=held.shape[1])
-    usable = held * (there > 0)  # training records of a class do not count if the class has no test records
+    usable = held * (there > 0)  # a class without test records is left out
     sizes, of_class = usable.sum(axis=1), usable.sum(axis=0)
     share = float((there[of_class > 0] / of_class[of_class > 0]).min()) if of_class.any() else 0.0
     wanted = np.where(sizes > 0, np.maximum(np.floor(share * sizes), FEWEST), 0)
@@ -114,11 +114,11 @@ def _class_shares(
 def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDArray[np.int64]) -> NDArray[np.int64]:
     """Round each client's number of test records per class to a whole number.
 
-    ``exact``: the numbers before rounding, (clients, classes). The cumulative sums of each row are rounded, so a
-    client's total stays the same. ``there``: the number of available test records of each class. ``totals``: the number
-    of test records of each large client; 0 for small clients. Only small clients may share test records. If rounding
-    gives the large clients more records of a class than there are, each of the large clients with the most rounded-up
-    numbers gets one record less.
+    ``exact``: the numbers before rounding, (clients, classes). The function rounds the cumulative sums of each row, not
+    the numbers, so that a client's total stays the same. ``there``: the number of available test records of each class.
+    ``totals``: the number of test records of each large client; 0 for small clients. All large clients together must
+    not get more records of a class than there are. If rounding leads to more, some large clients get one record less:
+    those whose numbers were rounded up most.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)
@@ -139,7 +139,7 @@ def members(num_clients: int, held_out: int, seed: int) -> NDArray[np.int64]:
 
 
 def sources_of(dataset: Dataset, shards: Parts) -> tuple[str, ...]:
-    """Return the name of each client's source, such as a hospital, for the columns of a table of results.
+    """Return the name of each client's source, such as a hospital, for a table of results.
 
     A client without records has the name "". The result is empty for unknown names, for clients with records of several
     sources, for a single source, and for more than ``MOST_NAMED`` sources.
@@ -160,7 +160,7 @@ def num_shared(tests: Parts) -> int:
 
 
 def merged(dataset: Dataset) -> Dataset:
-    """Return ``dataset`` with the test records added to the training records, as in the protocol of PFLlib."""
+    """Return a copy of ``dataset`` that also has the test records as training records, as in PFLlib's protocol."""
     parts = (dataset.train, dataset.test)
     groups = [part.groups for part in parts if part.groups is not None]
     train = Examples(

@@ -35,7 +35,7 @@ _WORDS: Final = {
 class Setting:
     """One setting in the reference of all settings; all fields are texts for users.
 
-    ``name``: the name with dots, such as ``local.epochs``. ``takes``: the valid values.
+    ``name``: the name with dots, such as ``local.epochs``. ``takes``: the valid values in words.
     """
 
     name: str
@@ -128,7 +128,7 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
 
 def _documentation(settings: type) -> str:
-    """Return the docstrings of a class, and of the base classes from which it inherits fields, as one text."""
+    """Return one text: the docstrings of a class, and of the base classes from which it inherits fields."""
     own = [settings]
     for base in settings.__mro__[1:]:
         has_fields = is_dataclass(base) or (issubclass(base, BaseModel) and bool(base.model_fields))
