@@ -1,4 +1,4 @@
-"""Local plans: an algorithm's local objective, described by data that all trainers (C++, stacked, PyTorch) read."""
+"""Local plans: data that describe an algorithm's local objective, for every trainer (C++, stacked, PyTorch)."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a client's local training in which only some parameters are trained, such as the head in FedRep.
+    """A phase of a client's local training that trains only some parameters, such as the head (last layer) in FedRep.
 
     ``names``: the names of the trained parameters; all others keep their values. ``epochs``: the number of passes over
     the client's records, in place of the setting ``local.epochs``.
@@ -180,7 +180,7 @@ class NoiseSource(Protocol):
 
     @property
     def key(self) -> bytes:
-        """The secret key, from which all random numbers are derived."""
+        """The secret key of this client. All its secret random numbers are derived from this key."""
 
     @property
     def simulation_only(self) -> bool:
@@ -274,10 +274,13 @@ class LocalPlan:
 
     @cached_property
     def in_use(self) -> frozenset[str]:
-        """Return the names of the fields that differ from their defaults; a trainer must support these fields."""
+        """Return the names of the plan's fields that differ from their defaults, for the choice of a trainer.
+
+        Only a trainer that supports all these fields can train the client.
+        """
         kind: Any = type(self)
         used, held = [], vars(self)
-        # most values are the default object itself, so ``is``, which is fast, is tried before ``==``
+        # Most values are the default object itself, so the fast ``is`` is tried before ``==``.
         for name, default in _defaults(kind):
             # for a tensor, ``==`` returns a tensor and not a bool, so its result is compared with True
             if held[name] is not default and (held[name] == default) is not True:
@@ -289,10 +292,10 @@ class LocalAlgorithm(Protocol):
     """The client's part of a federated algorithm: how it trains in a round, and the update that it returns."""
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the algorithm's additions to local SGD for this client and round."""
+        """Return the local plan of this client and round: the algorithm's additions to local SGD."""
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the client's update: the payload and the new client state."""
+        """Return the client's update after its training: the payload for the server, and the client's new state."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,10 @@ class FurtherModels(Protocol):
     """An algorithm whose clients also train further models in a round, such as personal models, on the same batches."""
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
-        """Return the further models of a client by name; ``finish`` receives their results as ``Trained.further``."""
+        """Return a client's further models for this round, by name.
+
+        After the training, the method ``finish`` receives their results as ``Trained.further``.
+        """
 
 
 @runtime_checkable
@@ -323,7 +329,7 @@ class Sharing(Protocol):
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors that one client shares, by name; the server concatenates those of all clients."""
+        """Return the tensors that one client shares, by name. The server concatenates the tensors of all clients."""
 
 
 @runtime_checkable
@@ -339,7 +345,7 @@ class Sending(Protocol):
 
 
 def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
-    """Return the parameters in ``params`` that clients send: all by default, none for some algorithms.
+    """Return those of ``params`` that clients send: by default all of them, for some algorithms none.
 
     ``params``: a model's trained parameters. ``personal``: the setting ``local.personal``. Raises UserError for unknown
     names, and for an algorithm that sends no parameters without declaring it.
@@ -363,7 +369,9 @@ def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params
 
 
 def personal_names(personal: str, params: Params) -> frozenset[str]:
-    """Return the names of the parameters that the setting ``local.personal`` keeps on clients.
+    """Return the names of the personal parameters: each client has its own, and does not send them.
+
+    The setting ``local.personal`` selects these parameters.
 
     Raises UserError for names that no trained parameter of the model has.
     """
@@ -382,12 +390,15 @@ def personal_names(personal: str, params: Params) -> frozenset[str]:
 
 
 def sends_a_part(algorithm: object, personal: str) -> bool:
-    """Return True if clients may send only a part of the model. ``personal``: the setting ``local.personal``."""
+    """Return True if clients may send only some of the model's parameters.
+
+    ``personal``: the setting ``local.personal``.
+    """
     return isinstance(algorithm, Sending) or personal != "none"
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of the fields in use, which are the fields of ``values`` that differ from their defaults.
+    """Return the names of those fields of ``values`` that differ from their defaults (fields in use).
 
     ``values``: a local plan or local settings. Fields without a default are always in use. A trainer compares these
     names with the fields that it supports.

@@ -26,7 +26,7 @@ def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def explain(error: ValidationError, settings: type, what: str) -> str:
-    """Return the message for the user about a validation error: the first mistakes, and the number of further mistakes.
+    """Convert pydantic's validation error to a message for the user: the first mistakes, and the number of the others.
 
     ``settings``: the settings class that was validated. ``what``: the name of this group of settings in the experiment,
     such as "local"; empty for the experiment itself.
@@ -74,7 +74,9 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
-    """Return the keys that lead to a mistake, as the user wrote them, and the settings class with the last key.
+    """Return (path to the mistaken setting, settings class that has this setting), for the error message.
+
+    The path is a list of keys, as the user wrote them, such as "local" and "epochs".
 
     ``location``: the location of the mistake, as pydantic returns it. If a field may be one of several classes,
     pydantic's location also contains the name of the chosen class. The user did not write this name as a key, so it is
@@ -99,7 +101,10 @@ def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
 
 
 def _field(settings: type, name: str) -> tuple[Any, Choosing | None]:
-    """Return the annotation of a field, and its ``Choosing`` marker (None if the field has no such marker)."""
+    """Return the type annotation of the field ``name``, and its ``Choosing`` marker (None without such a marker).
+
+    A field with this marker has several variants, which the user chooses by name.
+    """
     if not issubclass(settings, BaseModel):
         return get_type_hints(settings)[name], None
     field = settings.model_fields[name]

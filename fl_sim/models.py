@@ -93,14 +93,14 @@ class RandomFeatures(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (batch, *input_shape) to (batch, classes)."""
         unit = _to_root(inputs.flatten(1))
-        # float64, because the last bits of a product depend on the batch size; rounding to float32 removes these bits
+        # float64: the last bits of a product depend on the batch size, and rounding the product to float32 removes them
         random = torch.relu(unit.double() @ self.directions.double()).to(unit.dtype)
         logits: torch.Tensor = self.head(_to_root(torch.cat([unit, random], dim=1)))
         return logits
 
 
 def _to_root(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``vectors`` (n, d) scaled to the norm sqrt(d)."""
+    """Return ``vectors``, (n, d), with each row scaled to the L2 norm sqrt(d)."""
     return math.sqrt(vectors.shape[1]) * torch.nn.functional.normalize(vectors, dim=1)
 
 
@@ -197,7 +197,7 @@ def build(
 def is_tried(
     name: str, input_shape: Shape, num_classes: int, batch_norm: BatchNorm, vocabulary: int, prepare: Prepare
 ) -> bool:
-    """Return True if this process has already built and tested this model of a library, with any seed."""
+    """Return True if this process has already tested this model of a library. The seed of the model does not matter."""
     source = source_of(name)
     return source is not None and (source, input_shape, num_classes, batch_norm, vocabulary, prepare) in _TRIED
 
@@ -211,7 +211,7 @@ def has_own_loss(
 
 
 def products(model: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Return the number of multiplications in the linear and convolution layers for one record of ``input_shape``."""
+    """Return the computing cost of a model: the multiplications in linear and convolution layers for one record."""
     counts = list[int]()
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -387,7 +387,7 @@ def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
 def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabulary: int) -> None:
     """Raise UserError if the model fails for the highest token id of the data, ``vocabulary`` - 1.
 
-    The trial of the model with two records does not show this, if the records lack this token.
+    The test of the model with two records does not detect this failure if the two records lack this token.
     """
     try:
         _logits(path, model, torch.full_like(trial, vocabulary - 1))
@@ -449,7 +449,9 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError if a buffer of the model depends on the seed: buffers are not sent, so clients would differ.
+    """Raise UserError if a buffer of the model depends on the seed.
+
+    Buffers are not sent, so the clients' models would then differ in this buffer.
 
     ``before``: the buffers of the model. ``other``: the same model, built with another seed.
     """

@@ -251,10 +251,10 @@ MOVED: Final[Mapping[str, str]] = {
 
 
 class _Moved(Loader):
-    """A loader for the old path of a moved module. The loader imports the module at the new path."""
+    """A module loader for the old import path of a moved module: it imports the module at the new path instead."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return None, so that Python creates an empty module, which ``exec_module`` replaces."""
+        """Return None. Python then creates an empty module, and ``exec_module`` replaces it by the moved module."""
         del spec
         return None
 
@@ -274,6 +274,6 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the moved module ``fullname``; None if no module of this name has moved."""
+        """Return the import spec for ``fullname``, the old path of a module; None if no module had this old path."""
         del path, target
         return spec_from_loader(fullname, _Moved(), is_package=True) if fullname in MOVED else None

@@ -102,13 +102,16 @@ def narrowed(model: nn.Module, params: Params, factor: float) -> nn.Module:
 
 
 def cut(params: Params, places: Places) -> Params:
-    """Return the parameters of a narrow model, copied from ``params``, the whole model's parameters."""
+    """Return the parameters of a narrow model: slices (copies) of ``params``, the whole model's parameters.
+
+    ``places``: the result of ``places_of``.
+    """
     return {name: value[places[name]] for name, value in params.items()}
 
 
 @lru_cache(maxsize=64)
 def places_of(layout: Layout, width: float, first: int = 0) -> Places:
-    """Return {name: indices}: where the parameters of a narrow model are in the whole model's parameters.
+    """Return {name: indices}: for each tensor of the whole model, the indices that form the narrow model's tensor.
 
     ``layout``: names and shapes of the whole model's parameters. ``width``: the share of channels that the narrow model
     has, in (0, 1]. Let K be the number of a layer's channels, numbered from 0. The narrow model has ceil(``width`` * K)

@@ -61,7 +61,10 @@ class OneOf:
     group: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the field's pydantic schema, which imports a settings class only when a user chooses it."""
+        """Return the field's schema for pydantic's validation.
+
+        To load fast, the schema imports a settings class only if the user chooses it.
+        """
         del handler
 
         def validate(value: Any) -> Any:
@@ -81,7 +84,7 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(validate, serialization=shown)
 
     def known(self, annotation: Any) -> Mapping[str, type]:
-        """Return {name: settings class} of fl-sim's classes for the field with this ``annotation``.
+        """Return {name: settings class} for fl-sim's own variants of a field. ``annotation``: the field's annotation.
 
         If the field has an entry-point group, a class is imported only when it is looked up.
         """
@@ -122,7 +125,10 @@ class OneOf:
         )
 
     def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
-        """Return the settings class with the name in ``table["kind"]``; None for an unknown name."""
+        """Return the settings class that the table of settings ``table`` chooses by its key ``kind``.
+
+        The result is None for an unknown name. ``union``: the field's annotation.
+        """
         kind = str(table.get("kind"))
         path = self._path_of(kind)
         return self._load(path) if path else self.known(union).get(kind)
@@ -265,13 +271,19 @@ class OurKinds(Mapping[str, type]):
 
 @cache
 def _plain(settings: type, kind: str) -> Any:
-    """Return the settings object of a kind with default values. The object is frozen, so all calls share it."""
+    """Return an object of the settings class ``settings`` with default values.
+
+    The object is immutable, so the same object is returned again. ``kind``: the name of the class.
+    """
     return _tagged(settings, kind).validate_python({"kind": kind})
 
 
 @cache
 def _tagged(settings: Any, kind: str) -> TypeAdapter[Any]:
-    """Return the pydantic adapter that validates a table of one kind. Its error messages contain the kind."""
+    """Return the pydantic adapter that converts a table of settings to an object of the class ``settings``.
+
+    ``kind``: the name of the class, which error messages contain.
+    """
     tagged: Any = Annotated[settings, _Tagged(kind)]
     return TypeAdapter(tagged)
 
@@ -290,7 +302,10 @@ class _Tagged:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return the names of the public members that ``protocol`` and its base protocols require of a class."""
+    """Return the names of the public attributes and methods that a class must have for the Protocol ``protocol``.
+
+    The members of base protocols are included.
+    """
     declared: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False) and base.__module__ != "typing":
@@ -337,7 +352,9 @@ def entry_points_of_ours(group: str) -> Mapping[str, EntryPoint]:
 
 
 def find_entry_point(group: str, name: str) -> EntryPoint | None:
-    """Return the entry point ``name`` in ``group`` or in the group SHORT_NAMES; None if no package defines the name.
+    """Return the entry point ``name`` in ``group`` or in the group SHORT_NAMES, from all installed packages.
+
+    Return None if no package defines the name.
 
     Raises UserError if two packages define the name, so that no package silently overrides another.
     """
@@ -373,7 +390,10 @@ def _loaded_kind(point: EntryPoint) -> type:
 
 @cache
 def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
-    """Return {group: {name: entry points}} of all installed packages, and of fl-sim even if it is not installed."""
+    """Return {group: {name: entry points}} of all installed packages and of fl-sim.
+
+    The entry points of fl-sim are included even if it is not installed.
+    """
     found: dict[str, dict[str, tuple[EntryPoint, ...]]] = defaultdict(dict)
     in_checkout = _in_checkout()
     for point in (*in_checkout, *_in_metadata({OURS} if in_checkout else set())):

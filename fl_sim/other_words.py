@@ -43,7 +43,7 @@ OTHER_WORDS: Final = {word: setting for setting, words in _OTHER_WORDS.items() f
 
 
 def bare(name: str) -> str:
-    """Return ``name`` in lower case, without hyphens and underscores, for the comparison of names."""
+    """Return ``name`` in lower case, without hyphens and underscores. Names are compared in this form."""
     return name.casefold().replace("-", "").replace("_", "")
 
 
@@ -73,11 +73,17 @@ OF_PRIVACY: Final = {bare(word): reason for reason, words in _OF_PRIVACY.items()
 
 
 def privacy_settings(word: str) -> str:
-    """Return fl-sim's settings for ``word``, a privacy feature of another framework; empty for all other words."""
+    """Return fl-sim's settings for ``word``, the name of a privacy feature in another framework.
+
+    Return an empty text for any other word.
+    """
     return OF_PRIVACY.get(bare(word), "")
 
 
 def elsewhere(word: str) -> str:
-    """Return ' (here: ...)' with fl-sim's setting for ``word``, the name of a setting in another framework; else ""."""
+    """Return ' (here: ...)', a hint for error messages, if ``word`` is the name of a setting in another framework.
+
+    The dots stand for fl-sim's equivalent setting. Return "" for any other word.
+    """
     plain = word.lower().replace("-", "_")
     return f" (here: {OTHER_WORDS[plain]})" if plain in OTHER_WORDS else ""

@@ -35,7 +35,7 @@ _PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
-# {module: (import spec, digest of its file)}; a new spec shows that the module was imported again
+# {module: (import spec, digest of its file)}; a new import spec shows that the module was imported again
 _imported: dict[str, tuple[Any, str]] = {}
 
 
@@ -85,7 +85,10 @@ def package_folders(name: str) -> list[Path]:
 
 
 def in_one_line(said: BaseException | str) -> str:
-    """Return an error (type and message) or a text in one line of at most about 300 characters."""
+    """Return the text ``said``, or the type and message of the error ``said``, in one line.
+
+    The line is cut after about 300 characters.
+    """
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
     line = " ".join(text.split()).removesuffix(":")
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
@@ -158,7 +161,7 @@ def digests(modules: Iterable[str]) -> dict[str, str]:
 
 
 def edited(modules: Iterable[str]) -> list[str]:
-    """Return the files that have changed since this process imported them.
+    """Return the Python files of the user that have changed since this process imported them.
 
     Only files of the user's own ``modules``, and of the user's modules that they import, are compared.
     """
@@ -166,7 +169,7 @@ def edited(modules: Iterable[str]) -> list[str]:
 
 
 def remember(module: str) -> None:
-    """Store the digest of a module that this process has just imported, so that a later change is detected."""
+    """Store the digest of a module's file just after its import, so that a later change of the file is detected."""
     known = _imported.get(module)
     if known is None or known[0] is not _spec(module):
         digests([module])
@@ -213,7 +216,9 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
-    """Return the names of all modules that ``source`` may import. Some of the names may be functions or classes.
+    """Return the names of all modules that the Python code ``source`` may import.
+
+    Some names may be those of imported functions or classes.
 
     ``package``: the package of the source's module, for relative imports.
     """

@@ -46,7 +46,10 @@ class OwnLoss(Protocol):
 
 
 def losses_of(model: nn.Module) -> Callable[[Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function (parameters, inputs, labels) -> losses (n,), for a model that computes its loss itself."""
+    """Return the loss of a model that computes its loss itself, as a function of the parameters.
+
+    The function has the arguments (parameters, inputs, labels), and returns the n losses of the records, (n,).
+    """
     calling = _Calling(model)
 
     def losses(params: Mapping[str, torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -60,7 +63,7 @@ def losses_of(model: nn.Module) -> Callable[[Mapping[str, torch.Tensor], torch.T
 def check_own_loss(model: nn.Module, *asked: Any) -> None:
     """Raise UserError if a model computes its loss itself, but the plan or the settings change a cross-entropy.
 
-    ``asked``: the local plan and the local settings.
+    ``asked``: the local plan (the algorithm's additions to local SGD) and the settings of local training.
     """
     if isinstance(model, OwnLoss) and (found := sorted(frozenset().union(*map(fields_in_use, asked)) & _OF_LOGITS)):
         raise UserError(

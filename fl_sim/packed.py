@@ -40,7 +40,7 @@ class Compressor(Protocol):
         """True for error feedback: later rounds send the unsent part of an update, so no part is lost."""
 
     def size(self, layout: Layout) -> Size:
-        """Return the compressed size of an update. It may depend on the names and shapes in ``layout`` only."""
+        """Return the size of a compressed update. The size may depend only on ``layout``, its names and shapes."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
         """Return the compressed ``update`` of a client, and the tensors that the client stores for its next round.
@@ -51,7 +51,10 @@ class Compressor(Protocol):
         """
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the decompressed update. Raises Malformed if ``packed`` is invalid; the caller checks the size."""
+        """Return the decompressed update. Raises Malformed if ``packed``, the compressed update, is invalid.
+
+        The caller has checked the size of ``packed``.
+        """
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Packing:
         return self.compressor.unpack(packed, layout, self._coins(name, client, server_round))
 
     def held_back(self, template: Payloads, model: Params) -> dict[str, Payloads]:
-        """Return the template of the tensors that a client stores for the compressor: zeros in their shapes."""
+        """Return zeros in the names and shapes of the tensors that a client stores for the compressor."""
         blank = {name: zeros_like(flattened(params)) for name, params in template.items()}
         return self.pack(blank, model, {}, 0, 1)[2]
 

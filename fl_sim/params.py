@@ -79,7 +79,10 @@ def vector_in(params: Params, layout: Layout) -> torch.Tensor:
 
 
 def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
-    """Return all numbers of ``payloads`` (groups of tensors) as one vector, in the order of ``template``."""
+    """Return all numbers of ``payloads`` (groups of tensors) as one vector.
+
+    The tensors are in the order of ``template``, which has the same names.
+    """
     rows = [vector_in(payloads[group], layout_of(params)) for group, params in template.items()]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -92,7 +95,7 @@ def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
 
 
 def layout_of(params: Params) -> Layout:
-    """Return the layout of ``params``: its names and shapes, in order."""
+    """Return the layout of ``params``: the names and shapes of the tensors, in order."""
     if isinstance(params, FlatParams):
         return params.layout
     return tuple((name, tuple(value.shape)) for name, value in params.items())
@@ -161,8 +164,8 @@ def zeros_like(params: Params) -> Params:
 def is_finite(payloads: Payloads) -> bool:
     """Return True if every number of every tensor is finite.
 
-    The check looks at the float64 sum of each tensor: NaN and infinity remain in a sum, and a sum of float32 numbers
-    cannot overflow float64. This takes one pass over the numbers; torch.isfinite takes three.
+    The check computes the float64 sum of each tensor. If a number is NaN or infinite, so is the sum. A sum of finite
+    float32 numbers cannot overflow float64. The sum takes one pass over the numbers, but torch.isfinite takes three.
     """
     for params in payloads.values():
         for value in [params.flat] if isinstance(params, FlatParams) else params.values():
@@ -242,7 +245,7 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
     made = copy.deepcopy(model, shared)
     for part in made.modules():
         if isinstance(part, torch.nn.RNNBase):
-            part.flatten_parameters()  # makes the weights contiguous; otherwise cuDNN would copy them in every step
+            part.flatten_parameters()  # makes the weights contiguous, or cuDNN would copy them in every step
     return made
 
 
@@ -259,12 +262,12 @@ def placed(params: Params, layers: Params) -> tuple[Params, Params]:
 
 
 def layers_after(trained: Trained, names: Iterable[str]) -> Params:
-    """Return, in one mapping, the running statistics of a trained model and its parameters with the given ``names``."""
+    """Return tensors of a trained model in one mapping: its running statistics, and the parameters ``names``."""
     return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the trained parameters of ``model``, and its frozen parameters with names in ``params`` (no copies)."""
+    """Return the parameters of ``model`` that are trained, and its frozen ones with names in ``params`` (no copies)."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
@@ -279,7 +282,10 @@ def copy_into(weights: Params, params: Params) -> None:
 
 
 def _vectors(left: Params, right: Params) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return ``left`` and ``right`` as two vectors; None if neither is a FlatParams or if their layouts differ."""
+    """Return all numbers of ``left`` and of ``right`` as two vectors, for fast arithmetic.
+
+    Return None if neither is a FlatParams, or if their names or shapes differ.
+    """
     if not isinstance(left, FlatParams) and not isinstance(right, FlatParams):
         return None
     if layout_of(left) != layout_of(right):
@@ -391,7 +397,7 @@ class WriteGuard:
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
         """Return a guard of all tensors in ``groups``, {name for messages: tensors}.
 
-        ``by_bits``: False omits the sums over the bits.
+        ``by_bits``: False omits the sums over the bits, so the guard detects only writes that PyTorch counts.
         """
         tensors: list[tuple[str, torch.Tensor]] = []
         writes, sums = [], []

@@ -1,1 +1,1 @@
-"""The compiled trainer, called the kernel: its C++ sources, its compilation, and its calls from Python."""
+"""The compiled trainer (the kernel): C++ sources, their compilation, and Python code that calls the library."""

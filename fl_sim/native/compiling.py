@@ -113,7 +113,10 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
 
 
 def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
-    """Return True if ``compiler`` supports ``options``, for example the options for new processors."""
+    """Return True if the command ``compiler`` supports the command-line options ``options``.
+
+    Old compilers lack the options for new processors.
+    """
     try:
         _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
     except NoCompiler:
@@ -157,7 +160,10 @@ def find_library() -> Path:
 
 
 def sources_digest(folder: Path = FOLDER) -> str:
-    """Return a digest of the names and contents of the C++ sources of the compiled trainer in ``folder``."""
+    """Return a digest of the trainer's C++ sources in ``folder``: of their names and contents.
+
+    By this digest fl-sim recognises a library that was compiled from other sources.
+    """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -183,7 +189,7 @@ def lanes_of(features: frozenset[str]) -> int:
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return the processor features that the code with the narrowest vectors needs, but that ``features`` lacks.
+    """Return the processor features that the compiled trainer needs at least, but that this processor lacks.
 
     The result is a text with commas, empty if no feature is missing. ``features``: the result of ``processor``.
     """

@@ -34,7 +34,10 @@ class NativeTrainer(BuildHookInterface[Any]):
 
 
 def _compiling() -> ModuleType:
-    """Load and return the module compiling.py by its path, because fl_sim cannot be imported during its build."""
+    """Return the module compiling.py, which compiles the trainer.
+
+    The module is loaded by its file path, because the package fl_sim cannot be imported during its build.
+    """
     spec = importlib.util.spec_from_file_location("fl_sim_compiling", Path(__file__).with_name("compiling.py"))
     assert spec is not None
     assert spec.loader is not None

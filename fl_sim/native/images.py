@@ -62,7 +62,7 @@ class _Images:
             raise ValueError("the weights of a network of images must be consecutive parts of one vector")
 
     def start(self) -> int:
-        """Return the memory address of the network's first parameter."""
+        """Return the memory address of the network's first weight, which the C functions receive."""
         assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
         return self._addresses[0]
 

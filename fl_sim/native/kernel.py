@@ -44,7 +44,10 @@ class PreparedTraining:
     function: Callable[..., int]
 
     def train(self) -> list[Trained]:
-        """Train the prepared clients, and return the results, as ``Kernel.train`` does. Other threads run meanwhile."""
+        """Train all prepared clients, and return their results, as ``Kernel.train`` does.
+
+        Other Python threads can run during the training.
+        """
         losses = (ctypes.c_double * len(self.jobs))()
         if failed := self.function(self.requests, ctypes.c_int64(len(self.jobs)), losses):
             raise failure(failed, self.stack, "local training")
@@ -55,7 +58,10 @@ class PreparedTraining:
 def trained_of(
     stack: Stack, job: KernelJob, params: torch.Tensor, buffers: torch.Tensor, loss: float | None
 ) -> Trained:
-    """Return a client's result of training, made from its vectors of trained parameters and momentum buffers."""
+    """Return the result of one client's training.
+
+    The result contains the client's trained parameters and momentum buffers, which the library wrote as vectors.
+    """
     return Trained(
         params=FlatParams(params, stack.layout),
         momentum_buffers=_buffers_of(job, FlatParams(buffers, stack.layout)),
@@ -107,7 +113,7 @@ class Kernel:
         return self.prepare(stack, jobs, precision).train()
 
     def prepare(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> "PreparedTraining":
-        """Copy ``jobs``, one per client, to memory in C layout. Return an object that trains all clients in one call.
+        """Copy the training jobs ``jobs``, one per client, to C structures. Return an object that trains all clients.
 
         Raises ValueError as ``train`` does.
         """
@@ -130,7 +136,7 @@ class Kernel:
         """
         check_tensor("the model's weights", params, torch.float32, (num_in(stack.layout),))
         check_records(stack, "the records", inputs, len(inputs))
-        # these variables keep the arrays alive while the C++ code reads their memory
+        # these variables keep the arrays in memory while the C++ code reads them
         weights, records = params.contiguous(), inputs.contiguous()
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
@@ -156,7 +162,7 @@ class Kernel:
         size, held, pointers = vectors[0].numel(), [], (ctypes.c_void_p * len(vectors))()
         for place, vector in enumerate(vectors):
             check_tensor("a vector of the sum", vector, torch.float32, (size,))
-            held.append(vector.contiguous())  # this list keeps the vectors in memory until the call is over
+            held.append(vector.contiguous())  # this list keeps the vectors in memory until the C++ code has returned
             pointers[place] = held[-1].data_ptr()
         numbers, total = (ctypes.c_double * len(held))(*factors), torch.empty(size)
         self.function("weighted_sum")(
@@ -165,7 +171,7 @@ class Kernel:
         return total
 
     def is_this_versions(self) -> bool:
-        """Return True if the library fits this version of fl-sim.
+        """Return True if the loaded library was compiled for this version of fl-sim.
 
         Both must have the same C++ sources, and the same layout of the C structure of a request.
         """
@@ -240,7 +246,7 @@ class CompiledNormals:
 
 
 def _may_use_amx(library: ctypes.CDLL) -> bool:
-    """Request the operating system's permission to use AMX's registers; return True if the permission was granted."""
+    """Request the operating system's permission to use AMX (matrix instructions); return True if it was granted."""
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
 
 

@@ -101,7 +101,7 @@ def rows_of(stack: Stack) -> list[dict[str, int]]:
 
 
 def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
-    """Return (channels, height, width) of the model's input, followed by those of every layer's output."""
+    """Return shapes (channels, height, width): of the model's input, and of the output of every layer."""
     shapes = [(int(stack.input_shape[0]), int(stack.input_shape[1]), int(stack.input_shape[2]))]
     for row in rows_of(stack):
         channels, height, width = shapes[row["source"]]
@@ -174,7 +174,9 @@ class _Rows:
     is_fork: bool = True
 
     def append(self, row: dict[str, int]) -> None:
-        """Add a layer as a new row, or fuse it with the row before: a ReLU, or 2 x 2 pooling after a convolution.
+        """Add a layer as a new row, or as a part of the row before it, if the compiled trainer computes both together.
+
+        This is so for a ReLU, and for 2 x 2 pooling after a convolution.
 
         The order of ReLU and pooling may change, because the maximum of rectified numbers equals the rectified maximum.
         """
@@ -203,12 +205,15 @@ class _Rows:
         return bool(is_known)
 
     def fork(self, node: int) -> None:
-        """Begin a branch: ``node`` becomes the input of the next layer, and another layer reads the same input."""
+        """Begin a branch of the network: the next layer reads ``node``, which another layer also reads."""
         self.node, self.is_fork = node, True
 
 
 def _add(rows: _Rows, module: nn.Module) -> bool:
-    """Add the layers of ``module`` to ``rows``; return True if the compiled trainer supports all of them."""
+    """Add the layers of ``module`` to ``rows``, the descriptions of the model's layers.
+
+    Return True if the compiled trainer supports all these layers.
+    """
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         return False
     if type(module) is nn.Sequential:
@@ -240,7 +245,10 @@ def _add_block(rows: _Rows, block: ResidualBlock) -> bool:
 
 
 def _row(module: nn.Module) -> dict[str, int] | None:
-    """Return the description of a layer, or None if the compiled trainer does not support the layer or its settings."""
+    """Return the description of a layer as a row of integers.
+
+    Return None if the compiled trainer does not support the layer or its settings.
+    """
     kind = _KINDS.get(type(module))
     if kind is None:
         return None
@@ -264,12 +272,15 @@ def _row(module: nn.Module) -> dict[str, int] | None:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a float32 number as an integer, because all fields of a description are integers."""
+    """Return the bits of a float32 number as an integer. All fields of a layer's description are integers."""
     return int(np.float32(number).view(np.int32))
 
 
 def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
-    """Add kernel size, stride and padding to ``row``; return False if dilation or padding is not supported."""
+    """Add kernel size, stride and padding of a convolution or pooling layer to its description ``row``.
+
+    Return False if the compiled trainer does not support the layer's dilation or padding.
+    """
     for name in ("kernel_size", "stride", "padding", "dilation"):
         value, short = getattr(window, name), name.removesuffix("_size")
         row[f"{short}_y"], row[f"{short}_x"] = value if isinstance(value, tuple) else (value, value)

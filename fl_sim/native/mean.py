@@ -26,7 +26,7 @@ def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
         isinstance(item, FlatParams) and item.layout == first.layout for item in items
     ):
         return {name: by_torch([item[name] for item in items], factors) for name in first}
-    # imported here, because the kernel imports torch, and the settings, which import this file, must load fast
+    # Imported late, because the kernel imports torch, which is slow. The settings import this file and must load fast.
     from fl_sim.native.kernel import load_kernel  # noqa: PLC0415
 
     vectors = [item.flat for item in items if isinstance(item, FlatParams)]

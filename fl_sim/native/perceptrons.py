@@ -42,7 +42,7 @@ class _Generator(ctypes.Structure):
 
 
 class _NetworkRows(ctypes.Structure):
-    """The input rows of a network: the C structure ``Shown`` of perceptron.h."""
+    """Input rows of a network, such as records or latent vectors: the C structure ``Shown`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("values", _POINTER), ("classes", _POINTER), ("count", _LONG)]
 
@@ -85,7 +85,7 @@ def is_perceptron(net: nn.Module) -> bool:
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False
-    for layer in layers[1::2]:  # slopes are >= 0, so the backward pass can take the sign of an input from the output
+    for layer in layers[1::2]:  # with slopes >= 0, an output has the sign of its input (for the backward pass)
         if not isinstance(layer, nn.ReLU) and not (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0):
             return False
     linear = layers[::2]
@@ -209,7 +209,10 @@ def call(kernel: Kernel, name: str, *arguments: Any) -> None:
 
 
 def address(values: NDArray[Any]) -> int:
-    """Return the memory address of an array's numbers, for C code. The address is valid while the array exists."""
+    """Return the memory address of the numbers in an array, which C code reads or writes.
+
+    The address is valid while the array exists.
+    """
     return values.ctypes.data
 
 
@@ -377,7 +380,7 @@ def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> bool:
-    """Return True if the tensors ``weights``, in their order, occupy exactly the memory of ``vector``, without gaps."""
+    """Return True if ``weights`` (tensors) are, in their order, consecutive parts of ``vector`` and fill all of it."""
     starts = np.cumsum([0, *(weight.numel() for weight in weights)])
     places = [weight.data_ptr() - address(vector) for weight in weights]
     return places == [4 * start for start in starts[:-1]] and len(vector) == starts[-1]

@@ -22,13 +22,16 @@ _EXACTLY = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64, ctypes.c_int64)
 
 
 class _Bounds(ctypes.Structure):
-    """The bounds on a record's gradient: the C structure ``Bounds`` of private.h."""
+    """The bounds on the norm of a record's gradient: the C structure ``Bounds`` of private.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("limit", _DOUBLE), ("stability", _DOUBLE), ("of_layers", _POINTER)]
 
 
 class _PrivateSteps(ctypes.Structure):
-    """The keys, bounds and scales of private steps: the C structure ``PrivateSteps`` of private.h."""
+    """The input of private steps (DP-SGD): random keys, clipping bounds and noise scales.
+
+    This is the C structure ``PrivateSteps`` of private.h.
+    """
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("batch_keys", _POINTER), ("noise_keys", _POINTER), ("below", ctypes.c_uint64), ("everybody", ctypes.c_int64),
@@ -51,7 +54,10 @@ class ClippingBounds:
 
     @classmethod
     def of(cls, clipping: Clipping, limit: float, layout: Layout) -> Self:
-        """Return the bounds of the clipping rule for a model with this ``layout``. ``limit``: the largest norm."""
+        """Return the bounds on gradients that the rule ``clipping`` sets for a model.
+
+        ``limit``: the largest norm of a record's gradient. ``layout``: names and shapes of the model's parameters.
+        """
         shares = clipping.shares([name for name, _ in layout])
         return cls(limit, clipping.stability, limit * np.array(shares) if clipping.by_layer else None)
 
@@ -132,7 +138,10 @@ def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> 
 
 
 def job_without_order(task: LocalTask, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor) -> KernelJob:
-    """Return a training job without an order of records, because private steps draw their batches themselves."""
+    """Return a training job of a client without an order of its records.
+
+    No order is needed, because private steps (DP-SGD) draw their batches themselves.
+    """
     order = np.empty((task.settings.num_passes(len(labels)), len(labels)), np.int64)
     return KernelJob(task, replace(plan, private=None), inputs, labels, Draws(order, np.empty(0, np.int64)))
 

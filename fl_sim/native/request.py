@@ -90,7 +90,7 @@ class KernelJob(NamedTuple):
 
     @property
     def has_momentum(self) -> bool:
-        """Return True if local training uses momentum, or the plan has momentum buffers."""
+        """Return True if the settings of local training have a momentum, or the local plan has momentum buffers."""
         return bool(self.task.settings.momentum or self.plan.momentum_buffers)
 
 
@@ -169,7 +169,10 @@ class Request(ctypes.Structure):
 
 
 class RequestBuffers:
-    """Owns the memory that the compiled trainer reads during a call. A tensor that clients share is stored once."""
+    """The owner of all tensors that the compiled trainer reads during one call, for all clients of the call.
+
+    A tensor that several clients use is stored once.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -235,7 +238,7 @@ class RequestBuffers:
         return terms
 
     def _pointer(self, values: torch.Tensor | NDArray[np.int64] | None) -> int | None:
-        """Store ``values`` as a contiguous tensor, and return its memory address.
+        """Store ``values`` as a contiguous tensor, and return its memory address for the C code.
 
         If ``values`` is None, return None.
         """
@@ -245,7 +248,10 @@ class RequestBuffers:
         return self._tensors[-1].data_ptr()
 
     def _mask(self, trained: frozenset[str] | None) -> int | None:
-        """Store a padded vector with 1 for trained and 0 for frozen parameters, and return its memory address."""
+        """Store a mask of the model's parameters, 1 if trained and 0 if frozen; return its memory address.
+
+        The mask is one padded vector with a number for each parameter. None (no mask) means that all are trained.
+        """
         if trained is None:
             return None
         if trained not in self._masks:

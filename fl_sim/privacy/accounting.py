@@ -62,7 +62,7 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
 
 
 def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
-    """Return a fast upper bound on the RDP epsilon at ``delta`` of ``steps`` releases of the event ``event``.
+    """Return a fast upper bound on the RDP epsilon at ``delta`` of ``steps`` releases with the privacy event ``event``.
 
     The search for a noise multiplier calls this function many times; the function ``epsilon`` would be too slow. The
     bound is usually equal to the exact RDP epsilon.
@@ -97,7 +97,7 @@ class Bounds:
         return "rdp" if self.least == self.rdp else "pld"
 
     def in_words(self) -> str:
-        """Return a sentence, for privacy statements, about the two epsilons or the reason why no PLD was computed."""
+        """Return a sentence for privacy statements: the two epsilons, or the reason why no PLD was computed."""
         if self.pld is None:
             return f"This is the bound of the RDP accountant; {self.reason}"
         return (
@@ -140,9 +140,9 @@ def supports_pld(event: dp_event.DpEvent) -> bool:
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return the delta of all ``events`` together at each of ``epsilons``, by the PLD accountant.
+    """Return the joint delta of all releases ``events`` for each epsilon in ``epsilons``, by the PLD accountant.
 
-    The events are jointly (epsilon, delta)-differentially private for each pair. An audit tests whether this is true.
+    The releases are jointly (epsilon, delta)-differentially private for each such pair. Audits test this claim.
     """
     steps, relation = tuple(single_steps(Counter(events)).items()), _RELATION[common_adjacency(events)]
     accountant, error = loss_distribution.composed(steps, relation, math.inf), loss_distribution.rounding_error(steps)
@@ -150,7 +150,9 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
 
 
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
-    """Return the Renyi order of a privacy filter, which limits releases that are chosen one after another.
+    """Return the Renyi order at which a privacy filter adds up divergences.
+
+    A privacy filter limits releases that are chosen one after another.
 
     ``first``: the releases that are planned before the first output. The order depends only on ``first`` and on the
     budget, ``epsilon`` at ``delta``: it is the order at which the budget allows the most repetitions of ``first``. It
@@ -243,7 +245,7 @@ def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant 
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:
-    """Return the largest number of releases of the event ``event`` that together cost at most ``target_epsilon``.
+    """Return the largest number of releases that cost at most ``target_epsilon``, each with the event ``event``.
 
     Return 0 if one release costs more.
     """
@@ -274,7 +276,7 @@ def most_that_fit(
 
 def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
     common_adjacency(list(counts))
-    # Both values are upper bounds on epsilon. The second one is the sum of the pure epsilons of all releases.
+    # Both values are upper bounds on the joint epsilon. The second bound is the sum of all releases' pure epsilons.
     return min(epsilon_of_curve(compose(counts), delta), _pure_sum(counts))
 
 
@@ -283,12 +285,17 @@ def _pure_sum(counts: Mapping[dp_event.DpEvent, int]) -> float:
 
 
 def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
-    """Return the type name of the first event that the PLD accountant does not support; "" if it supports all."""
+    """Return the type name of the first event in the list that the PLD accountant does not support.
+
+    Return "" if it supports all events.
+    """
     return next((type(event).__name__ for event in single_steps(counts) if not supports_pld(event)), "")
 
 
 def _least(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Return the smallest noise x with a cost ``spent(x) <= target``: at most 0.01 % too large, never too small.
+    """Return the smallest noise multiplier x with a cost ``spent(x) <= target``.
+
+    The result is at most 0.01 % too large, and never too small.
 
     The function ``spent`` must decrease roughly as a power of x.
     """
@@ -319,7 +326,10 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
 
 
 def _most(spent: Callable[[int], float], target: float, start: int) -> int:
-    """Return the largest number n with a cost ``spent(n) <= target``. Requires ``spent(start) <= target``."""
+    """Return the largest number n of releases with a cost ``spent(n) <= target``.
+
+    The caller guarantees ``spent(start) <= target``.
+    """
     fits, stride = start, max(1, start // 16)
     while spent(fits + stride) <= target:
         fits, stride = fits + stride, 2 * stride

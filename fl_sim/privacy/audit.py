@@ -61,9 +61,9 @@ class ProfileAudit:
 
     @property
     def power(self) -> float:
-        """Return the estimated delta(0) divided by the claimed delta(0).
+        """Return the estimated delta at epsilon 0, divided by the claimed delta at epsilon 0.
 
-        A value near 1 means that the audit detects the whole claimed privacy loss. A small value means a weak audit.
+        A ratio near 1 means that the audit detects the whole claimed privacy loss. A small ratio means a weak audit.
         """
         return self.estimates[0] / self.claimed[0]
 
@@ -130,7 +130,7 @@ def audit_ratios(
     choose them. For each epsilon there are two sets: the outputs with a ratio above epsilon, and the outputs with a
     ratio below minus epsilon. A formula for a different mechanism would give weaker bounds, but no false bounds.
     """
-    level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: for each epsilon, 2 probabilities in 2 directions
+    level = (1 - confidence) / (4 * len(epsilons))  # Bonferroni: bounds on P0 and P1, for 2 sets per epsilon
     bounds, estimates, epsilon_bounds = [], [], [0.0]
     for epsilon in epsilons:
         found = []
@@ -237,7 +237,8 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 
     if gap(0.0) >= 0:
         return 0.0
-    # An epsilon slightly below the root of ``gap``, which the guesses refute in spite of rounding errors.
+    # The guesses refute all epsilons below the root of ``gap``. Because of rounding errors, a slightly smaller epsilon
+    # is returned.
     return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4
 
 
@@ -273,7 +274,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
     if shift <= 0:
         return 0.0
-    if spread * 500 <= shift:  # the product avoids a division by 0
+    if spread * 500 <= shift:  # comparing products avoids a division by 0
         return math.inf
     distance = shift / spread
 

@@ -122,15 +122,16 @@ class Bill:
 
     @property
     def delta(self) -> float:
-        """Return the delta of the bill's guarantee (``epsilon``, ``delta``)."""
+        """Return the delta of the bill's joint guarantee (``epsilon``, ``delta``) for all releases."""
         return self._together[1]
 
     @property
     def _together(self) -> tuple[float, float]:
-        """Return (epsilon, delta) of all releases of the bill. Costs under different adjacencies are added up.
+        """Return the joint (epsilon, delta) of all releases of the bill.
 
-        Such a sum holds under replace-one. To replace a unit is to remove it and to add another one. So a cost under
-        add-or-remove-one is first converted to replace-one, by group privacy for two units.
+        If the bill has costs under both adjacencies, the result is their sum under replace-one. To replace a unit is to
+        remove it and to add another one. So the cost under add-or-remove-one is first converted to replace-one, by
+        group privacy for two units.
         """
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
@@ -254,7 +255,10 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Convert a payment that protects clients to the cost for one record, under the adjacency ``relation``."""
+    """Convert a payment for a release that protects clients to a payment for the unit record.
+
+    ``relation``: the adjacency of the new payment.
+    """
     mine = replace(payment, unit="record", adjacency=relation)
     if payment.epsilon is None:
         return mine
@@ -274,7 +278,7 @@ def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
 def _under_replacement(counts: Counts) -> Counts:
     replaced: Counts = Counter()
     for event, times in counts.items():
-        replaced[under_replacement(event)] += times  # two distinct events may become equal
+        replaced[under_replacement(event)] += times  # adds, because two distinct events may become equal
     return replaced
 
 
@@ -329,7 +333,10 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run made a release that protects only other units; the bill of ``unit`` leaves it out."""
+    """Return True if a run made a release that does not protect the unit ``unit``, but another privacy unit.
+
+    The bill of ``unit`` leaves this release out.
+    """
     others = [one for one in run.payments or () if (one.unit, _whose(run, one.unit)) != (unit, clients)]
     return any(unit != "record" or one.unit != "client" for one in others)
 
@@ -369,15 +376,18 @@ def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
 
 
 def _stated_under(payment: Payment) -> frozenset[Adjacency]:
-    """Return the adjacencies of all events of ``payment``. Only events with the same adjacencies can be composed."""
+    """Return the set of adjacencies of all privacy events in ``payment``.
+
+    Payments can be composed only if their sets are equal.
+    """
     stated = (adjacency(event) for counts in payment.charged for event in counts)
     return frozenset(one for one in stated if one is not None) or frozenset({Adjacency.ADD_OR_REMOVE_ONE})
 
 
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
-    """Return the joint (epsilon, delta) of payments by composing all their events, which have the same adjacencies.
+    """Return the joint (epsilon, delta) of ``payments``, by composing all their privacy events.
 
-    A single payment keeps its own epsilon and delta.
+    All payments must have the same adjacencies. A single payment keeps its own epsilon and delta.
     """
     if len(payments) == 1:
         return payments[0].epsilon or 0.0, payments[0].delta
@@ -396,7 +406,7 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     """Return the joint epsilon at ``delta`` of several releases, by composing their events.
 
     ``charged``: for each release, one mapping {event: number}, or several mappings if the cost differs between units.
-    With several, the largest Renyi divergence at each order is taken.
+    For several mappings, the largest of their Renyi divergences is taken at each order.
     """
     if any(len(alternatives) > 1 for alternatives in charged):
         curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)

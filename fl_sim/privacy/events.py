@@ -28,7 +28,7 @@ from dp_accounting import dp_event
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.terms import Adjacency
 
-_PLACES: Final = 2**20  # ``under_replacement`` rounds a sampling rate up to a multiple of 1 / this number
+_PLACES: Final = 2**20  # the function ``under_replacement`` rounds a sampling rate up to a multiple of 2^-20
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
 
 
 def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
-    """Return (step, times): ``step`` is the event of a single release, and ``event`` means ``times`` such releases.
+    """Split a repeated event into (step, times): ``event`` means ``times`` releases, each with the event ``step``.
 
     Raises UserError for a negative number of releases.
     """
@@ -197,7 +197,10 @@ def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
 
 
 def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
-    """Return ``counts``, {event: number of releases}, with repeated events converted to counts of single releases."""
+    """Return ``counts``, {event: number of releases}, without repeated events (``SelfComposedDpEvent``).
+
+    Each repeated event is converted to the event of a single release and the number of its repetitions.
+    """
     steps: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():
         step, times = unrolled(event)
@@ -234,7 +237,10 @@ def noise_multiplier(event: dp_event.DpEvent) -> float | None:
 
 
 def sampling_rate(event: dp_event.DpEvent) -> float | None:
-    """Return the probability that a unit takes part in one release; None for an event that has no sampling rate."""
+    """Return the sampling rate of ``event``: the probability that a unit takes part in one release.
+
+    Return None for an event without sampling.
+    """
     match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)

@@ -51,7 +51,7 @@ def drawn(
     digits = words >> np.uint64(1)
     found = table.num_below(digits)
     for place in np.flatnonzero((found > 0) & (table.high[found - 1] == digits)).tolist():
-        # The first 63 digits of the uniform number equal those of an entry of the table, so the next 64 digits are
+        # Here the first 63 digits of the uniform number equal those of a table entry. So the next 64 digits are
         # compared.
         [second] = noise.words(1, purpose=purpose, server_round=server_round, behind=count + place)
         first = int(np.searchsorted(table.high, digits[place], side="left"))
@@ -71,9 +71,9 @@ class NoiseTable:
     low: NDArray[np.uint64]
 
     def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return, for each number in ``digits`` (63 bits), how many entries of ``high`` do not exceed it.
+        """Return, for each number in ``digits`` (63 bits), the number of entries of ``high`` that are not larger.
 
-        For most numbers the first 16 bits suffice: an array holds the results for all 2^16 values of these bits.
+        For most numbers in ``digits`` the first 16 bits decide. An array holds the results for all their 2^16 values.
         """
         found: NDArray[np.int64] = self._by_first_bits[digits >> np.uint64(47)]
         rest = np.flatnonzero(self.high[found] <= digits)
@@ -87,7 +87,7 @@ class NoiseTable:
 
 @lru_cache(maxsize=4)
 def table_of(mechanism: Mechanism, variance: float) -> NoiseTable:
-    """Return the table of a noise distribution. This takes a second for a standard deviation of 40,000 grid steps."""
+    """Return the table of a noise distribution. For a standard deviation of 40,000 grid steps, this takes a second."""
     numerator = round(variance * VARIANCE_STEPS)
     assert numerator > 0
     assert numerator == variance * VARIANCE_STEPS

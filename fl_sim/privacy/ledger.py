@@ -114,14 +114,14 @@ class Ledger:
 
     @property
     def identity(self) -> str:
-        """Return the random id of the charge log; "" for a ledger in memory."""
+        """Return the random id of the charge log (the ledger's file); "" for a ledger in memory."""
         return self._log.id if self._log else ""
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt of all charges so far, to be stored with the published results.
+        """Return the receipt (the proof) of all charges so far, to be stored with the results that they paid for.
 
-        A ledger in memory has no receipt.
+        A ledger in memory has no receipt, so the caller must not ask for it.
         """
         assert self._log is not None
         return self._log.receipt
@@ -147,7 +147,9 @@ class Ledger:
             pass
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return True if the ledger already holds the cost of the release ``release`` with the noise key ``noise``.
+        """Return True if the ledger already holds a charge for the release ``release`` with the same noise.
+
+        ``noise``: an identity of the key from which the noise is drawn.
 
         A second charge of the same release is then free.
         """
@@ -227,7 +229,10 @@ class Ledger:
 
     @contextmanager
     def _up_to_date(self) -> Iterator[Callable[[Charge], None]]:
-        """Lock the charge log, read the new charges of other processes, and yield a function that appends a charge."""
+        """Lock the charge log while the ``with`` block runs, and yield a function that appends a charge to the log.
+
+        The new charges of other processes are read first.
+        """
         if self._log is None:
             yield lambda _: None
             return
@@ -256,7 +261,7 @@ class ChargeLog:
         self._terms = dict(terms)
         self._digests: list[str] = []  # digest of the first line, and then one chain digest per charge
         self._last = b""  # the last line of the log that was read or written
-        self._end = 0  # the position, in bytes, at which this line ends in the log
+        self._end = 0  # the end of this last line in the log, in bytes
         self._unseen: list[Charge] = []
         if receipt is not None and not path.exists():
             raise RunError(
@@ -316,7 +321,7 @@ class ChargeLog:
             yield file
 
     def _catch_up(self, file: BinaryIO) -> list[Charge]:
-        """Return the charges in the lines that were appended since the last call."""
+        """Return the charges in the lines that were appended to the log since the last call."""
         file.seek(self._end - len(self._last))
         if file.read(len(self._last)) != self._last:
             raise RunError(f"{self._path} was cut or edited while this run was using it: {_CURE}")
@@ -347,7 +352,10 @@ class ChargeLog:
         return charges
 
     def _take(self, line: bytes) -> list[Charge]:
-        """Add one line to the chain, and return its charge as a list. The first line of the log has no charge."""
+        """Check one line of the log, add it to the chain of digests, and return its charge in a list.
+
+        The list is empty for the first line of the log, which has no charge.
+        """
         value = self._parsed(line)
         charges = [self._charge(value)] if self._digests else []
         if not self._digests:

@@ -41,10 +41,11 @@ class NoTimeError(Exception):
 
 @contextmanager
 def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
-    """Limit the time spent on PLDs inside a ``with`` block: ``may_begin`` is called before each PLD that is not cached.
+    """Limit the time spent on PLDs (privacy loss distributions) inside a ``with`` block.
 
-    If ``may_begin`` returns False, ``epsilon`` raises NoTimeError. Only forecasts use this limit. So the entries of
-    privacy ledgers and the privacy statements never depend on the computing time.
+    ``may_begin`` is called before each PLD that is not cached. If it returns False, ``epsilon`` raises NoTimeError.
+    Only forecasts use this limit. So the entries of privacy ledgers and the privacy statements never depend on the
+    computing time.
     """
     token = _may_begin.set(may_begin)
     try:
@@ -102,7 +103,7 @@ def _epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: 
 
 
 def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDAccountant:
-    """Return a PLD accountant that has composed all ``steps``.
+    """Return dp_accounting's PLD accountant, after it has composed all releases ``steps``.
 
     ``by_rdp``: the epsilon of ``steps`` by RDP, from which the grid spacing is chosen.
     """
@@ -176,7 +177,10 @@ def _noise(event: dp_event.DpEvent) -> float:
 
 
 def _widest_loss(event: dp_event.DpEvent) -> float:
-    """Return the approximate width of one release's privacy loss distribution, without tails of probability 2^-60."""
+    """Return the approximate width of the privacy loss distribution of one release, for the choice of the grid spacing.
+
+    Tails of probability 2^-60 are left out.
+    """
     if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
         return 0.0
     shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)
@@ -188,7 +192,8 @@ def _without_amplification(steps: Steps) -> Steps | None:
 
     For a cohort of a fixed size, two bounds hold: with and without amplification by sampling. With much noise the means
     of the two distributions differ by 4 q S with amplification (q: the sampling rate, S: the clipping norm), and by 2 S
-    without. So the bound without amplification can be smaller only for cohorts of at least half of the population.
+    without. For cohorts below half of the population, 4 q S is smaller than 2 S, so the bound with amplification is
+    smaller.
     """
     plain: list[tuple[dp_event.DpEvent, int]] = []
     for event, count in steps:

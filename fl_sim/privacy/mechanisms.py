@@ -57,11 +57,11 @@ CLOSE: Final = 2.0**-43
 U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations of the noise
-_GUARD: Final = 32  # number of extra binary digits of a boundary's probability, compared with those of U
+_GUARD: Final = 32  # the probability of a boundary is computed to this many more binary digits than U has
 _BLOCK: Final = 2**15  # noise numbers are computed in blocks of this size, which fit into the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest noise multiplier; its epsilon is already above 10^11
 _ZEROS: Final = memoryview(bytes(2**19))  # zero bytes: their ChaCha20 ciphertext is the random stream
-_BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20; its counter counts blocks
+_BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20, whose counter counts such blocks
 _STREAM_LIMIT: Final = 2**37  # maximum length of a key stream in bytes, half of what ChaCha20's counter allows
 
 
@@ -74,7 +74,7 @@ class Normals(Protocol):
     """
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the N(0, 1) numbers for the random words ``first`` and ``second``, in the shape of ``first``."""
+        """Return one N(0, 1) number for each pair of words in ``first`` and ``second``, in the shape of ``first``."""
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -174,7 +174,10 @@ class Noise:
         return self._words(count, purpose, server_round) < np.uint64(below)
 
     def gaussian_number(self, place: int, count: int, std: float, *, purpose: str, server_round: int) -> float:
-        """Return only the number at index ``place`` of the array that ``gaussian`` returns for the same arguments."""
+        """Return one number of the array that ``gaussian`` returns for the same arguments, without the others.
+
+        ``place``: the index of this number in the array.
+        """
         [word] = self._words(1, purpose, server_round, behind=place)
         return self._exactly(GAUSSIAN, std / grid_spacing(std), (place, int(word), count), purpose, server_round)
 
@@ -210,8 +213,8 @@ class Noise:
         ``number``: (index of the number in the stream, first of its two random words, count of all numbers).
         """
         place, word, count = number
-        # A number has two random words. The stream holds the first words of all numbers, and then all second words,
-        # which are seldom needed.
+        # Each number is computed from two random words. The stream holds the first words of all numbers, and then their
+        # second words, which are seldom needed.
         [second] = self._words(1, purpose, server_round, behind=count + place)
         more = self._further(f"{purpose}: digits of number {place}", server_round)
         magnitude = exact_step(law, ratio, word >> 1 << 64 | int(second), 127, more)
@@ -379,7 +382,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # with fewer digits, U is too imprecise to decide
+        if digits.bit_length() >= 64:  # with fewer digits of U, it is uncertain how the number must be rounded
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

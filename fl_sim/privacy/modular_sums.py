@@ -66,7 +66,7 @@ class SumGrid:
 
     @property
     def modulus(self) -> int:
-        """Return the modulus of all sums, 2^bits."""
+        """Return the modulus, 2^bits: clients send numbers, and the server gets sums, modulo this number."""
         return 1 << self.bits
 
     @property
@@ -112,7 +112,7 @@ class SumGrid:
 
     @cached_property
     def share_variance(self) -> float:
-        """Return the variance of one client's noise in grid steps, rounded up to a multiple of 2^-10."""
+        """Return the variance of one client's noise, in squared grid steps, rounded up to a multiple of 2^-10."""
         wanted = (self.noise_multiplier * self.clipping_norm * self.scale) ** 2 / self.shares
         return math.ceil(wanted * VARIANCE_STEPS) / VARIANCE_STEPS
 
@@ -241,7 +241,7 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
     The numbers are whole, from 0 to 2^``bits`` - 1.
     """
-    if bits in {16, 32}:  # these usual cases avoid the slow operations on single bits below
+    if bits in {16, 32}:  # for these usual numbers of bits, the slow operations on single bits (below) are not needed
         return numbers.astype(f"<u{bits // 8}").view(np.uint8)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
     each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]

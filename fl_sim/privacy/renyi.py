@@ -98,7 +98,10 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
 
 
 def prices(delta: float) -> NDArray[np.float64]:
-    """Return a number t for each of ``ORDERS``: a Renyi divergence D at the order gives epsilon D + t at ``delta``."""
+    """Return, for each of ``ORDERS``, the number t that converts a Renyi divergence D to an epsilon.
+
+    The epsilon at ``delta`` is D + t.
+    """
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
@@ -255,7 +258,7 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
     factorials, rest = gammaln(np.arange(1, whole[-1] + 2, dtype=np.float64)), math.log1p(-rate)
     logs = {1: 0.0}
     for n in whole[1:]:
-        few = n - 1  # number of terms in the sum A(n) - 1, k = 2, ..., n
+        few = n - 1  # number of terms k = 2, ..., n in the sum A(n) - 1
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
         # The same as scipy's logsumexp, but eight times as fast for so few numbers.
@@ -291,7 +294,7 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     strip of half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2
     pi (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
     """
-    reach = shift * (2 * order - 1)  # position of the integrand's peak that is farthest from 0
+    reach = shift * (2 * order - 1)  # the position of that peak of the integrand which is farthest from 0
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
     if num_points > _MOST_POINTS:
         return math.inf

@@ -62,7 +62,7 @@ class UncoveredFacts:
 
     ``read_off``: facts that were computed from the private records without noise, in words. ``tested_on``: the public
     test records, in words; empty if no measure uses them. ``tuned_on``: a sentence about settings that were chosen
-    earlier on the same records. ``beside``: further sentences, which the layers of the experiment add.
+    earlier on the same records. ``beside``: further sentences about such facts, from other parts of fl-sim.
     """
 
     read_off: tuple[str, ...] = ()
@@ -184,9 +184,9 @@ def _account(
 
 
 def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _Counts]:
-    """Return (all charges, repeated charges), both as {event: number of releases}.
+    """Return (all charges, repeated charges), each as counts {privacy event: number of releases}.
 
-    A repeated charge has the name of an earlier release.
+    A charge is repeated if an earlier charge is for a release of the same name.
     """
     spent = single_steps(Counter(event for _, event in charges))
     return spent, spent - single_steps(Counter(dict(charges).values()))
@@ -216,7 +216,10 @@ def _used_up(terms: Terms, spent: _Counts) -> bool:
 
 
 def _cost(terms: Terms, counts: _Counts) -> float:
-    """Return the epsilon of ``counts`` by the ledger's accountant, for comparison with the privacy budget."""
+    """Return the joint epsilon of the releases ``counts``, for comparison with the privacy budget.
+
+    The epsilon is computed by the ledger's accountant (``terms.accountant``).
+    """
     return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 
@@ -227,7 +230,7 @@ def _guarantee(terms: Terms, account: _Account) -> tuple[float | None, str, str]
     """
     budget, whole = terms.budget, account.bounds
     if budget is not None and _cost(terms, account.spent) > budget:
-        budget = None  # an earlier version accepted a charge beyond the budget, so the budget is no guarantee
+        budget = None  # an earlier version of fl-sim accepted a charge beyond the budget, so the budget is no guarantee
     if budget is not None and (whole is None or budget < whole.least):
         source = f"This is the budget; the {terms.accountant.upper()} accountant checked it before every release"
         return budget, terms.accountant, source

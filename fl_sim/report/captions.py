@@ -105,7 +105,9 @@ def _sentences(text: str) -> list[str]:
 
 
 def _by_owner(said: Mapping[str, Mapping[str, None]], everyone: set[str]) -> str:
-    """Return the sentences in ``said`` as one text. If a sentence holds only for some rows, their names precede it.
+    """Return the sentences in ``said`` as one text.
+
+    If a sentence holds only for some rows, the names of these rows precede it, in square brackets.
 
     ``said``: {sentence: names of the rows for which it holds}. ``everyone``: the names of all rows.
     """

@@ -92,7 +92,7 @@ class PrivacyStatement(FileModel):
 
 
 class KindTable(FileModel):
-    """A section of ``config.toml`` or ``result.json``. A report reads only the field ``kind``, such as ``fedavg``."""
+    """A section of ``config.toml`` or ``result.json``, such as ``algorithm``. Only its field ``kind`` is read."""
 
     kind: str
 
@@ -140,7 +140,7 @@ class RunConfig(FileModel):
     @field_validator("model", mode="before")
     @classmethod
     def _in_one_line(cls, value: Any) -> Any:
-        """Return the setting ``model`` as one line of text. In the file, it may be a table of settings."""
+        """Return the setting ``model`` as one line of text. In the file, this setting may be a table of settings."""
         return model_line(value) if isinstance(value, dict) else value
 
 
@@ -204,7 +204,7 @@ class PateFacts(FileModel):
 
 
 class Seconds(FileModel):
-    """Wall-clock seconds of a run."""
+    """The wall-clock times of a run, in seconds."""
 
     preprocess: Duration
     train: Duration

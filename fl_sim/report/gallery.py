@@ -282,7 +282,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
 
 
 def _maps(table: Table) -> Iterator[str]:
-    """Yield the Markdown lines of one table for each heat map of ``table``, with its title above."""
+    """Yield Markdown lines with the heat maps of ``table``: for each map its title, then its cells as a table."""
     for grid in mapped(table):
         yield f"{grid.title}:\n"
         yield from _head(grid.heads, grid.corner)

@@ -19,7 +19,7 @@ _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
-_DEFAULT_SERVER = "synchronous"  # the default value, which is left out of the name of a method
+_DEFAULT_SERVER = "synchronous"  # the default server, which is left out of a method's name
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}
 """Default values of settings in the section ``evaluate``. A setting with its default value does not separate groups.
 
@@ -51,7 +51,7 @@ class SeedGroup:
 
     @property
     def finished(self) -> tuple[SavedRun, ...]:
-        """Return those runs of the group that are finished."""
+        """Return the finished runs of the group."""
         return tuple(run for run in self.runs if run.status == "finished")
 
     @property
@@ -73,7 +73,7 @@ class SeedGroup:
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:
-        """Return the bytes and seconds of each finished run until its test accuracy is first at least ``accuracy``.
+        """Return the costs (bytes, seconds) of each finished run until it first reaches the test accuracy ``accuracy``.
 
         ``accuracy`` is in [0, 1]. A run that does not reach this accuracy is left out.
         """
@@ -190,9 +190,10 @@ def parameters(one: SeedGroup) -> str:
 
 
 def _compared_of(run: SavedRun) -> dict[str, Any]:
-    """Return the settings by which runs are grouped. Seed, engine and default values of ``evaluate`` are left out.
+    """Return the settings in which the runs of one group must be equal.
 
-    The result also has digests of the user's own code and records. Runs with different digests are in different groups.
+    Seed, engine and default values of ``evaluate`` are left out. The result also has digests of the user's own code and
+    records. Runs with different digests are in different groups.
     """
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
     given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}
@@ -227,9 +228,10 @@ def _method(run: SavedRun, titles: Mapping[str, str]) -> str:
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
-    """Return True if the setting ``place`` has different values in the groups that have such a setting.
+    """Return True if the setting ``place`` has different values in different groups, so that labels must state it.
 
-    ``flat``: for each group {setting: value}.
+    Only groups with the same section, such as the same algorithm, are compared. ``flat``: for each group {setting:
+    value}.
     """
     kinds = place[1]
     outer = [settings for settings in flat if not kinds or kinds in {inner for _, inner in settings}]

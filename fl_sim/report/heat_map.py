@@ -8,9 +8,10 @@ from dataclasses import dataclass
 class HeatMap:
     """The layout of a heat map, which shows a part of a table.
 
-    ``title``: the column of the table, and the settings that are constant in this map. ``column``: the column of the
-    table. ``rows``, ``columns``: the names of the axes. ``row_labels``, ``column_labels``: the values on the axes, in
-    order. ``places``: {(row label, column label): row of the table}.
+    ``column``: the column of the table whose results the map shows, such as a data set. ``title``: the name of this
+    column, and the settings that are constant in this map. ``rows``, ``columns``: the names of the settings on the two
+    axes. ``row_labels``, ``column_labels``: the values on the axes, in order. ``places``: {(row label, column label):
+    row of the table}.
     """
 
     title: str
@@ -36,5 +37,5 @@ def row_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
 
 
 def column_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
-    """Return {row of the table: its column label in the heat maps}."""
+    """Return {row of the table: column label}: the heat-map column in which the result of this table row is shown."""
     return {row: label for one in maps for (_, label), row in one.places.items()}

@@ -67,7 +67,10 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
-    """Return the measures of one round, {name: value}, except unknown ones. Names and units are as in ``measures``."""
+    """Return the measures of one round, {name: value}, with names and units as in the function ``measures``.
+
+    Unknown measures are left out.
+    """
     return _numbers(record.numbers())
 
 
@@ -82,7 +85,7 @@ def share_in(numbers: Mapping[str, float], name: str) -> float | None:
 
 
 def best_of(name: str) -> str:
-    """Convert the dotted name of a measure to the name of its value in the best round.
+    """Convert the dotted name of a measure to the name of the same measure in the best round.
 
     >>> best_of("section.accuracy")
     'section.best_accuracy'
@@ -190,8 +193,8 @@ def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list
 class Difference:
     """The mean difference of two table rows, paired by seed, and its 95 % confidence interval.
 
-    ``seeds``: number of pairs. ``low``, ``high``: the ends of the interval. ``method``: the kind of the interval, such
-    as Student's t.
+    ``seeds``: number of seeds, each with a pair of results. ``low``, ``high``: the ends of the interval. ``method``:
+    the method that gives the interval: Student's t or the bootstrap.
     """
 
     seeds: int
@@ -207,9 +210,9 @@ class Difference:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return (mean, sample standard deviation with ddof = 1) of the values. Without any value, the mean is None.
+    """Return (mean, sample standard deviation with ddof = 1) of ``values``.
 
-    With fewer than two values, the standard deviation is None.
+    Without values, the mean is None. With fewer than two values, the standard deviation is None.
     """
     mean = statistics.fmean(values) if values else None
     return mean, statistics.stdev(values) if len(values) > 1 else None
@@ -232,7 +235,7 @@ def difference(pairs: Sequence[tuple[float, float]]) -> Difference | None:
 
     The result is None for fewer than three pairs. For fewer than 20 pairs, the interval is Student's t. Otherwise it is
     the bias-corrected and accelerated bootstrap (BCa, Efron 1987) with 10,000 resamples of pairs. The interval is not
-    corrected for multiple comparisons: it does not depend on the number of rows of a table.
+    corrected for multiple comparisons: a table with more rows does not get wider intervals.
     """
     differences = np.array([one - other for one, other in pairs])
     if len(differences) < FEWEST:

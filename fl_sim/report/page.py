@@ -178,7 +178,7 @@ def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
 
 
 def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
-    """Return a page section with ``pictures``. A picture that is not in ``shown`` is replaced by its file name."""
+    """Return the page section with the figures ``pictures``. A figure that is not in ``shown`` is named, not shown."""
     figures = []
     for picture in pictures:
         details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
@@ -205,7 +205,9 @@ class _Matrices:
         self.left_out = 0
 
     def summed(self, runs: Iterable[SavedRun]) -> list[list[int]]:
-        """Return the sum of the runs' confusion matrices; an empty list if there are none or if the page has no room.
+        """Return the sum of the runs' confusion matrices.
+
+        The list is empty if the runs have no matrices, or if the page has no room for their sum.
 
         A matrix is left out if its size differs from the size of the first matrix.
         """
@@ -221,7 +223,10 @@ class _Matrices:
 
 
 def _number(methods: list[dict[str, Any]], name: str, label: str, *, is_bound: bool) -> int:
-    """Return the index of the method ``name`` in ``methods``. A new method is first added with its ``label``."""
+    """Return the index of the method ``name`` in the list ``methods``.
+
+    If the list lacks this method, the method is first added with its ``label``.
+    """
     for at, one in enumerate(methods):
         if (one["name"], one["bound"]) == (name, is_bound):
             one["label"] = one["label"] if label in one["label"].split(" | ") else f"{one['label']} | {label}"

@@ -109,7 +109,10 @@ class TargetRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return {column heading: text}: mean ± standard deviation over the runs that reached the target."""
+        """Return the cells of the row, {column heading: text}.
+
+        Each text is the mean ± standard deviation over the runs that reached the target.
+        """
         return {
             "Rounds": mean_text(one.round for one in self.reached),
             "MB": mean_text((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
@@ -120,7 +123,7 @@ class TargetRow:
 
     @property
     def in_words(self) -> str:
-        """Return the costs of the method until the target accuracy as a line of text."""
+        """Return a line of text with the costs of the method until it reaches the target accuracy."""
         rounds, megabytes, seconds, virtual, count = self.cells.values()
         costs = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
         costs += f", virtual seconds {virtual}" if virtual != "-" else ""
@@ -434,6 +437,6 @@ def _above(paths: Sequence[Path]) -> Path | None:
     """Return the common parent folder of several paths; None for a single path or without a common folder."""
     try:
         common = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
-    except ValueError:  # raised if some paths are relative and some absolute
+    except ValueError:  # ``commonpath`` raises it if some paths are relative and some absolute
         return None
     return Path(common) if common else None

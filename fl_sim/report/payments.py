@@ -99,7 +99,7 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
     pool = made.pool if is_of_pool else ""
     plan = () if statement.planned_events is None else (counted(statement.planned_events),)
     charged = _charged_by_client(made) if pool else plan
-    # The epsilon of this statement is its budget, so it is not computed from the planned events.
+    # The epsilon of this privacy statement is its budget, so the epsilon is not computed from the planned events.
     if not pool and statement.epsilon == statement.budget:
         charged = ()
     # The name of a pool's file depends on its content, so it identifies the pool.

@@ -159,7 +159,7 @@ def file_names(titles: Sequence[str]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with escaped dollar signs. Without the escapes, matplotlib would read the text as a formula."""
+    """Return ``text`` with escaped dollar signs, because matplotlib reads text between dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -213,7 +213,7 @@ def draw_points(
     axes: "Axes", places: Sequence[float], means: Sequence[float], bars: Sequence[float] | None, style: Style,
     layout: Layout, label: str,
 ) -> None:  # fmt: skip
-    """Draw points with error bars, and add ``label`` to the legend for all of them together.
+    """Draw the points of one line with error bars, and add one entry ``label`` for them to the legend.
 
     ``places``: horizontal positions. ``means``: vertical positions. ``bars``: half lengths of the error bars; None: no
     error bars.

@@ -199,7 +199,10 @@ class RunProgress(_Bars):
             self.say(f"round {record.round}/{self._rounds}  {'  '.join((*self._measured, rate))}".rstrip())
 
     def _parts(self) -> list[LinePart]:
-        """Return the parts of the progress line that follow the bar. The line of a private run shows no times."""
+        """Return the parts of a run's progress line that follow the bar, such as accuracies and times.
+
+        The line of a private run shows no times.
+        """
         counted = LinePart(f"{self._done}/{self._rounds}", 0)
         measured = [LinePart(text, 1 + 4 * number) for number, text in enumerate(self._measured)]
         clients = LinePart(self._clients, 7)
@@ -256,7 +259,7 @@ class TableProgress(_Bars):
             self.say(f"{cell}: before the first round {what}")
 
     def finished_round(self, cell: str, record: RoundRecord) -> None:
-        """Advance the progress bar of a cell's run by a finished round, and show the round's accuracy."""
+        """Advance the progress bar of a run by one finished round, and show the round's accuracy."""
         self._done[cell] = record.round
         self._rounds_run += 1
         self._is_timed &= record.seconds is not None

@@ -63,7 +63,7 @@ def _is_shown(common: Collection[str], setting: str) -> bool:
 
 
 def _keeping(label: str, is_kept: Callable[[str], bool]) -> str:
-    """Return the row's ``label`` with only those settings for which ``is_kept`` returns True."""
+    """Return the row's ``label`` without the settings for which the function ``is_kept`` returns False."""
     parts = []
     for part in outside_brackets(label, ", "):
         if _SETTING.match(part):

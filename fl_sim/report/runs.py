@@ -94,7 +94,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Problem:
-    """The reason (``error``) why a run or table is missing or incomplete in the report."""
+    """A line of the report's list of problems: the reason (``error``) why a run or table is missing or incomplete."""
 
     path: Path
     error: str
@@ -276,10 +276,10 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 
 
 def with_table_names(runs: Iterable[SavedRun], tables: Mapping[Path, Table]) -> list[SavedRun]:
-    """Return copies of ``runs`` with the row, column and label that each run has in ``tables``, {folder: table}.
+    """Return copies of ``runs`` with their names in ``tables``: the row, column and label of each run.
 
-    A name is empty if a run is in no table or has several names. For example, a run of centralized training belongs to
-    several columns.
+    ``tables``: {folder: table}. A name is empty if a run is in no table or has several names. For example, a run of
+    centralized training belongs to several columns.
     """
     places: dict[Path, list[SeedResult]] = {}
     labels: dict[Path, set[str]] = {}

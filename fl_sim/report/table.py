@@ -131,9 +131,10 @@ class Comparison:
 
 
 def title_of_measure(name: str, titles: Mapping[str, str]) -> str:
-    """Return the title of the measure with this dotted name in ``result.json``; the name itself if it has no title.
+    """Return the title of a measure, for people. ``name``: its dotted name in ``result.json``.
 
-    The measure must be a share, which is a number in [0, 1]. ``titles``: the titles of the measures of stages.
+    If the measure has no title, return its name. The measure must be a share, which is a number in [0, 1]. ``titles``:
+    the titles of the measures of stages.
     """
     return {**_FURTHER, **titles}.get(f"{name}_percent", name)
 
@@ -204,7 +205,7 @@ def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def most_seeds(table: Table) -> int:
-    """Return the largest number of seeds in a cell of the table."""
+    """Return the number of seeds of a table: of the cell that has the most."""
     return max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
 
 
@@ -222,7 +223,7 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def mapped(table: Table) -> list[Grid]:
-    """Return one table of final accuracies for each heat map. The list is empty for a table without heat maps."""
+    """Return the heat maps of a table as tables of final accuracies; an empty list for a table without heat maps."""
     shown = str(table.settings.get("measure", ""))
     title = title_of_measure(shown, table.titles or {}) if shown else "Test accuracy"
     heading = f"{title} after the last round, in percent"
@@ -272,7 +273,7 @@ def targets(table: Table) -> Grid | None:
     The target of a column is the highest accuracy in the list ``LADDER`` that all runs of at least one row reached. If
     only some runs of a row reach the target, the row shows their mean and their number.
     """
-    # A table that shows another measure than the accuracy of the global model has no target accuracies.
+    # If the table shows a measure other than the global model's accuracy, there are no target accuracies.
     if table.settings.get("measure"):
         return None
     chosen = {column: _highest(table, column) for column in table.columns}
@@ -312,8 +313,8 @@ def further(table: Table) -> list[Grid]:
 def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
     """Return one new table for each column of ``table``, with the measures whose names match ``pattern``.
 
-    The new table has a column for each text that replaces ``*``, such as a domain. There is no new table for a column
-    of ``table`` without such measures.
+    ``pattern``: the name of a measure with ``*`` for a part of the name, such as a domain. The new table has a column
+    for each text that replaces ``*``. There is no new table for a column of ``table`` without such measures.
     """
     start, _, end = pattern.partition("*")
     grids = []
@@ -347,9 +348,9 @@ def _mean_of(name: str, results: list[SeedResult]) -> str:
 
 
 def _has(one: SeedResult, name: str) -> bool:
-    """Return True if a run has the measure ``name``.
+    """Return True if a run has the measure ``name``, so that a further table can show it.
 
-    The mean of the last ten rounds counts as missing if the run has fewer rounds.
+    The measure "mean of the last ten rounds" counts as missing if the run has fewer than ten rounds.
     """
     return name in one.measures and (name != _LAST_TEN or one.measures.get("rounds_done", _TEN) >= _TEN)
 
@@ -369,7 +370,10 @@ def _means(table: Table, column: str, measure: Measure) -> dict[str, float]:
 
 
 def _against(table: Table, first: str, column: str, measure: Measure) -> Comparison:
-    """Compare every row with the row ``first``, paired by seed. Rows of centralized training are left out."""
+    """Compare every row of a column with the row ``first``, by the differences of runs with the same seed.
+
+    Rows of centralized training are left out.
+    """
     of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
     others = {}
     for row in table.rows:

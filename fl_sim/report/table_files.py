@@ -319,7 +319,7 @@ def _cell(results: Sequence[SeedResult], row: str, comparison: Comparison) -> di
 
 
 def _runs(table: Table) -> Iterable[list[SeedResult]]:
-    """Return for each run the list of its results, one result for each cell to which the run belongs.
+    """Return one list for each run: its results in all table cells to which the run belongs.
 
     A run of centralized training belongs to several columns of the table.
     """

@@ -248,7 +248,7 @@ def _epsilon(run: SavedRun, state: State) -> str:
     if run.result is not None and state != "running":
         return "" if run.privacy_in_short == "none" else run.privacy_in_short.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
-    # A round's epsilon is per client. Released synthetic records increase the epsilon per record.
+    # The epsilon of a round is a cost per client. Released synthetic records have a further cost, per record.
     if spent:
         more = " per client, more per record" if isinstance(run.config.preprocess, PoolSettings) else ""
         return f"{rounded_up(max(spent), 3)}{more}"
@@ -256,7 +256,10 @@ def _epsilon(run: SavedRun, state: State) -> str:
 
 
 def _version(path: Path) -> tuple[int, int, int]:
-    """Return (modification time in nanoseconds, size in bytes, inode) of a file; zeros for a missing file."""
+    """Return (modification time in nanoseconds, size in bytes, inode) of a file, to detect changes of the file.
+
+    All three numbers are 0 for a missing file.
+    """
     try:
         now = path.stat()
     except OSError:
@@ -265,7 +268,7 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 
 def _fitting(watched: Sequence[Watched], height: int | None) -> list[Watched]:
-    """Return the runs that fit into ``height`` lines, grouped by data set and partition.
+    """Return the runs that fit into ``height`` lines of the display, grouped by data set and partition.
 
     Each group needs one line for its heading, and each error one more line.
     """

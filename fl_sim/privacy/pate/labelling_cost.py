@@ -96,8 +96,8 @@ class AnswerCost(Cost):
     def log_q_of_gaps(self, gaps: Floats, num_classes: int) -> Floats:
         """Return ln(q) for votes in which the first class has ``gaps`` more votes than each other class.
 
-        ``gaps``: several such differences. If one is negative, the other classes have more votes. The method ``log_q``
-        defines q.
+        ``gaps``: an array of such differences. A negative gap means that the other classes have more votes. The method
+        ``log_q`` defines q.
         """
 
     @abstractmethod
@@ -144,8 +144,9 @@ class LNMaxCost(AnswerCost):
         """Return an upper bound on the Renyi curve of one query, for any votes.
 
         The label is computed from the noisy counts. A changed record changes two of the counts by 1. So the curve is at
-        most the curve of two Laplace mechanisms, each with epsilon gamma (Mironov 2017, proposition 6). This bound is
-        lower than any bound that uses only the epsilon of 2 gamma.
+        most the sum of the curves of two Laplace mechanisms (Mironov 2017, proposition 6). The epsilon of each of the
+        two is gamma, the inverse of the noise scale. This bound is lower than any bound that uses only the epsilon of 2
+        gamma.
         """
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
@@ -228,7 +229,7 @@ class ConfidentCost(Cost):
 
     @property
     def answer(self) -> GNMaxCost:
-        """Return the cost of an answer: that of a GNMax query with noise ``sigma``."""
+        """Return the cost of an answer to a query: the cost of a GNMax query with noise ``sigma``."""
         return GNMaxCost(self.sigma)
 
     def worst_case(self, orders: Floats) -> Floats:
@@ -338,7 +339,7 @@ def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int
 
 
 def least_epsilon(cost: Cost, teachers: int, classes: int, delta: float) -> float:
-    """Return a lower bound on the data-dependent epsilon of one answered query. The bound holds for any votes."""
+    """Return the smallest possible data-dependent epsilon of one answered query: a lower bound for any votes."""
     return float(epsilon_of_curves(cost.least(teachers, classes, _ORDERS)[None], delta)[0])
 
 
@@ -358,7 +359,7 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
         raise UserError(f"votes hold NaN in row {int(np.isnan(counts).any(axis=1).argmax())}: give {shape}")
     if counts.dtype.kind not in "iu":
         raise UserError(f"votes are {counts.dtype}, not whole numbers: give {shape}, such as votes.astype('int64')")
-    checked = counts.astype(np.int64)  # too large unsigned numbers become negative, and are refused
+    checked = counts.astype(np.int64)  # unsigned numbers that are too large for int64 become negative, and are refused
     if (outside := (checked < 0) | (checked > _MOST_VOTES)).any():
         row = int(outside.any(axis=1).argmax())
         raise UserError(f"row {row} of the votes holds {counts[row].tolist()}: a class has 0 to {_MOST_VOTES} votes")

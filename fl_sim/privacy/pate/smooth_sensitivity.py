@@ -39,7 +39,7 @@ PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 _CELLS_PER_VOTE: Final = 8
 # One changed vote changes a gap by at most this number of cells. One cell more than 2 votes allows for rounding.
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1
-# The settings that ``planned`` tries: Renyi orders, products of order and smoothness, and noise.
+# The function ``planned`` tries all these values: Renyi orders, products of order and smoothness, and noise.
 _ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
 _PRODUCTS: Final = (0.05, 0.1, 0.2)
 _NOISES: Final = (3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
@@ -197,7 +197,9 @@ class _CostPart:
 
 
 def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
-    """Return the part for the labels. The state of a query is the index of the cell that contains its gap t.
+    """Return the part of the privacy cost for the labels.
+
+    A query's state is the index of the cell that contains the query's gap t.
 
     The gap t of a query is defined by its q: q would be the same if the first class had t more votes than each other
     class.
@@ -215,12 +217,15 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
 
 
 def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
-    """Return the part for Confident-GNMax's tests. A query's state is its largest count, minus the lowest possible."""
+    """Return the part of the privacy cost for Confident-GNMax's tests of queries.
+
+    A query's state is its largest vote count, minus the smallest possible value of the largest count.
+    """
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     least = -(-num_teachers // num_classes)
     largest = np.arange(least, num_teachers + 1)[:, None]
     beta = cost.test_curves(largest, np.array([order]))[:, 0]
-    rise = np.abs(np.diff(beta))  # change of the divergence if the largest count grows by 1
+    rise = np.abs(np.diff(beta))  # the change of the divergence if the largest vote count grows by 1
 
     def local() -> Iterator[Floats]:
         here = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))

@@ -1,7 +1,8 @@
 """Figures that compare two models of each client: trained by a federated method, and without federation.
 
 A figure shows one column of a table. It has a panel for each row (method). A panel has a point for each client and
-seed. Stages compute the accuracies (``fl_sim.simulation.stage.Stage.titles``).
+seed. The accuracies are computed by stages, code that runs before the first or after the last round of a run (see
+``fl_sim.simulation.stage.Stage.titles``).
 """
 
 import math
@@ -59,8 +60,9 @@ class ClientPanel:
 class ClientFigure:
     """The data of one figure: ``panels`` for the rows of one column of a table.
 
-    ``share``: the title of the measure, such as "accuracy of the client's own model". ``where``: the column of the
-    table. ``notes``: a text about each data set that is stand-in data (synthetic records in place of the real ones).
+    ``share``: the title of the compared measure, such as "accuracy of the client's own model". ``where``: the name of
+    the table's column. ``notes``: a text about each data set that is stand-in data (synthetic records in place of the
+    real ones).
     """
 
     share: str
@@ -70,7 +72,10 @@ class ClientFigure:
 
 
 def client_figures(found: Found) -> list[ClientFigure]:
-    """Return the data of all figures. A table has figures only if one of its rows is local-only training."""
+    """Return the data of all figures of the tables.
+
+    A table has figures only if one of its rows is local-only training, with which the other rows are compared.
+    """
     runs = {run.path: run for run in found.runs}
     figures = []
     for place, table in found.tables.items():

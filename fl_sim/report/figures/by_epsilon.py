@@ -130,7 +130,7 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
 
 
 def with_pools(groups: Sequence[SeedGroup]) -> Iterator[tuple[SeedGroup, SavedRun]]:
-    """Yield (group of runs that differ only in the seed, run) for each run with synthetic records."""
+    """Yield (group, run) for each run with synthetic records. The runs of a group differ only in the seed."""
     for one in groups:
         for run in one.runs:
             if run.preprocess is not None and run.result is not None and run.result.preprocess.pool:
@@ -185,7 +185,7 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
 
 
 def stored_images(run: SavedRun, samples: Samples) -> Images | None:
-    """Return the stored images for the feature vectors in ``samples``, or None.
+    """Return the images that were found earlier for the feature vectors in ``samples``, and stored; None without them.
 
     The result is None if the file with the images is missing or damaged. It is also None if the images were made for
     other vectors, or by another version of the search.

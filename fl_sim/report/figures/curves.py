@@ -106,9 +106,9 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels of the figure over virtual time, with only the methods whose runs have virtual times.
+    """Return the panels of the figure over virtual time.
 
-    Panels without such methods are left out.
+    They show only methods whose runs have virtual times. Panels without such methods are left out.
     """
     kept = []
     for panel in panels:
@@ -125,7 +125,7 @@ def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
 
 
 def curve(group: SeedGroup, measure: Measure) -> Curve:
-    """Return the curve of a ``measure``, over the runs in ``group``. Accuracies are in percent.
+    """Return the curve of a ``measure`` over rounds: its mean over the runs in ``group``. Accuracies are in percent.
 
     A round is left out if any seed has no finite value in this round.
     """

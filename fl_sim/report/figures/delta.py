@@ -49,7 +49,10 @@ class DeltaCurve:
 
 
 def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
-    """Return a list with one figure, a curve per distinct privacy statement of the runs; [] if there are no curves."""
+    """Return a list with one figure, which has a curve for each distinct privacy statement of the runs.
+
+    The list is empty if there are no curves.
+    """
     statements = {
         repr((one.unit, one.epsilon, one.planned_events)): one
         for run in runs

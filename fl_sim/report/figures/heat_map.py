@@ -74,7 +74,7 @@ def draw(table: Table, one: HeatMap, layout: Layout = WIDE_PAGE) -> "Figure":
 
 
 def _results(table: Table, one: HeatMap, row: str, column: str) -> list[SeedResult]:
-    """Return the results of one cell of the map, one per seed; empty if the table has no such runs."""
+    """Return the results of one cell of the heat map, one per seed; empty if the table has no runs for this cell."""
     name = one.places.get((row, column))
     return [] if name is None else table.at(name, one.column)
 

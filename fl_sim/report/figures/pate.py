@@ -37,8 +37,8 @@ _MOST_TICKS = 8
 class PateRun:
     """One finished run of PATE.
 
-    ``accuracy``: test accuracy of the student model in percent. ``epsilon``, ``delta``: the privacy cost of all queries
-    together, for one training record of a teacher; None without a guarantee.
+    ``accuracy``: test accuracy of the student model in percent. ``epsilon``, ``delta``: the joint privacy cost of all
+    queries, for one training record of a teacher; None without a guarantee.
     """
 
     run: SavedRun

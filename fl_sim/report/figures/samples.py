@@ -128,7 +128,7 @@ def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
 def figure_of(
     sheet: Tile, title: Sequence[str], *, left: int, above: int, right: int, narrowest: int = 900
 ) -> "tuple[Figure, Axes]":
-    """Return (figure, its axes) with the image ``sheet``, neither enlarged nor reduced, below the ``title``.
+    """Return (figure, its axes). The figure shows the image ``sheet`` in its own size, below the ``title``.
 
     The coordinates of the axes are the pixels of ``sheet``. ``title``: lines of text. ``left``, ``above``, ``right``:
     widths of the margins for labels, in pixels. ``narrowest``: the smallest width of the figure in pixels. If the
@@ -173,7 +173,10 @@ class Samples:
         return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` synthetic images of the class ``label`` as tiles, selected by the method ``first``."""
+        """Return up to ``most`` synthetic images of the class ``label`` as tiles of a figure.
+
+        The method ``first`` selects these images.
+        """
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:

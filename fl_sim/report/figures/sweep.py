@@ -64,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of a figure. The runs of its ``points`` differ in the varied setting, by which the points are sorted."""
+    """One line of a figure. Each of its ``points`` has one value of the varied setting; they are sorted by it."""
 
     label: str
     points: tuple[Point, ...]
@@ -199,9 +199,9 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return all settings of a group, except the algorithm and the preprocessing, as text.
+    """Return as text the settings that all lines of a figure share: all except the algorithm and the preprocessing.
 
-    Groups of runs are compared in one figure only if these texts are equal.
+    Groups of runs are shown in one figure only if these texts are equal.
     """
     settings = {name: value for name, value in one.compared.items() if name not in {"algorithm", "preprocess"}}
     return _key({"note": one.note, **settings})
@@ -217,14 +217,14 @@ def _draw_line(axes: "Axes", line: SweepLine, style: Style, infinity: float, lay
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
-    # The line to the point of an infinite epsilon is dotted, because this point is at no place on the scale.
+    # The line to the point of an infinite epsilon is dotted, because the axis has no position for infinity.
     axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
     bars = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
     draw_points(axes, places, means, bars, style, layout, line.label)
 
 
 def _place(value: float) -> float:
-    """Return the position of a setting's value on the horizontal axis, limited to numbers that matplotlib can draw."""
+    """Return the horizontal position of a point: the setting's value, limited to numbers that matplotlib can draw."""
     return min(max(value, 1e-100), 1e100)
 
 
