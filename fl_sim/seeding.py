@@ -2,8 +2,8 @@
 
 A generator depends only on a seed, a purpose (a text such as "batches") and integers, such as the round number.
 
-An experiment has several seeds. So the variance from one of them, such as the seed of the partition, can be measured
-separately. The purposes of each seed are:
+An experiment has several seeds. If only one seed changes between runs, such as the seed of the partition, the variance
+from this seed can be measured. The purposes of each seed are:
 
 ``partition_seed``: "partition", "validation", PATE's "public pool", and two purposes of partitions that change records:
 "feature-noise" (also for test and validation records) and "client groups". ``model_seed``: "model" for initial weights,
@@ -32,12 +32,13 @@ from numpy.typing import NDArray
 
 from fl_sim.importing import torch
 
-# One thread may take this lock twice: a user's model factory, called under this lock, may call ``models.build``.
+# The lock is reentrant, because one thread may take it twice: a user's model factory is called while this lock is held,
+# and may call ``models.build``, which takes the lock again.
 _LOCK = RLock()
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """Return the random generator for ``purpose``, independent of the generators for other purposes and keys.
+    """Return a NumPy random generator for ``purpose``. Other purposes or keys give independent generators.
 
     ``keys``: integers such as (client, server_round). The same arguments give the same stream in every process. These
     streams are for simulation, not for noise that protects people.
@@ -52,10 +53,10 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators, from which layer initialisation and dropout draw.
 
-    Call this function only in a process that runs nothing but fl-sim, or inside ``torch_kept``. ``torch.manual_seed``
-    is slower: it also queues a call with a stack trace for every unused GPU.
+    Call this function only in a process that runs nothing but fl-sim, or inside ``torch_kept``. This function replaces
+    ``torch.manual_seed``, which is slower: without an initialised GPU, it records a stack trace in each call.
     """
-    number = _key(seed, purpose, keys) >> 193  # keeps 63 of 256 bits
+    number = _key(seed, purpose, keys) >> 193  # keeps 63 of 256 bits: torch takes fewer than 64
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
@@ -75,10 +76,10 @@ def seed_process(seed: int, purpose: str, *keys: int) -> None:
 
 
 class _Key(ISeedSequence):
-    """A seed sequence that passes a key unchanged to the generator Philox. numpy's SeedSequence would hash the key.
+    """A seed sequence that passes a given key unchanged to numpy's bit generator Philox.
 
-    The stream is the same as that of ``Philox(key=key)``. But ``Philox(key=key)`` first asks the operating system for a
-    seed that it never uses.
+    numpy's own SeedSequence would hash the key. ``Philox(key=key)`` gives the same random numbers, but it is slower: it
+    first asks the operating system for a seed that it never uses.
     """
 
     def __init__(self, key: int) -> None:

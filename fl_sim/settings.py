@@ -25,10 +25,11 @@ CHECKS: Final = "fl_sim.check"
 
 @dataclass(frozen=True)
 class InOneLine:
-    """Marks a text setting that can also be given as a table of options. Settings files contain the text.
+    """Marks a setting that is stored as one text, but can also be given as a table of options.
 
-    The table allows users to change one option: ``data.label=outcome`` changes the option ``label`` in the text
-    ``data``. ``to_table``: converts the text to a table. ``to_text``: converts the table to a text.
+    With the table, users can change a single option: ``data.label=outcome`` changes the option ``label`` in the text of
+    the setting ``data``. fl-sim writes the text into settings files. ``to_table``: converts the text to a table.
+    ``to_text``: converts the table to a text.
     """
 
     to_table: Callable[[str], Json]
@@ -75,11 +76,11 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _completed_table(cls, table: Any) -> Any:
-        """Return ``table`` with default kinds, and with lists in place of comma-separated texts.
+        """Return the settings ``table`` with missing kinds filled in, and with lists in place of comma-separated texts.
 
-        A kind is the name of a settings class, such as the generator's. If a group of settings has no kind, it gets the
-        default kind. So ``generator.batch_size=64`` belongs to the default generator. ``classifiers=discriminant,mlp``
-        becomes a list.
+        A kind is the name of a settings class, such as "fedavg". A group of settings without a kind gets the default
+        kind. So ``generator.batch_size=64`` sets the batch size of the default generator. The text
+        ``classifiers=discriminant,mlp`` becomes a list of two names.
         """
         if not isinstance(table, dict):
             return table
@@ -105,7 +106,7 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
 
     ``table``: the settings that contain the group. ``settings``: the settings class of ``table``. A group in short form
     (``algorithm=fedprox``) becomes a table. The returned class is None for an unknown name, which validation reports
-    later. Raises UserError if the entry is a single value.
+    later. Raises UserError if the entry ``name`` is a single value, such as a number, and not a group.
     """
     field = settings.model_fields.get(name) if settings is not None else None
     marks = field.metadata if field is not None else []
@@ -176,7 +177,7 @@ def kinds_of(field: str) -> dict[str, type]:
 
 
 def choices_in(settings: type[BaseModel]) -> list[str]:
-    """Return the names of the fields of ``settings`` that accept several settings classes, such as ``algorithm``."""
+    """Return the names of the fields of ``settings`` for which the user chooses a class, such as ``algorithm``."""
     return [name for name, field in settings.model_fields.items() if _one_of(field) is not None]
 
 

@@ -164,7 +164,7 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     try:
         Experiment(algorithm=algorithm, aggregator=aggregator, clients=4)
     except ValueError:
-        return  # Global DP refuses this algorithm, so there is nothing to test
+        return  # this algorithm cannot be combined with Global DP, so there is nothing to test
     server, wanted = _started(algorithm)
     honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
     loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
@@ -281,7 +281,7 @@ def _pool(algorithm: Algorithm) -> Params:
 
 
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
-    # the algorithm may require certain local settings, such as momentum 0
+    # local settings that the algorithm requires, such as momentum 0
     own: Mapping[str, Any] = getattr(algorithm, "starts_with", {}).get("local", {})
     local = Local(**{"epochs": 1, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, **own})
     model = _architecture(algorithm)

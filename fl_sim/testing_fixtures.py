@@ -29,7 +29,8 @@ class SetFineness(Protocol):
 class FewerImages(Protocol):
     """A function that makes ``fl_sim.data.images_of_features`` faster and less precise, and clears its caches.
 
-    The module fits a regression to artificial images, and improves images by gradient descent steps.
+    That module reconstructs images from their features: by a regression that is fitted to artificial images, then by
+    gradient descent steps.
     """
 
     def __call__(
@@ -40,7 +41,7 @@ class FewerImages(Protocol):
         at_a_time: int | None = None,
         whitened: int | None = None,
     ) -> None:
-        """Set numbers of images and steps in the module; None leaves a number unchanged.
+        """Set numbers of images and steps in the module ``images_of_features``; None leaves a number unchanged.
 
         ``steps``: number of gradient descent steps. ``made``: number of artificial images for the regression.
         ``at_a_time``: number of images in a batch. ``whitened``: number of images from which the whitening is computed.

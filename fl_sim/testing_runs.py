@@ -204,7 +204,7 @@ def _expect_as_shown(one: _Output, other: _Output) -> None:
 
 
 def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
-    """Return the path and values of the first difference between two JSON values; empty if there is none.
+    """Return a text on the first difference between two JSON values (its path and both values); empty if none.
 
     Floats are not compared: they are measures of a model that was trained with random noise. ``apart``: names of fields
     that are not compared, at any depth.
@@ -233,8 +233,8 @@ If the function raises an exception, the reply is that of a failed client; ``Tim
 class FakeEngine(LocalGrid):
     """A Flower Grid (message transport) for tests. It has no clients: ``answering`` computes the reply to each message.
 
-    ``order``: a function that reorders or drops the replies of an exchange. ``asked``: all messages sent so far.
-    ``waits``: the timeouts of all exchanges so far.
+    An exchange is a call that sends messages and returns their replies. ``order``: a function that reorders or drops
+    the replies of an exchange. ``asked``: all messages sent so far. ``waits``: the timeouts of all exchanges so far.
     """
 
     def __init__(

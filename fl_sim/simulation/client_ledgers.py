@@ -75,7 +75,7 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 
     A deal is one assignment of the records to clients. In each deal, a record belongs to one client. So the Renyi
     divergence of a record in a deal, at each Renyi order, is at most the maximum over the clients. The divergences of
-    all deals are added. Raises RunError if a ledger is damaged.
+    all deals are added. The job is one experiment with its data. Raises RunError if a ledger is damaged.
     """
     total, shares = compose({}), 0
     for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
@@ -90,8 +90,8 @@ def joint_cost(job: Job, delta: float) -> JointCost:
 def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
     """Return a sentence on the joint privacy cost, for the privacy statement about one set of synthetic records.
 
-    ``together``: the joint privacy cost of all published outputs about the same records. None if the cost is unknown on
-    this machine.
+    ``together``: the joint privacy cost of all published outputs about the same records, or None. It is None if this
+    machine does not have all clients' privacy ledgers.
     """
     if together is None:
         return (
@@ -107,7 +107,8 @@ def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
 
 
 def _begins_share(charge: Charge) -> bool:
-    # A pool of synthetic records has two charges, for its labels and for its generator. The pool counts as one release.
+    # A ledger has two entries (charges) for a client's synthetic records: one for the labels, one for the generator.
+    # Both entries together count as one release (published output).
     return not charge.release.startswith("generator ")
 
 
@@ -123,7 +124,7 @@ def _folders(job: Job) -> set[Path]:
 
 
 def _link_earlier(folder: Path, earlier: Path) -> None:
-    """Store the name of the folder ``earlier`` in ``folder``, because both have ledgers about the same records."""
+    """Note the folder ``earlier`` in ``folder``. Both have ledgers about the same records, so their costs are added."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):
@@ -132,7 +133,7 @@ def _link_earlier(folder: Path, earlier: Path) -> None:
 
 
 def _deal(job: Job) -> str:
-    """Return a digest of the data set as it is read, and of the assignment of its records to clients."""
+    """Return the digest of the deal: how the data set is read, and how its records are assigned to clients."""
     data = job.experiment.data
     digest = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
     for array in (job.shards.records, job.shards.bounds):

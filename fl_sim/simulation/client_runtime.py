@@ -57,8 +57,8 @@ def runtime_for(
 ) -> ClientRuntime:
     """Return the client runtime of ``job``, whose clients train by ``algorithm``.
 
-    ``tasks``: the client tasks apart from training, {name: task}. ``layers``: the client-side objects of the layers,
-    such as Global DP or compression.
+    ``tasks``: the client tasks apart from training, {name: task}. ``layers``: the client-side objects of the layers. A
+    layer is an addition to rounds, such as Global DP or compression.
     """
     experiment = job.experiment
     tampers = _tampers(job)
@@ -150,7 +150,7 @@ def _ledger(job: Job, client: int) -> Path:
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     """Return the settings of local training in a round that has the learning rate ``learning_rate``."""
     local = job.experiment.local
-    # The fields are copied by name. If the experiment's settings lack a field of LocalSettings, this raises an error.
+    # The fields are copied by name. A field of LocalSettings that the experiment's settings lack thus raises an error.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
     return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
 
@@ -241,7 +241,10 @@ def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
-    """Convert synthetic records in [-1, 1] to the form of a pool file. Images become uint8; features stay unchanged."""
+    """Convert synthetic records in [-1, 1] for a pool file (a file of synthetic records).
+
+    Images become uint8 values; feature vectors stay unchanged.
+    """
     if job.experiment.features != "none":
         return records
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -258,7 +261,7 @@ def _own_records(job: Job, client: int, tamper: Tamper | None) -> Records:
 
 
 def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> Records:
-    """Return ``examples`` on the job's device, with all changes that the partition makes to records of ``client``.
+    """Return the records ``examples`` of ``client``, on the job's device, with all changes that the partition makes.
 
     These changes are new inputs or labels, and feature skew. ``purpose``: the name of the random stream of the skew,
     such as "own test feature-noise" (see ``fl_sim.seeding``).
@@ -328,7 +331,7 @@ def _num_bytes(job: Job) -> int:
 
 
 def _room(device: torch.device) -> float:
-    """Return the largest memory, in bytes, that a training set may permanently take on ``device``."""
+    """Return the number of bytes of memory on ``device`` that the stored training set may take at most."""
     if device.type == "cpu":
         return max(KEEP_BYTES, KEEP_IN_MEMORY * machine_bytes() / (os.cpu_count() or 1))
     return KEEP_ON_GPU * torch.cuda.get_device_properties(device).total_memory
@@ -410,7 +413,8 @@ def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):
         return examples
-    # this generator gives the same random numbers to all clients, so that the clients of a group get the same change
+    # The generator gives the same random numbers for every client. So all clients of a group get the same change of
+    # their records.
     generator = rng(experiment.seed_of_partition, "client groups")
     inputs, labels = scheme.held_by(client, examples.inputs, examples.labels, num_classes, generator)
     for old, new in ((examples.inputs, inputs), (examples.labels, labels)):
@@ -494,12 +498,13 @@ def threads_of(engine: Engine, job: Job) -> int:
 
 
 def stack_of(engine: Engine, job: Job) -> int:
-    """Return the number of clients that ``engine`` trains as one computation, called a stack.
+    """Return the size of a stack: the number of clients that ``engine`` trains together as one batched computation.
 
     1 means that every client is trained by itself. The result is always 1 in two cases. First, the aggregator may hide
-    which clients take part, for privacy. In a stack, one client would change the rounding of every other client's
-    update. Second, the rounds may not be synchronous. The stacks would then depend on the round after which a run
-    resumes. Raises UserError if the settings ask for a stack and the model does not allow a stack.
+    which clients take part, for privacy. In a stack, the presence of one client would change the rounding of every
+    other client's update, and so reveal this client. Second, the rounds may be asynchronous. The clients in a stack
+    would then depend on the round after which a run resumes. Raises UserError if the settings ask for a stack and the
+    model does not allow a stack.
     """
     experiment = job.experiment
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):
@@ -522,7 +527,7 @@ def stack_of(engine: Engine, job: Job) -> int:
 
 
 def clients_at_once(engine: Engine, job: Job) -> float:
-    """Return the speed at which ``engine`` trains clients, relative to one core or one GPU."""
+    """Return the training speed of ``engine``, as a multiple of the speed of one core or one GPU."""
     engine, experiment = local_engine(engine), job.experiment
     cohort = max(1, round(experiment.sampler.expected_size(experiment.num_members)))
     workers = workers_of(engine, job) if isinstance(engine, InProcess) else engine.actors or cores()
@@ -530,7 +535,7 @@ def clients_at_once(engine: Engine, job: Job) -> float:
 
 
 def answers_at_once(job: Job) -> float:
-    """Return the joint speed of the threads or actors that compute clients' answers, relative to one core."""
+    """Return the speed of all threads or Ray actors that compute clients' answers, as a multiple of one core's."""
     engine, clients = local_engine(job.experiment.engine), job.experiment.num_clients
     workers = generator_threads(engine) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, clients))

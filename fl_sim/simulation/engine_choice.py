@@ -148,7 +148,7 @@ def client_app() -> ClientApp:
 
 
 def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatching | None:
-    """Return the settings for training several clients in one call of a worker; None if such calls would save no time.
+    """Return the settings for calls in which a worker trains several clients; None if such calls would save no time.
 
     ``stack``: the number of clients in one computation.
     """
@@ -158,7 +158,7 @@ def batching_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> ClientBatch
     parameters = max(num_parameters(dict(one.model().named_parameters())) for one in job.by_architecture)
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     steps, least = steps_by_client(job), math.ceil(LEAST_PRODUCTS / (parameters * records))
-    # A StepByStep algorithm calls the trainer in every step, so one call needs many clients to be worth its cost.
+    # A StepByStep algorithm calls the trainer once per local step. Such a short call saves time only with many clients.
     if isinstance(job.experiment.algorithm, StepByStep):
         cohort = job.experiment.sampler.expected_size(job.experiment.num_members)
         each = cohort / workers_of(local_engine(job.experiment.engine), job)
@@ -185,7 +185,7 @@ def choose(job: Job) -> tuple[Engine, str]:
         return alone, f"engine inprocess: {why}"
     seconds, beforehand = estimated_seconds(job), seconds_of_stages(job) / side_by_side(workers)
     parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
-    seconds += beforehand  # without Ray, threads of this process share the work of stages (outside of the rounds)
+    seconds += beforehand  # without Ray, stages (outside of the rounds) run in parallel threads
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -214,13 +214,13 @@ def trains_natively(job: Job) -> bool:
 
 
 def _takes_private_steps(job: Job) -> bool:
-    """Return True if the native trainer supports this job's DP-SGD steps. They are computed one client at a time."""
+    """Return True if the native trainer (compiled C++) supports this job's DP-SGD steps, one client at a time."""
     plan, shape = procedure_of(job).typical_plan(), job.input_shape
     return job.device.type == "cpu" and job.trainer.has_compiled_private_steps(shape, plan, _typical_settings(job))
 
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
-    """Return a description of the clients' trainer, with the precision if it is not float32.
+    """Return a description of the trainer (the code that trains clients), with its precision if this is not float32.
 
     ``workers``: the number of threads. ``stack``: the number of clients in one computation.
     """

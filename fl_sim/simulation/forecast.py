@@ -108,7 +108,8 @@ PROBE_STEPS: Final = 8
 MOST_MEASURED: Final = 512
 """The largest number of records in the timing of an evaluation."""
 
-# These settings do not change the seconds of a minibatch step. The second set has settings of the section ``local``.
+# These settings do not change the duration of a minibatch step. The first set names settings of the experiment, the
+# second set names settings in its section ``local``.
 _NOT_OF_A_STEP: Final = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
     "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
@@ -134,7 +135,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     return (
         clients,
         *others,
-        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # training at the server runs one step at a time
+        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # the server trains without parallel turns
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
         *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
@@ -190,10 +191,10 @@ def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: fl
 
 
 def num_predicted_at_start(job: Job, algorithm: LocalAlgorithm, starts: float) -> float:
-    """Return the number of predictions on training records, over all local trainings of a run, before they start.
+    """Return the number of predictions on training records that clients make before their local trainings, in a run.
 
-    Clients need such predictions, for example, to choose one of several models. ``starts``: the number of local
-    trainings of all clients in the run.
+    Clients need such predictions, for example, to choose one of several models. The result is 0 for an algorithm
+    without such predictions. ``starts``: the number of local trainings in the run, over all clients.
     """
     if not isinstance(algorithm, PredictingStart):
         return 0.0
@@ -219,9 +220,10 @@ def evaluation_work(procedure: Procedure, records: float) -> Work:
 
 
 def features_work(job: Job, body: FrozenBody) -> Work:
-    """Return the amount of computation for the features of all records.
+    """Return the amount of computation for the features (the inputs of the head) of all records.
 
-    The amount is 0 if an earlier run stored the features. ``body``: the frozen body of the job's model.
+    The amount is 0 if an earlier run stored the features. ``body``: the frozen layers of the job's model before the
+    head.
     """
     batches = 0 if body.place(job.dataset)[0].exists() else -(-sum(map(len, parts_of(job.dataset).values())) // BATCH)
 
@@ -237,9 +239,9 @@ def features_work(job: Job, body: FrozenBody) -> Work:
 
 
 def _kind(experiment: Experiment, *what: object) -> str:
-    """Return a key (``Work.kind``) under which the timing of a computation is stored.
+    """Return the key (``Work.kind``) under which the timing of a computation is stored for later forecasts.
 
-    Two computations have the same key if their steps take equally long.
+    Two computations share one key, and so one timing, if their steps take equally long.
     """
     kept = experiment.model_dump(mode="json", exclude=_NOT_OF_A_STEP | {"algorithm", "local"})
     local = experiment.local.model_dump(mode="json", exclude=_NOT_OF_A_LOCAL_STEP)
@@ -250,7 +252,7 @@ def _kind(experiment: Experiment, *what: object) -> str:
 def _turn(
     job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, stack: int, size: int, steps: int
 ) -> Callable[[], object]:
-    """Return a function for timings, which trains ``steps`` minibatch steps of ``size`` records.
+    """Return a function that trains ``steps`` minibatch steps of ``size`` records, so that its time can be measured.
 
     The function trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. A
     client also trains the algorithm's further models, such as a personal model.
@@ -288,7 +290,7 @@ def _clock_of(job: Job) -> Callable[[], float]:
 
 
 def _awaited(job: Job, work: Callable[[], object]) -> Callable[[], object]:
-    """Return ``work``, prepared for timing: on a GPU, the returned function also waits until the GPU has finished."""
+    """Return a function for timing: it calls ``work``, and on a GPU it also waits until the GPU has finished."""
 
     def awaited() -> object:
         done = work()

@@ -1,6 +1,7 @@
 """Workers without access to the driver's disk. The driver is the process that runs the server.
 
-The driver sends the job to such workers as arrays, and stores all client states itself.
+The driver sends the job (the experiment and its records) to such workers as arrays, and stores all client states
+itself.
 """
 
 import hashlib
@@ -87,7 +88,10 @@ class WorkerSetup:
 
 
 def worker_app(setup: WorkerSetup) -> ClientApp:
-    """Return the ClientApp of a worker with ``setup``; create the trainer now, so that no client waits for it."""
+    """Return the ClientApp (Flower's client code) of a worker with ``setup``, and create the worker's trainer.
+
+    The trainer is created now, so that no client has to wait for it.
+    """
     setup.runtime.trainer  # noqa: B018 (a cached property: the access creates the trainer)
     return build_client_app(lambda *_: setup.runtime, setup.signer)
 
@@ -101,7 +105,7 @@ def worker_handler(setup: WorkerSetup, *, stacked: bool) -> BatchHandler:
 
 
 def _plain(examples: Examples) -> Examples:
-    """Return the records as plain arrays, because another machine cannot read a memory-mapped file."""
+    """Return ``examples`` as arrays in memory, because the worker cannot read this machine's memory-mapped files."""
     groups = None if examples.groups is None else examples.groups.view(np.ndarray)
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
@@ -117,11 +121,12 @@ def _digest(dataset: Dataset, weights: Params, *splits: Parts) -> str:
 
 @dataclass
 class ClientStore:
-    """The driver's files of all remote clients of a run: client states, noise keys and privacy ledgers.
+    """The driver's files of all remote clients of a run: client states, privacy ledgers, and secret keys of noise.
 
-    The files are the same as in a run whose workers share the driver's disk. Before a worker makes a private output,
-    this class writes the privacy cost into the client's ledger. ``signer``: the object with which the driver signs a
-    ticket, which is the proof that the cost was written.
+    The driver is the process that runs the server. The files are the same as in a run whose workers share the driver's
+    disk. A noise key is the secret seed of a client's privacy noise. Before a worker makes a private output, this class
+    writes the privacy cost into the client's ledger. ``signer``: the object with which the driver signs a ticket, which
+    is the proof that the cost was written.
     """
 
     job: Job
@@ -144,7 +149,7 @@ class ClientStore:
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Store the client state, or the private output, from a worker's answer; return the answer for the server."""
+        """Store the client state or private output in a worker's ``answer``; return the answer for the server."""
         if answer.has_error():
             return answer
         order, client = self._without_paths(message.content)[0], partition_of(message)

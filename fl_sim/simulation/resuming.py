@@ -33,9 +33,9 @@ _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CH
 def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[str, Any] | None:
     """Return the stored result of a finished run of ``experiment`` in ``out``; None if there is no such run.
 
-    A run with another number of rounds does not count. ``now``: the identity of the present records and code. Raises
-    UserError if ``out`` holds a run with other settings, records or code, or if the stored result does not fit the
-    stored rounds.
+    A run with another number of rounds does not count. ``now``: the identity (digests) of the present records and code.
+    Raises UserError if ``out`` holds a run with other settings, records or code, or if the stored result does not fit
+    the stored rounds.
     """
     earlier = earlier_run(experiment, out, now)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -72,7 +72,10 @@ def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
 
 
 def _check_same(out: Path, now: Identity) -> None:
-    """Raise UserError if the records or the code of the run in ``out`` differ from the present ones, in ``now``."""
+    """Raise UserError if the records or code of the run in ``out`` differ from the present records and code.
+
+    ``now``: the identity (digests) of the present records and code.
+    """
     if changed := now.changed(run_directory.read_identity(out)):
         raise UserError(f"{out} holds a run of {changed}: restore the old files; {CURE}")
 
@@ -94,7 +97,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 
 def on_trust(out: Path, now: Identity) -> str:
-    """Return a warning if the run's records or code cannot be compared with the present ones; else an empty text."""
+    """Return a warning if the run's records or code cannot be compared with the present records or code; else ""."""
     if not (out / run_directory.CONFIG).exists() or not (unknown := now.unverified(run_directory.read_identity(out))):
         return ""
     return (
@@ -221,8 +224,9 @@ def _check_records(out: Path, log: RunLog, now: Identity) -> None:
 def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: Identity | None) -> str:
     """Return a phrase with the settings that differ from the stored experiment ``found``; empty if none differs.
 
-    The settings in ``_FREE`` are not compared: a run may continue with other values of these settings. The path of the
-    user's own files in ``out`` may differ, too, if the digest of the records is equal to the stored digest.
+    The settings in ``_FREE``, such as the number of rounds, are not compared: a run may continue with other values of
+    these settings. The path of the user's own files in ``out`` may differ, too, if the digest of the records is equal
+    to the stored digest.
     """
     compared = (one.model_dump(exclude=_FREE) for one in (experiment, found))
     settings, earlier = compared
@@ -236,7 +240,7 @@ def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: I
 
 
 def _has_other_file(now: object, then: object) -> bool:
-    """Return True if two groups of settings are equal except for the digest of a file: the file has changed."""
+    """Return True if two groups of settings name the same file and differ only in its digest: the file has changed."""
     if not isinstance(now, Mapping) or not isinstance(then, Mapping) or now.get("digest") == then.get("digest"):
         return False
     return {**now, "digest": ""} == {**then, "digest": ""}
@@ -245,8 +249,8 @@ def _has_other_file(now: object, then: object) -> bool:
 def _clear(out: Path) -> None:
     """Remove the files of a run that stopped before the end of its first round, so that it can start again.
 
-    The privacy ledger stays, with the costs of all published outputs. The new start adds its privacy cost if it draws
-    other noise.
+    The privacy ledger stays, with the costs of all published outputs. If the new start draws other noise, it adds its
+    own privacy cost to the ledger.
     """
     for folder in (run_directory.STATE, run_directory.KEPT):
         if (out / folder).exists():
@@ -289,7 +293,8 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         progress, server = checkpoint
         last = progress.last_round
         content, chain = run_directory.log_with_settings(out, settings, last, _unmeasured(experiment, last))
-        # If the hash chains are equal, an earlier call of this function was interrupted after it wrote the checkpoint.
+        # If the hash chains are equal, the checkpoint is changed already: an earlier call was interrupted after this
+        # step.
         if progress.chain != chain:
             records = run_directory.truncate_log(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
@@ -342,7 +347,8 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
     """Raise UserError unless ``experiment`` has more rounds than ``records``.
 
-    Also raise UserError if its learning rate in a round differs from the learning rate in ``records``.
+    ``records``: the finished rounds. Also raise UserError if ``experiment`` implies another learning rate for one of
+    these rounds than the learning rate in its record.
     """
     if len(records) >= experiment.rounds:
         raise UserError(

@@ -116,7 +116,7 @@ class Rounds(Procedure):
             self._conclude(run, rounds_before)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
-        """Return the function that executes a round: clients train, and the server merges their updates."""
+        """Return the function that executes one round, in which clients train and the server merges their updates."""
         del out
         strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy))
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
@@ -205,7 +205,7 @@ class Rounds(Procedure):
 
     @cached_property
     def _halves(self) -> list[tuple[ClientLayer, ...]]:
-        """The client-side objects of the layers, such as compression: a tuple for each model architecture."""
+        """The client-side objects of the layers, such as compression: one tuple for each model architecture."""
         jobs = self.job.by_architecture
         halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
         if len(jobs) == 1:
@@ -250,7 +250,7 @@ class Rounds(Procedure):
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan. From this plan, callers find out which trainers support the algorithm."""
+        """Return a typical local plan (the changes to plain SGD), which shows which trainers support the algorithm."""
         dataset, pool = self.job.dataset, {}
         if isinstance(self.algorithm, Sharing):
             template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
@@ -287,7 +287,7 @@ class Rounds(Procedure):
     def _check_head(self, model: torch.nn.Module, needed: bool) -> None:  # noqa: FBT001
         """Raise UserError if the model's head is frozen, but ``local.personal`` or the algorithm needs a trained head.
 
-        ``needed``: True if the algorithm needs a trained head.
+        The head is the model's last layer. ``needed``: True if the algorithm needs a trained head.
         """
         personal, what = self.job.experiment.local.personal, f"algorithm {kind_of(self.algorithm)}"
         if personal in {"head", "body"}:
@@ -348,7 +348,10 @@ class Rounds(Procedure):
                 )
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
-        """Return names, shapes and types of the tensors in a client state. ``server``: the first server state."""
+        """Return names, shapes and types of the tensors that a client stores between rounds (its client state).
+
+        ``server``: the first server state.
+        """
         kept, sent = client_state_template(self.algorithm, server), payload_template(self.algorithm, server)
         for half in self.on_clients:
             kept = half.kept(kept, sent, server)
@@ -398,7 +401,7 @@ def _named_settings(algorithm: object) -> Iterator[None]:
 def _write_round(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord, keep_every: int = 0) -> None:
     """Write a finished round to the disk. The checkpoint is written last, after all files that it refers to.
 
-    ``keep_every``: every so many rounds, a copy of the checkpoint is kept; 0 for no copies.
+    ``keep_every``: n keeps a copy of the checkpoint after every n-th round; 0 keeps no copies.
     """
     if log.seal is not None:
         log.seal.put(record.round, strategy.cohort.tolist())
@@ -468,9 +471,9 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
 
 
 def planned_bill(job: Job) -> "RunPayments":
-    """Return the planned privacy costs of a run of ``job``, as far as these costs are known before the run begins.
+    """Return the planned privacy costs of a run of ``job``, as far as they are known before the run begins.
 
-    For a private run this call takes seconds, because it computes the privacy loss distribution (PLD).
+    For a run with a privacy guarantee this call takes seconds, because it computes the privacy loss distribution (PLD).
     """
     from fl_sim.privacy.bill import RunPayments  # noqa: PLC0415 (the accountants load slowly)
 

@@ -183,7 +183,7 @@ def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
 
 
 def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
-    """Return the seconds that the run took in earlier processes.
+    """Return the seconds that a resumed run took in earlier processes.
 
     The log of a private run contains no seconds. For a private run, the result is the time since the oldest
     modification of a file in ``out``. This time includes all pauses between processes.

@@ -36,7 +36,7 @@ from strategies.layer import Layer, layer_kinds
 
 @dataclass(frozen=True)
 class Pooled:
-    """A pool of synthetic records: ``count`` records, in the file ``path``."""
+    """A file of synthetic records. ``path``: the file. ``count``: the number of its records."""
 
     path: Path
     count: int
@@ -137,7 +137,7 @@ class Observer(Protocol):
         ...
 
     def replied(self, replies: int) -> None:
-        """Receive the number of clients' replies in the current exchange of messages."""
+        """Receive the number of clients that have replied to the messages which the server sent last."""
         ...
 
     def finished_round(self, record: RoundRecord) -> str | None:
@@ -258,7 +258,7 @@ def is_json(facts: Mapping[str, Any]) -> bool:
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Return facts about the initial weights: their file, and the names of the tensors that are not from this file."""
+    """Return result fields on the initial weights: their file, and the names of tensors that are not from this file."""
     model, placed = job.experiment.model, job.placed
     return {
         "path": model.origin,
@@ -380,7 +380,7 @@ def _of_classes(test: Scores, confusion: Confusion) -> dict[str, Any]:
 
 
 def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> str:
-    """Return a sentence that defines the client accuracies, and names the clients or records without an accuracy."""
+    """Return a sentence that says what the client accuracies mean, and which clients or records they leave out."""
     if not isinstance(clients_by, OwnTests):
         if experiment.num_clients > 1 and isinstance(experiment.partition, RecordSkew):
             return _CHANGED

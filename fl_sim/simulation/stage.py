@@ -114,9 +114,9 @@ class Run:
 
         ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
         sent. ``quoted``: True if an error message may quote a client's message. It must be False if answers are
-        private. ``order``: the task configuration of the messages; by default that of the run. ``server``: a server
-        state; each client then receives the tensors that this state sends to it in a round. Raises RunError, with the
-        ID of the first client without a valid answer.
+        private. ``order``: the task configuration of the messages; None for the run's own. ``server``: a server state,
+        or None. With a server state, each client receives the tensors that it would receive in a round with this state.
+        Raises RunError, with the ID of the first client without a valid answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
@@ -217,7 +217,7 @@ class Stage:
         return ""
 
     def is_made(self) -> bool:
-        """Return True if the shared result named by ``key`` exists on this machine already."""
+        """Return True if the stage's shared result (see ``key``) exists on this machine already."""
         return False
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
@@ -257,7 +257,7 @@ class Stage:
 class Procedure(ABC):
     """The base class of all procedures. A procedure executes the whole run of an algorithm.
 
-    The default methods suit an algorithm without rounds, in which clients train no model.
+    The methods of this base class suit an algorithm without rounds, in which clients train no model.
     """
 
     job: Job
@@ -290,11 +290,11 @@ class Procedure(ABC):
         return (self,)
 
     def payments(self) -> "tuple[Payment, ...] | None":
-        """Return the privacy costs of the procedure's published outputs; None if the costs depend on votes (PATE)."""
+        """Return the planned costs of the published outputs; None if the costs depend on private votes (PATE)."""
         return ()
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan, from which callers find out which trainers support the algorithm."""
+        """Return a typical local plan (the changes to plain SGD), which shows which trainers support the algorithm."""
         return LocalPlan()
 
     def model(self) -> nn.Module:
@@ -376,7 +376,7 @@ def stage_kinds(experiment: Experiment) -> list[type[Stage]]:
 
 
 def titles_of(experiments: Iterable[Experiment]) -> dict[str, str]:
-    """Return the titles of the measures of all stages of ``experiments`` (``Stage.titles``)."""
+    """Return the titles (names for tables) of the measures of all stages of ``experiments``. See ``Stage.titles``."""
     kinds = [kind for one in experiments for kind in stage_kinds(one) if kind.applies(one)]
     return {name: title for kind in kinds for name, title in kind.titles.items()}
 
@@ -464,10 +464,11 @@ def prepared_strategy(
 
 
 def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
-    """Return a mask of the clients that algorithms count: those with training records, shape (clients,).
+    """Return a boolean mask, shape (clients,): True for clients with training records.
 
-    The result is None if algorithms count all clients. This has three possible reasons: all clients have records, the
-    aggregator hides which clients take part, or an older version of fl-sim began the run.
+    Some algorithms divide by the number of clients, and count only the clients in this mask. The result is None if they
+    count all clients. This has three possible reasons: all clients have records, the aggregator hides which clients
+    take part, or an older version of fl-sim began the run.
     """
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())

@@ -27,14 +27,14 @@ function loads the input and returns the turn as a second function, so that load
 class Work:
     """One kind of computation in a run, such as local training, for the time forecast.
 
-    A turn is one call of the computation, and a piece is an equal part of a turn. Example: a turn is a client's local
-    training, and a piece is a minibatch step. ``turns``, ``pieces``: their total numbers in the run. ``what``: a
-    description of a piece. ``kind``: a key; computations with the same key have pieces that take equally long.
-    ``ready``: a function that loads the input of a turn and returns the turn as a function; None if the computation is
-    not timed. ``records``: the number of records in a piece. ``most``: the largest number of pieces in a timed turn.
-    ``at_once``: the number of parallel turns. ``makes``: the name of the result on disk, if several runs share it; else
-    empty. ``threads``: the number of torch threads. ``clock``: the clock for timing; by default the CPU time of this
-    thread, because other programs do not change it.
+    A turn is one call of the computation. A turn consists of equal pieces. Example: a turn is a client's local
+    training, and a piece is a minibatch step. ``turns``: the number of turns in the run. ``pieces``: the number of
+    pieces in the run. ``what``: a description of a piece. ``kind``: a key; computations with the same key have pieces
+    that take equally long. ``ready``: a function that loads the input of a turn and returns the turn as a function;
+    None if the computation is not timed. ``records``: the number of records in a piece. ``most``: the largest number of
+    pieces in a timed turn. ``at_once``: the number of parallel turns. ``makes``: the name of the result on disk, if
+    several runs share it; else empty. ``threads``: the number of torch threads. ``clock``: the clock for timing; by
+    default the CPU time of this thread, because other programs do not change it.
     """
 
     what: str
@@ -87,10 +87,10 @@ A limit is a multiple of an equal share of the remaining time.
 
 @dataclass(frozen=True)
 class Timing:
-    """The measured seconds of a computation, such as local training: ``turn`` per call, plus ``piece`` per step.
+    """The measured seconds of a computation, such as local training: ``turn`` per call and ``piece`` per step.
 
-    ``at_least``: True if the seconds were measured for a smaller piece, because a whole piece exceeded the time budget.
-    ``why_not``: the reason if there is no timing; else empty.
+    ``at_least``: True if the seconds are only a lower bound: they were measured for a smaller step, because a whole
+    step would have exceeded the time budget. ``why_not``: the reason if there is no timing; else empty.
     """
 
     turn: float = 0.0
@@ -152,10 +152,10 @@ class _GrowingTiming:
     """Times one kind of computation within a time budget, on more and more records.
 
     A piece is one step, such as a minibatch step. A turn is one call of several steps. The first timed piece has few
-    records, so that slow computations stay within the time budget. The pieces grow up to a whole piece. Then a turn of
-    several pieces is timed. ``_size``: the number of records of the largest piece so far. ``_waited`` and
-    ``_waited_before``: the wall-clock seconds of the last piece and of the piece before. ``_least``: a lower bound of
-    the seconds of a piece in a turn of several pieces.
+    records, so that slow computations stay within the time budget. The number of records then grows, up to that of a
+    whole piece. After that, a turn of several whole pieces is timed. ``_size``: the number of records of the largest
+    piece so far. ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece and of the piece before.
+    ``_least``: a lower bound of the seconds of a piece in a turn of several pieces.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:
@@ -165,8 +165,8 @@ class _GrowingTiming:
     def go_on(self, seconds: float) -> None:
         """Time single steps with more and more records, for at most about ``seconds`` seconds.
 
-        The time of the next step is estimated from the time of the last step. The next step is timed only if its
-        estimated time is left.
+        The time of the next step is estimated from the time of the last step. If the estimate exceeds the remaining
+        time, the timing ends.
         """
         deadline = self._clock() + seconds
         try:
@@ -193,16 +193,17 @@ class _GrowingTiming:
             return min(_FEWEST, records) if left > 0 else 0
         if self._waited * records / self._size <= _CHEAP * left:
             return records
-        # a step's time grows at most in proportion to its number of records
+        # It is assumed that the time of a step grows at most in proportion to its number of records.
         growth = min(_GROWTH, left / max(self._waited, 1e-9))
         if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
             growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the additional seconds of a call of two steps, compared to a call of one step; 0 if not measured.
+        """Return the seconds of one further step in a call, a lower bound for a usual step; 0 if not measured.
 
-        ``size``: the number of records of a step. ``one``: the seconds of a call of one step.
+        This is the time of a call of two steps minus the time of a call of one step. ``size``: the number of records of
+        a step. ``one``: the seconds of a call of one step.
         """
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
@@ -222,7 +223,7 @@ class _GrowingTiming:
         pieces = max(2, int(min(self.work.most, _CHEAP * affordable)))
         several = self._timed(self.work.records, pieces, deadline)
         piece = (several - one) / (pieces - 1)
-        # If a call has no measurable fixed time, its fixed time is set to 0.
+        # If the fixed time of a call is too short to be measured, it is set to 0.
         self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
 
     def _timed(self, size: int, pieces: int, deadline: float) -> float:

@@ -10,7 +10,7 @@ from strategies.guided_cohorts import TELL_LOSS
 
 
 class AskedLosses(Stage):
-    """The stage that adds the client task ``tell-loss``.
+    """The stage that adds the client task ``tell-loss`` to runs whose sampler needs client losses.
 
     In each round, the layer ``GuidedCohorts`` sends this task to clients, and a client returns its loss.
     """

@@ -64,7 +64,8 @@ class AsynchronousRounds(Rounds):
         """
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
-        # computed only for its UserError: invalid devices stop the run before its first round
+        # the schedule is computed only for its UserError: invalid settings of devices stop the run before its first
+        # round
         fleet_of_clients(devices, experiment.num_clients, experiment.seed)
         try:
             self.server.check_broadcast(self.algorithm, begun)
@@ -106,9 +107,9 @@ class AsynchronousRounds(Rounds):
 class _Server:
     """The asynchronous server of a run. A turn is a client's download, local training and upload.
 
-    ``folder``: the folder of the models that clients still train. ``sent``: the same models in memory, {round in which
-    a turn started: server state}. ``trained``: {turn: update} of updates that are computed already, but arrive later by
-    the virtual clock. ``outdated``: model files that the next server step removes.
+    ``folder``: the folder with the models on which clients still train. ``sent``: the same models in memory, {round in
+    which a turn started: server state}. ``trained``: {turn: update} of the updates that are computed already, but
+    arrive later by the virtual clock. ``outdated``: model files that the next server step removes.
     """
 
     procedure: AsynchronousRounds
@@ -124,7 +125,8 @@ class _Server:
     def resume(self, last_round: int) -> None:
         """Continue a run after the server step ``last_round``.
 
-        The arrival times of the updates are computed again. The models that clients still train are read from files.
+        The arrival times of the updates are computed again. The models on which clients still train are read from
+        files.
         """
         for _ in range(last_round):
             self.schedule.next_step()
@@ -205,7 +207,7 @@ class _Server:
         return self.strategy.content(order, self.sent[server_round])
 
     def _keep_sent(self) -> None:
-        """Write the models that clients still train to files, and drop all other models from memory.
+        """Write the models on which clients still train to files, and drop all other models from memory.
 
         The next checkpoint, which is written afterwards, refers to these files. A file that only the previous
         checkpoint needs is removed one step later: a run that is killed before the next checkpoint still needs it.

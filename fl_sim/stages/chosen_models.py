@@ -13,7 +13,7 @@ from strategies.several_models import SeveralModels
 
 
 class ChosenModels(Stage):
-    """The stage at the server: it reports each client's choice of a model, which the layer ``SeveralModels`` stores."""
+    """The stage at the server that reports each client's choice of a model, from the layer ``SeveralModels``."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -25,7 +25,7 @@ class ChosenModels(Stage):
         return SeveralModels.applies(experiment)
 
     def after(self, run: Run) -> None:
-        """Store the layer ``SeveralModels``. It contains the index of each client's model, for the result."""
+        """Store the layer ``SeveralModels``, which has the index of each client's model, for use in the result."""
         self._layer = found_in(run.strategy.layer, SeveralModels)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:

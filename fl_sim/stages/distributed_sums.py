@@ -54,9 +54,10 @@ class DistributedSumsBill(Stage):
 
     @property
     def planned(self) -> Mapping[dp_event.DpEvent, int]:
-        """Return the planned privacy cost, {privacy event: number of rounds}.
+        """Return the planned privacy cost of the rounds, {privacy event: number of rounds}.
 
-        Past rounds in which clients dropped out are left out, because their privacy cost differs from the plan.
+        Finished rounds in which clients dropped out are not counted here, because their privacy cost differs from the
+        plan.
         """
         full, charges = self.grid.event(self.grid.shares), num_charges(self.job.experiment)
         if self._layer is None:
@@ -65,7 +66,7 @@ class DistributedSumsBill(Stage):
         return Counter({full: max(0, charges - len(apart))})
 
     def before(self, run: Run) -> None:
-        """Pass the rounding grid of the sums to the layer ``DistributedSums``."""
+        """Tell the layer ``DistributedSums`` the rounding grid and the noise of the sums."""
         self._layer = found_in(run.strategy.layer, DistributedSums)
         self._layer.grid = self.grid
 
@@ -106,8 +107,8 @@ class DistributedSumsBill(Stage):
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``distributed_sums`` for ``result.json``.
 
-        It contains the parameters of the noisy sums, the rounds whose sums were not opened because of the privacy
-        budget, and the rounds whose sums overflowed.
+        It contains the parameters of the noisy sums, and two lists of rounds. ``unopened``: the rounds whose sum the
+        server did not open, because the privacy budget did not allow it. ``wrapped``: the rounds whose sum overflowed.
         """
         grid, layer = self.grid, self._layer
         return {

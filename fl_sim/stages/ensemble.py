@@ -70,7 +70,7 @@ class MeasuresEnsemble(Stage):
         return {"ensemble_accuracy": self._accuracy}
 
     def trains_model(self) -> bool:
-        """Return True: no parameters may stay on clients, because the server needs their whole models."""
+        """Return True: the server needs the clients' whole models, so no parameters may stay on clients."""
         return True
 
     def facts(self) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ class Summarise:
     job: Job
     sums: FeatureSums
     setting: str
-    reads_records: ClassVar[bool] = False  # the method ``run`` asks the client's policy, for sums without noise
+    reads_records: ClassVar[bool] = False  # for sums without noise, the method ``run`` asks the policy
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
@@ -115,8 +115,8 @@ class Summarise:
         """Write the privacy cost of noisy sums into the client's privacy ledger.
 
         The driver, the process that started the workers, calls this method. A worker computes the sums afterwards. If
-        the sums are already stored, the method returns them. For sums without noise it returns None, because such sums
-        have no privacy cost. See ``PaidAtHome``.
+        noisy sums are stored already, this method returns the message with them. It returns None if the settings ask
+        for sums without noise, because such sums have no privacy cost. See ``PaidAtHome``.
         """
         from clients.policy import PaidNoise  # noqa: PLC0415 (the accountants load slowly)
         from clients.private_moments import begin_release  # noqa: PLC0415
@@ -144,7 +144,8 @@ class Summarise:
 
         job, policy = self.job, client.policy
         name = release_name(job.experiment, self.sums, client.number, self._model(client))
-        # A client with a policy writes private files to its own folder, not to a folder that the server names.
+        # A client with a policy (its own rules for the server's requests) writes private files to its own folder. The
+        # server cannot name another folder.
         place = (policy.home if policy else client.folder("moments")) / f"moments-{name}"
         return MomentsRelease(
             name, place, ledger_path(job, client.number), policy, job.experiment.seed, self.sums.released,
@@ -188,9 +189,10 @@ def statement(
 ) -> dict[str, object]:
     """Return the privacy statement about a client's noisy sums, for ``result.json``. The privacy unit is a record.
 
-    ``covers``: a text about the outputs that the cost covers. ``limits``: a text about the outputs that it does not
-    cover. ``identity``: a name that is different for each run, so that the privacy costs of several runs are added up.
-    ``together``: the joint privacy cost of all private outputs about the same records, None if it is unknown here.
+    ``covers``: a text about the outputs that the privacy cost covers. ``limits``: a text about the outputs that the
+    cost does not cover. ``identity``: a name that is different for each run, so that the privacy costs of several runs
+    are added up. ``together``: the joint privacy cost of all private outputs about the same records, None if it is
+    unknown here.
     """
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import joint_cost_in_words  # noqa: PLC0415

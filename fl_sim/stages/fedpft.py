@@ -29,7 +29,7 @@ DESCRIBE: Final = "describe"
 
 @dataclass(frozen=True)
 class Mixtures:
-    """The mixtures of a client, in the form that ``Summarise`` sends. ``seed``: the seed of the fit."""
+    """The Gaussian mixtures that a client fits to its features and sends once. ``seed``: the seed of the fit."""
 
     form: MixtureForm
     seed: int
@@ -38,18 +38,21 @@ class Mixtures:
     protection: ClassVar[None] = None
 
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
-        """Return the shape of a client's mixtures: a row for each class."""
+        """Return the shape of the array with a client's mixtures: a row for each class."""
         return num_classes, self.form.width(num_features)
 
     def summed(
         self, features: NDArray[np.float64], labels: NDArray[np.int64], num_classes: int, noise: object
     ) -> NDArray[np.float64]:
-        """Return the rows of the mixtures of ``features``, (n, d), with ``labels``, (n,). ``noise`` is not used."""
+        """Fit mixtures to ``features``, (n, d), with ``labels``, (n,); return their parameters, one row for each class.
+
+        ``noise`` is not used.
+        """
         del noise
         return self.form.rows(features, labels, num_classes, self.seed)
 
     def model_dump(self, *, include: set[str]) -> dict[str, Any]:
-        """Return no values: mixtures have no noise, so their settings have no place in a privacy ledger."""
+        """Return no settings for a privacy ledger, because mixtures have no noise and no entry in the ledger."""
         del include
         return {}
 
@@ -90,7 +93,10 @@ class HeadFromMixtures(Stage):
         return rows
 
     def _drawn(self, rows: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return features and labels that are drawn from all mixtures. ``rows``: those of all clients, in order."""
+        """Draw features from all mixtures, and return (features, labels).
+
+        ``rows``: the parameters of the mixtures, of all clients in order.
+        """
         generator, num_classes = rng(self.job.experiment.seed, "mixture samples"), self.job.dataset.num_classes
         drawn, labels = [np.zeros((0, self.job.num_features), np.float32)], [np.zeros(0, np.int64)]
         for place in np.flatnonzero(rows[:, 0]):

@@ -54,7 +54,7 @@ class Combine:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the client's combiner, and its number of held-out records."""
+        """Return the message with the client's combiner (a small network), and its number of held-out records."""
         settings, number = settings_of(self.job), client.config.server_round
         if not client.has_disk:
             raise UserError(
@@ -130,7 +130,11 @@ class TrainedCombiner(MeasuresEnsemble):
         self._found["accuracy"] = scores.accuracy
 
     def _averaged(self, run: Run, combiner: Params, number: int) -> Params:
-        """Return the mean of the clients' combiners after round ``number``, weighted by numbers of held-out records."""
+        """Let clients train ``combiner``, and return the mean of the results, weighted by numbers of held-out records.
+
+        ``number``: the number of this round of the combiner's training, from 1. In round 1, clients also receive all
+        models.
+        """
         models = {f"model-{place:05}": one for place, one in enumerate(self.kept.models)} if number == 1 else {}
         template = {**combiner, _COUNT: torch.zeros(1)}
         order = replace(run.order, server_round=number)
@@ -147,7 +151,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return (Work("the training of the combiner", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: each client receives a cohort's models, then receives and sends combiners."""
+        """Return a forecast of bytes: each client receives all models of a round, then receives and sends combiners."""
         cohort = round(self.job.experiment.sampler.expected_size(self.job.experiment.num_members))
         first = settings_of(self.job).first(cohort, self.job.dataset.num_classes, rng(0, "first combiner"))
         return {"combiner": self._traffic([params] * cohort, first)}

@@ -57,7 +57,7 @@ class NoisyCounts:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the noise multiplier. It is also the noise's standard deviation, as a count has sensitivity 1."""
+        """Return the noise multiplier. It equals the noise's standard deviation, because a count has sensitivity 1."""
         return counting_cost(self.protection, self.times).noise_multiplier
 
     @property
@@ -66,7 +66,7 @@ class NoisyCounts:
         return counting_cost(self.protection, self.times).charge
 
     def task(self, measuring: EvaluateOwn) -> CountPrivately:
-        """Return the client task that sends noisy counts. ``measuring``: the task that computes exact counts."""
+        """Return the client task that sends noisy counts. ``measuring``: the task whose exact counts get the noise."""
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:

@@ -38,7 +38,7 @@ class OneShot(Procedure):
         observer.finished_round(record)
 
     def beginning(self) -> ServerState:
-        """Return the server state before the head is set: the initial model."""
+        """Return the first server state: the initial model, whose head the stage will replace."""
         return FedAvg().init(detached(trainable(self.job.model()).items()))
 
     def work(self) -> tuple[Work, ...]:

@@ -67,7 +67,10 @@ class OwnModels(Stage):
 
     @classmethod
     def compared(cls, alone: Mapping[str, Any], result: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return, for each model, the percentage of clients with a better accuracy in the run ``alone``."""
+        """Return {model: percentage of clients that have a better accuracy in the run ``alone`` than in ``result``}.
+
+        In the run ``alone``, each client trains only on its own records.
+        """
         return worse_than_alone(alone, result)
 
     def tasks(self) -> Mapping[str, ClientTask]:
@@ -107,10 +110,10 @@ class OwnModels(Stage):
         return measures if validated is None else {**measures, VALIDATION_ACCURACY: validated}
 
     def after(self, run: Run) -> None:
-        """Measure the models after the last round, unless this is done already.
+        """Measure the models after the last round, unless they are measured already.
 
-        Also store the bytes of the measurements, and the best value of each measure. With validation records, these are
-        the values of the round with the best validation accuracy.
+        Also store the bytes of the measurements' messages, and the best value of each measure. If there are validation
+        records, the stored values are those of the round with the best validation accuracy.
         """
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:
@@ -208,8 +211,8 @@ class OwnModels(Stage):
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
-        Each measurement needs predictions, and some algorithms also predict in their method ``start``. After the last
-        round, every client also trains once more.
+        Each measurement needs predictions. Some algorithms need further predictions, in their method ``start``. After
+        the last round, every client also trains once more.
         """
         from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
             by_architecture,
@@ -293,7 +296,8 @@ def _check_held_out(job: Job) -> None:
 class ClientRecords:
     """The test and validation records of each client.
 
-    The client's feature skew changes these records in the same way as the training records.
+    If the partition gives clients a feature skew, it changes these records in the same way as the client's training
+    records.
     """
 
     def __init__(self, job: Job) -> None:

@@ -76,7 +76,7 @@ class PaidRoundsBill(Stage):
     @cached_property
     @abstractmethod
     def groups(self) -> list[PayingClients]:
-        """Return all clients with records, in groups. A round costs the same for all clients of a group."""
+        """Return all clients with records, in groups. A round has the same privacy cost for all clients of a group."""
 
     def before(self, run: Run) -> None:
         """Store the layer that counts each client's rounds.
@@ -99,7 +99,7 @@ class PaidRoundsBill(Stage):
                 )
 
     def after(self, run: Run) -> None:
-        """Compute the joint cost of all charges in the clients' privacy ledgers, if these are on this machine."""
+        """Compute the joint cost of all charges (entries) in the clients' privacy ledgers, if this machine has them."""
         del run
         with suppress(RunError, UserError):
             self._together = joint_cost(self.job, self.settings.delta) if self._is_charged_here() else None
@@ -147,14 +147,14 @@ class PaidRoundsBill(Stage):
 
     @cached_property
     def params(self) -> Params:
-        """Return the trained parameters of the model, with their initial values."""
+        """Return the initial values of the parameters that are trained, for their names and shapes."""
         return detached(trainable(self.job.model()).items())
 
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
-        """Return the privacy parameters. If PLD accounting is too slow for a forecast, RDP accounting replaces it.
+        """Return the privacy parameters, with RDP in place of PLD accounting if PLD is too slow for a forecast.
 
-        RDP accounting is safe: it needs at least as much noise for the same budget. ``cost``: the function that
-        computes a client's noise and privacy cost.
+        PLD and RDP are methods that add up privacy costs. RDP is the faster one. It is safe, because it computes at
+        least as much noise for the same budget. ``cost``: the function that computes a client's noise and privacy cost.
         """
         protection = self.settings.protection
         try:

@@ -93,7 +93,7 @@ class Start(Stage):
 
     def before(self, run: Run) -> None:
         """Train the first model on synthetic images. The server draws these images from the clients' noisy answers."""
-        run.log.before["private_start"] = None  # None, because the number of bytes would reveal the secret cohort sizes
+        run.log.before["private_start"] = None  # no number of bytes: it would reveal the secret cohort sizes
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
@@ -111,7 +111,7 @@ class Start(Stage):
         return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of the bytes of three questions and their answers, for a cohort of expected size."""
+        """Return a forecast of bytes: the three questions to a cohort of expected size, and the clients' answers."""
         del params
         settings, experiment = settings_of(self.job), self.job.experiment
         shape, num_classes = self.job.dataset.input_shape, self.job.dataset.num_classes
@@ -154,7 +154,7 @@ def prepare_start(run: Run) -> Path:
 
 
 def privacy_of(run: Run) -> "PrivateRounds":
-    """Return the run's layer of Global DP. Its ledger also contains the privacy costs of this stage's noisy sums."""
+    """Return the run's layer of Global DP, whose privacy ledger also contains the costs of this stage's noisy sums."""
     from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
 
     return found_in(run.strategy.layer, PrivateRounds)
@@ -169,8 +169,8 @@ def released(run: Run, number: int, question: Params, template: Params) -> Param
     Raises BudgetExhausted, before any client is asked, if the cost would exceed the privacy budget.
     """
     strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
-    # The questions to clients before round 1 have the round numbers -2, -1 and 0. So their random numbers differ from
-    # those of the rounds.
+    # The server's three questions to clients before round 1 have the round numbers -2, -1 and 0, so that their random
+    # numbers differ from those of the rounds.
     server_round = number - len(privacy.beforehand)
     if not strategy.population.nodes:
         strategy.population = find_population(run.grid, strategy.num_clients, timeout)
@@ -205,7 +205,7 @@ def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
 
     def answered(question: FrequencyQuestion) -> tuple[Params, float]:
-        """Ask clients ``question``. Return their noisy mean answer, and the standard deviation of noise per number."""
+        """Ask clients ``question``. Return (their noisy mean answer, the noise's standard deviation per number)."""
         template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
         sums = released(run, question.step, question_tensors(question), template)
         release = privacy_of(run).beforehand[question.step - 1]
@@ -222,7 +222,7 @@ def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _checked(kept: Path, run: Run) -> Path:
-    """Return the file of synthetic images that the JSON file ``kept`` names.
+    """Return the path of the synthetic images, which the JSON file ``kept`` contains, after a check of both files.
 
     Raises RunError if one of the files is damaged, or if the privacy ledger lacks the privacy cost of the images.
     """

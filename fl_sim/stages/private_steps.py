@@ -61,7 +61,10 @@ class PrivateStepsBill(PaidRoundsBill):
         return [said, *([advice] if advice else [])]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``local_privacy`` for ``result.json``: noise and steps of clients, by number of records."""
+        """Return the field ``local_privacy`` for ``result.json``.
+
+        It lists, for each number of records that a client may have, the noise and the DP-SGD steps of such clients.
+        """
         groups = sorted(self.groups, key=lambda group: group.num_records)
         listed = [
             {

@@ -19,7 +19,7 @@ from strategies.public_logits import PUBLIC_LOGITS, PublicLogits
 
 
 class PublicRecords(Stage):
-    """The stage that gives the same public records to all clients. The server never sends them as messages."""
+    """The stage that gives the same public records to all clients. Clients read them from a file, not from messages."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

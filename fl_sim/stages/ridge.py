@@ -1,4 +1,4 @@
-"""The computation of a model's head (last layer) in closed form: as a start for any method, or as the method AFL.
+"""The stage that computes a model's head (last layer) in closed form: as a start for any method, or as the method AFL.
 
 Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
 are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.
@@ -116,7 +116,7 @@ class RidgeHead(Stage):
         return [f"{said} {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``ridge`` for ``result.json``: lambda, and the number of clients with records."""
+        """Return the field ``ridge`` for ``result.json``: the penalty lambda and the number of clients with records."""
         strength = self.settings.strength(self._num_holders, self.job.num_features + 1)
         said = f"the head was computed from the sums of {self._num_holders:,} clients, with lambda {strength:.4g}"
         return {"ridge": {"lambda": strength, "clients": self._num_holders, "in_words": said}}

@@ -25,7 +25,7 @@ class SecureSumFacts(Stage):
         self._layer = found_in(run.strategy.layer, SecureRounds)
 
     def work(self) -> Sequence[Work]:
-        """Return the computation of the random masks: those that clients add, and those that the server removes."""
+        """Return the amount of computation for random masks. Clients add the masks, and the server removes them."""
         experiment = self.job.experiment
         settings: Any = experiment.aggregator
         params = detached(trainable(self.job.model()).items())

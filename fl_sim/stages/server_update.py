@@ -36,7 +36,7 @@ class ServerTraining(Stage):
         self._examples = _records_of_server(job, self._name)
 
     def before(self, run: Run) -> None:
-        """Give the layer ``ServerUpdate`` the function that trains at the server."""
+        """Pass the function that trains at the server to the layer ``ServerUpdate``, which calls it in every round."""
         layer = found_in(run.strategy.layer, ServerUpdate)
         layer.train = partial(self._updated, run.strategy, self._runtime(run.strategy))
 

@@ -117,11 +117,12 @@ class TstrProcedure(Procedure):
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
         """Train the classifier ``name`` on the synthetic records ``own``.
 
-        Return the classifier's parameters and its trainer.
+        Return the classifier's parameters and its trainer (the code that trains and evaluates a model).
         """
         experiment, dataset = self.job.experiment, self.job.dataset
         found = None
-        # The closed form comes first: it raises an error for a model that is too large to be built.
+        # The discriminant is computed in closed form before the model is built. It raises an error if the model would
+        # be too large.
         if name in {DISCRIMINANT, QUADRATIC}:
             analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
             found = analyse(*to_tensors(own, dataset), dataset.num_classes)
@@ -177,8 +178,8 @@ class TstrProcedure(Procedure):
     def work(self) -> tuple[Work, ...]:
         """Return the amounts of computation for the time forecast.
 
-        They include synthesis at the clients, and the training and evaluation of the classifiers. The forecast lists
-        the training without an estimate of its time.
+        These are the making of synthetic records at clients, and the training and evaluation of the classifiers. The
+        forecast lists the training without an estimate of its time.
         """
         measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())

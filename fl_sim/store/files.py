@@ -47,10 +47,10 @@ _CURES: Final = {
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting for a lock until a message is shown
 _PAUSE: Final = 0.02  # seconds between two tries to lock a folder
-# The lock is tried several times, because its previous owner may be about to remove the lock file.
+# The lock is tried several times, because its previous owner may need a moment to remove the lock file.
 _A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-# The system clock may have changed by up to this number of seconds since the lock was made.
+# The maximum change, in seconds, of the system clock since the lock was made.
 _SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -155,7 +155,7 @@ def is_partial(path: Path) -> bool:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add ``path`` to every OSError in a ``with`` block, because the error of a failed write names no file."""
+    """Add the file name ``path`` to every OSError in a ``with`` block. Without it, a failed write names no file."""
     try:
         yield
     except OSError as error:
@@ -274,7 +274,8 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     try:
         folder.stat()  # raises an error for a missing folder; FileLock would create the folder
         with suppress(FileNotFoundError):
-            # One system call checks existence and type, because another process may remove the file between two calls.
+            # A single system call checks that the file exists and what it is. Between two calls, another process could
+            # remove it.
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")

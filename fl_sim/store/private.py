@@ -29,7 +29,7 @@ MOST_CHARACTERS: Final = 2**20
 
 
 def keyed(digest: str) -> str:
-    """Return a keyed hash (HMAC) of ``digest`` with the machine's key and a new salt; empty if there is no key.
+    """Return a keyed hash (HMAC) of ``digest``, with this machine's secret key and a new salt; empty without a key.
 
     Only a person with the key can test whether given records have this digest, or whether two hashes belong to the same
     digest. There is no key if the key file can be neither read nor created.
@@ -39,7 +39,7 @@ def keyed(digest: str) -> str:
 
 
 def matches(recorded: str, digest: str) -> bool | None:
-    """Return True if ``recorded`` is the keyed hash of ``digest``, else False; None if another machine made it."""
+    """Return True if ``recorded`` is a keyed hash of ``digest``, else False; None if it is from another machine."""
     found, key = _KEYED.fullmatch(recorded), machine_key()
     if found is None or found[1] != _name(key):
         return None
@@ -63,7 +63,7 @@ def machine_key(*, make: bool = True) -> bytes:
                 file.write(secrets.token_bytes(32))
             try:
                 with suppress(FileExistsError):
-                    os.link(new, path)  # atomic; never replaces the key of another process
+                    os.link(new, path)  # atomic: a key that another process has just made stays
             finally:
                 new.unlink()
         return path.read_bytes()

@@ -225,11 +225,11 @@ def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
 def log_with_settings(
     out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]
 ) -> tuple[bytes, str]:
-    """Return the new content and hash chain of ``rounds.jsonl``, if the run's settings become ``settings``.
+    """Return the content and hash chain that ``rounds.jsonl`` will have after a change of the run's ``settings``.
 
     Nothing is written. The content has the first ``num_rounds`` rounds. ``unmeasured``: prefixes of field names, as in
-    the constant MEASURED. Fields with these prefixes are set to None in the last of the rounds, because a longer run
-    would not measure them in this round.
+    the constant MEASURED. Fields with these prefixes are set to None in the last round of the content, because a longer
+    run would not measure them in this round.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
@@ -343,7 +343,8 @@ def kept_rounds(out: Path) -> list[int]:
 def read_kept(out: Path, server_round: int, like: ServerState) -> tuple[Progress, ServerState]:
     """Return the progress and the server state after an earlier round, from the checkpoint that the run keeps.
 
-    Raises UserError as ``read_state`` does, and if the checkpoint does not belong to the rounds in the log.
+    Raises UserError for a damaged checkpoint (see ``read_state``), and if the checkpoint does not belong to the rounds
+    in the log.
     """
     path = kept_path(out, server_round)
     progress, server = read_state(path, like)

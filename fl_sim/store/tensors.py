@@ -238,7 +238,7 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
 
 
 def _next_data(file: FileIO, place: int) -> int:
-    """Return the offset of the first data in the sparse file, from the offset ``place`` on.
+    """Return the offset of the first stored bytes in the sparse file at or after the offset ``place``.
 
     If there are only holes after ``place``, return the size of the file, or ``place`` if ``place`` is larger.
     """
@@ -289,7 +289,7 @@ class _Slots:
 
 
 def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
-    """Return the index of the slot with the newest state from before ``server_round``; None if no slot has one."""
+    """Return the index of the slot with the newest state from before ``server_round``; None without such a state."""
     earlier = [(written_in, slot) for slot, (written_in, _) in enumerate(heads) if 0 < written_in < server_round]
     return max(earlier)[1] if earlier else None
 
@@ -301,7 +301,7 @@ def _slots_of(state: Payloads) -> _Slots:
 
 
 def _create(state_dir: Path, wanted: _Slots) -> _Slots:
-    """Create the state file and its schema if these files are missing.
+    """Create the file of client states and the file with their schema (names, shapes and type), if they are missing.
 
     Several processes may do this at the same time.
     """
@@ -338,7 +338,8 @@ def _read_layout(content: bytes) -> _Slots:
 def _checksum(numbers: NDArray[Any]) -> int:
     """Return a checksum of a client state: the sum of all its numbers, with their bits read as 32-bit integers.
 
-    The checksum is fast. It detects pages of the file that were not yet on the disk when the machine crashed.
+    The checksum is fast to compute. Its purpose is to detect a state that was only partly on the disk when the machine
+    crashed.
     """
     return int(numbers.view(np.int32).sum(dtype=np.int64))
 

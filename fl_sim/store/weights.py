@@ -45,7 +45,7 @@ _MOST_NAMED: Final = 2000
 
 @dataclass(frozen=True)
 class Placed:
-    """The differences between the tensors of a model and those in its file of weights.
+    """The allowed differences between the tensors of a model and the tensors in its file of weights.
 
     ``new``: the names of the tensors of a new head, which keep their random values. ``classes``: the number of classes
     of the head in the file, 0 if the file has no head. ``summed``: the names of convolution weights for which the model
@@ -124,7 +124,7 @@ def _digest(file: Path, size: int, changed: int) -> bytes:  # noqa: ARG001 (anot
 
 
 def _version(file: Path) -> tuple[int, int]:
-    """Return the size of ``file`` and the time of its last change in nanoseconds, to detect changes of the file."""
+    """Return the size of ``file`` and the time of its last change, in nanoseconds. New values mean a new content."""
     try:
         found = file.stat()
     except OSError as error:
@@ -161,7 +161,7 @@ def read_weights(model: str, path: str, digest: str) -> Params:
 
 
 def place(model: nn.Module, weights: Params, source: str) -> Placed:
-    """Copy ``weights`` into ``model``; return the remaining differences between them.
+    """Copy ``weights`` into ``model``; return how the model's tensors then still differ from ``weights``.
 
     ``source``: the file of the weights, for messages. If several names belong to one tied parameter, ``weights`` needs
     only one of these names. Constant buffers may be missing. Raises UserError if any name or shape outside of the head

@@ -29,9 +29,10 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
     """Copy an earlier, shorter run to the new directory ``out``, to extend it there; return the earlier directory.
 
     The earlier run must be a finished run in the parent folder of ``out``, with the settings of ``experiment`` but
-    fewer rounds. Its extension must be bit-identical to a run of ``experiment``. Of several such runs, the one with the
-    most rounds is copied. The result is None if there is no such run. The earlier run itself is not changed. All
-    defaults in ``experiment`` must be filled in (``resolved``). Raises RunError if the copy cannot be written.
+    fewer rounds. Its extension must be bit-identical to a run of ``experiment``. If there are several such runs, the
+    run with the most rounds is copied. The result is None if there is no such run. The files of the earlier run stay as
+    they are. All defaults in ``experiment`` must be filled in (``resolved``). Raises RunError if the copy cannot be
+    written.
     """
     if out.exists() or not out.parent.is_dir():
         return None
@@ -117,7 +118,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return None
     chosen = resolved(experiment, data_root)
     if objection(chosen, directory, identity_of(chosen, data_root)):
-        return None  # the difference is reported later, by the worker that executes the trial
+        return None  # the worker that executes the trial will report the difference
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
     new = records[after : experiment.rounds]
@@ -126,7 +127,7 @@ def trial_outcome(directory: Path, experiment: Experiment, after: int, data_root
         return TrialOutcome(result.get("validation", result)["final_accuracy"], *cost)
     if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return TrialOutcome(None, *cost, str(result["error"]))
-    if len(records) >= experiment.rounds:  # a later rung (stage) may have added rounds
+    if len(records) >= experiment.rounds:  # a later rung (stage) of the search may have extended the run
         record = records[experiment.rounds - 1]
         accuracy = record.test_accuracy if record.validation_accuracy is None else record.validation_accuracy
         assert accuracy is not None, "every round of a trial is evaluated"
@@ -176,8 +177,8 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
-            # Two runs with equal settings may have different records. The names of the runs show this, because a
-            # name depends on the records.
+            # Two runs with equal settings may have different records. Their names then differ, because the name of a
+            # run contains a hash of the numbers of records.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
             if objection(earlier, folder, identity_of(experiment, data_root)):
                 continue

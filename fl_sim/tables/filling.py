@@ -71,7 +71,7 @@ class TableState:
     def tuned(self, choices: tuple[SearchResult, ...], plan: Plan) -> None:
         """Store the results of the hyperparameter search, and the plan of the table with the chosen values."""
         self.choices, self.plan = choices, plan
-        for name in ("_flat_settings", "_titles"):  # these cached values were computed from the old plan
+        for name in ("_flat_settings", "_titles"):  # drops cached values of the old plan
             vars(self).pop(name, None)
 
     @cached_property
@@ -101,7 +101,7 @@ class TableState:
         return replace(table, caption=lines, tuning=tuple(search_json(self.choices, search)))
 
     def _alone(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """Return {(column, seed): result} of the runs without federation.
+        """Return {(column, seed): result} of the finished runs without federation.
 
         In such a run, each client trains a model only on its own records.
         """
@@ -199,7 +199,7 @@ def fill(
             for number, event in enumerate(events):
                 if isinstance(event, Finished | Failed):
                     state.outcomes[event.name] = event
-                elif number:  # files are written after the first event and after the end of each run
+                elif number:  # the table's files are written after the first event, and at each run's end
                     continue
                 is_behind = (begun := time.monotonic()) < due
                 if not is_behind:
@@ -216,8 +216,8 @@ class _Runner:
     """Executes experiments in folders below ``out``, and shows the progress of their runs.
 
     ``jobs``: number of parallel runs; None: one per core. ``deadline``: the time, by the clock ``time.monotonic``, at
-    which all runs stop. ``watch``: stopwatch for the estimate of the time. ``again``: True repeats earlier runs that
-    were made from other records or with other code.
+    which all runs stop. ``watch``: the stopwatch that times small parts of a run, for the estimate of the time.
+    ``again``: True repeats earlier runs that were made from other records or with other code.
     """
 
     out: Path
@@ -376,7 +376,7 @@ def _reached(result: Mapping[str, Any]) -> str:
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
     chosen_on = result.get("best_chosen_on", "test")
-    if chosen_on == "last":  # "last": test records were used only after the last round
+    if chosen_on == "last":  # "last": only the last model was tested
         return f"{100 * last:.1f} %"
     records = "the test set" if chosen_on == "test" else "validation"
     return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"
@@ -407,9 +407,9 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 
 
 def _cost(tried: Iterable[TrialResult]) -> dict[str, Any]:
-    """Return the number of runs, of diverged trials, of rounds and of seconds of the hyperparameter search.
+    """Return the cost of the hyperparameter search: the numbers of runs, diverged trials, rounds and seconds.
 
-    A run that several trials share counts once.
+    If several trials share one run, this run is counted once.
     """
     runs = {(one.name, one.rung): one for one in tried}.values()
     return {

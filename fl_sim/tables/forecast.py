@@ -161,7 +161,7 @@ def in_time(seconds: float) -> str:
 
 def rounds_done(directory: Path) -> int:
     """Return the number of finished rounds of the run in ``directory``; 0 for a missing or damaged run."""
-    with suppress(UserError):  # the error of a damaged run is reported when the run is resumed
+    with suppress(UserError):  # the resumed run will report the damage
         return len(read_rounds(directory))
     return 0
 
@@ -185,8 +185,9 @@ def search_forecasts(
 ) -> list[SearchForecast]:
     """Return the forecasts of the hyperparameter ``searches`` of the table in ``out``.
 
-    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. The assumption is
-    that a round of a trial takes as long as a round of the run in the same cell.
+    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A search has one
+    row and column of the table. A round of its trials is assumed to take as long as a round of the table's run in this
+    row and column.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}
@@ -194,7 +195,7 @@ def search_forecasts(
         assert settings.tune is not None, "a table that tunes nothing"
         trials = [proposed_trial(search, settings.tune, number, ()) for number in trial_batches(settings.tune)[0]]
         shortest = search.rungs[0].rounds
-        directories = dict.fromkeys(  # not Optuna's later trials: their values are not known yet
+        directories = dict.fromkeys(  # only the first batch: Optuna has not chosen later trials yet
             trial_directory(experiment_of(settings, trial, shortest), out / TRIALS, data_root) for trial in trials
         )
         rounds, before = 0, 0
@@ -231,11 +232,11 @@ def _in_parallel(jobs: int) -> str:
 
 
 class _Untimed(NamedTuple):
-    """What is needed to estimate the time of a run. ``known``: the forecast of the run without a time.
+    """The data from which the time of a run is estimated. ``known``: the run's forecast, still without a time.
 
-    ``works``: the run's computations, such as local training, each with its amount. ``made``: the keys of stage outputs
-    that already exist and so take no time. ``traffic``: the bytes that the run transmits. ``watch``: the stopwatch that
-    times each kind of computation.
+    ``works``: the run's computations, such as local training, each with its amount. ``made``: the keys (names) of stage
+    outputs, such as synthetic records, that exist already and so take no time. ``traffic``: the bytes that the run
+    transmits. ``watch``: the stopwatch that times each kind of computation.
     """
 
     known: Forecast
@@ -251,7 +252,8 @@ class _Untimed(NamedTuple):
 def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
     """Return the bytes that a run transmits.
 
-    ``known``: a cache. Runs without stages share an entry if they differ only in partition and seeds.
+    ``known``: a cache. Runs without stages (code before or after the rounds) share an entry if they differ only in
+    partition and seeds, which do not change the size of messages.
     """
     if stages_of(procedure.job):
         return procedure.traffic()
@@ -264,8 +266,9 @@ def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> M
 def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Work, ...]:
     """Return the computations of a run, such as local training, each with its amount.
 
-    ``known``: a cache, because building a model from a library takes a second. Runs without stages share an entry if
-    they differ only in their seeds. The small differences between their numbers of local steps are ignored.
+    ``known``: a cache, because building a model from a library takes a second. Runs without stages (code before or
+    after the rounds) share an entry if they differ only in their seeds. The small differences between their numbers of
+    local steps are ignored.
     """
     if stages_of(procedure.job):
         return tuple(procedure.work())
@@ -278,14 +281,14 @@ def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Wo
 
 
 def _without_jobs(works: Iterable[Work]) -> tuple[Work, ...]:
-    """Return ``works`` without references to jobs, because the partitions of thousands of jobs fill the memory."""
+    """Return ``works`` without references to jobs: the partitions in thousands of jobs would fill the memory."""
     return tuple(replace(work, ready=work.ready and _never_called) for work in works)
 
 
 def _frozen_in_words(job: Job, known: dict[str, str]) -> str:
     """Return the sentence on the frozen parameters of a run's model.
 
-    ``known``: a cache; runs that differ only in their seeds share an entry.
+    Such parameters are not trained. ``known``: a cache; runs that differ only in their seeds share an entry.
     """
     alike = job.experiment.model_dump_json(exclude=_SEEDS)
     if alike not in known:
@@ -294,7 +297,7 @@ def _frozen_in_words(job: Job, known: dict[str, str]) -> str:
 
 
 def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
-    """Return (forecast with its privacy cost, True if no PLD computation was skipped).
+    """Return (the forecast ``known`` with its privacy cost, True if every PLD computation was allowed).
 
     ``frozen``: a sentence on frozen parameters, or "". ``may_begin`` is called before each PLD computation (slow
     privacy accounting). If ``may_begin`` returns False, the cost is computed by the faster RDP accounting instead.
@@ -308,7 +311,7 @@ def _with_privacy_cost(known: Forecast, job: Job, frozen: str, may_begin: Callab
     notes: tuple[str, ...] = ()
     with begun_only_if(noted):
         paid = planned_bill(job)
-        with suppress(NoTimeError):  # raised for a PLD computation that ``may_begin`` forbids; then no notes
+        with suppress(NoTimeError):  # if ``may_begin`` forbids a PLD computation, there are no notes
             notes = tuple(said for kind in layer_kinds(job.experiment) for said in kind.told(job.experiment))
     notes = (*notes, *([frozen] if frozen else []))
     return replace(known, paid=paid, notes=notes), not any(refused)

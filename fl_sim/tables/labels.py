@@ -178,9 +178,9 @@ def caption(
     line of the caption states}.
 
     If the experiments differ in a setting, the caption gives the most frequent value, then each other value with the
-    rows or columns that have it, such as "0.9 (0 for FedDyn)". ``places``: the possible names for this purpose, as
-    lists with one name per experiment: row labels, column names and so on. The first list is used in which the name of
-    an experiment determines its value of the setting.
+    rows or columns that have it, such as "0.9 (0 for FedDyn)". ``places``: lists of names, such as the row labels or
+    the column names, with one name per experiment. For a setting, the caption uses the first of these lists in which
+    experiments with equal names always have equal values of the setting.
     """
     show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -230,7 +230,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     that another engine can resume the run. In ``experiment``, all defaults that depend on the data must be filled in.
     """
     content = experiment.chosen(*(name for name in Experiment.model_fields if name not in _NOT_NAMED))
-    if experiment.evaluate == Evaluate():  # older versions had no setting ``evaluate``, and their runs keep their names
+    if experiment.evaluate == Evaluate():  # keeps names of runs made before ``evaluate`` existed
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
@@ -285,7 +285,7 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the value of a parameter as text. Settings objects are shown as their kind and changed settings."""
+    """Return a parameter's value as short text. For a settings object, these are its kind and changed settings."""
     if is_settings(type(value)):
         kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
@@ -294,7 +294,7 @@ def _short(value: Any) -> str:
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
-    """Return the caption's text on the accuracies called "best": which records the best round is chosen on."""
+    """Return the caption's text on accuracies called "best": it names the records on which the best round is chosen."""
     if all(e.evaluate.measures_nothing for e in experiments):
         return "the same, because nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:

@@ -207,7 +207,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
                 grid[key] = value.split(",")
         else:
             base.append(override)
-    # the engine is not "auto", because parallel runs already use all cores
+    # The default engine of a table is not "auto", because the parallel runs of a table already use all cores.
     start = {"engine": "inprocess", **settings.base}
     given = tuple(grids) if isinstance(settings.grid, tuple) else grids[0]
     return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
@@ -429,9 +429,10 @@ def _caption(plan: Plan, placed: Iterable["_Placed"], measure: str) -> tuple[str
 
 
 def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
-    """Return lists with one name per cell of the table, by which the caption can refer to the cells.
+    """Return lists of names, each with one name per cell, by which the caption can refer to cells.
 
-    First come the names of the rows and the columns of heat maps, then those of the table's rows and columns.
+    The first two lists have the names of rows and of columns in heat maps, if there are heat maps. The last two lists
+    have the names of the table's rows and columns.
     """
     groups = row_groups(plan.heat_maps), column_groups(plan.heat_maps)
     lines = [[names.get(row, "") for row in rows] for names in groups if names]
@@ -439,7 +440,7 @@ def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[lis
 
 
 def _left_out(plan: Plan) -> dict[str, str]:
-    """Return {label of a row: settings that the caption does not state elsewhere}, for the table or its heat maps."""
+    """Return {label of a row, in the table or its heat maps: the row's settings that no other caption line states}."""
     groups, found = row_groups(plan.heat_maps), dict[str, dict[str, None]]()
     along = tuple(f"{one.columns}=" for one in plan.heat_maps)
     for row, left_out in plan.settings.items():
@@ -496,7 +497,7 @@ def _row(
     further: Mapping[str, str],
     spanned: Collection[str],
 ) -> tuple[str, RowName]:
-    """Return (name of the table's row with ``point``, parts of this name, from which a short label is made).
+    """Return (name of the table's row with ``point``, parts of this name). The parts are used for the short label.
 
     ``further``: the other settings in the name, {setting: value}. ``spanned``: the names of the settings in [grid]. If
     the user gave the row a label, the name consists of this label and of the ``spanned`` settings.
@@ -520,7 +521,7 @@ def _further(point: Point, over: str) -> dict[str, str]:
 
 
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of one entry of ``grid.algorithm``.
+    """Return the settings that one entry of the list ``grid.algorithm`` stands for.
 
     The entry is an algorithm, or a TOML table of an algorithm and further settings.
     """

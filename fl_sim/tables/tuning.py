@@ -149,7 +149,7 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
 
 
 def trial_batches(tune: Tune) -> list[range]:
-    """Return the batches of trials, as ranges of trial indices (from 0).
+    """Return the batches of a search's trials, as ranges of trial indices (from 0).
 
     The values of all trials in a batch are drawn at the same time. A random search is one batch. In a search by Optuna,
     the first batch contains a quarter of all trials, with random values. Each later trial is a batch of its own,
@@ -237,7 +237,7 @@ def csv_text(tried: Iterable[TrialResult]) -> str:
 
 
 class _Unknown(Exception):  # noqa: N818 (not an error)
-    """Raised if a trial would have to be run, in a function that only reads finished searches."""
+    """Raised in a function that only reads finished searches, if a trial has no stored result."""
 
 
 @dataclass
@@ -261,7 +261,8 @@ class _Log:
 
 def _method(cell: Cell) -> Method:
     spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
-    # The row's name states all parameters that differ from their defaults. So these parameters cannot be tuned, either.
+    # The row's name states all parameters that differ from their defaults. A search would make this name untrue, so
+    # these parameters cannot be tuned.
     for part in ("algorithm", "preprocess"):
         value = getattr(cell.experiment, part)
         defaults = field_defaults(type(value))
@@ -326,7 +327,7 @@ def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
     if tune.data:
         judged = {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds"}
         if is_own(tune.data) and cell.experiment.is_private:
-            judged["evaluate.test_is_public"] = True  # all records of the data set tune.data are public
+            judged["evaluate.test_is_public"] = True  # tune.data is public, so its test records may evaluate trials
     whole = {"rounds": rounds, "evaluate_every": 1, "evaluate.patience": 0, "evaluate.target_accuracy": 0}
     return dict(as_run({**cell.point, **trial.values, **whole, **judged}))
 

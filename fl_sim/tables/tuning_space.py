@@ -122,7 +122,7 @@ class ValueList:
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("must be a number")
-    # pydantic must not convert numbers here: ``low = 1`` stands for integers, and ``low = 1.0`` for floats
+    # pydantic must not convert numbers here, because ``low = 1`` asks for integers, and ``low = 1.0`` for floats
     return value
 
 
@@ -292,7 +292,7 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Dimension]:
-    def is_dimension(value: Any) -> bool:  # False for a nested group of settings
+    def is_dimension(value: Any) -> bool:  # False if the entry is a nested group of settings
         return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
     return {key: _dimension(value, f"{where}.{key}") for key, value in flat(table, is_dimension)}

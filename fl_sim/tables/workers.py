@@ -242,10 +242,10 @@ class _Worker:
             self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._tracking))
 
     def next_event(self) -> Event | None:
-        """Return the next event of the process.
+        """Return the next event that the worker process sends, such as ``RoundDone``.
 
-        The result is ``Failed`` if the process died during a run. The result is None for the first message of the
-        process, ``UP``. Raises RunError if the process ended before its first message.
+        The result is ``Failed`` if the process died during a run. The result is None for the first message, ``UP``,
+        which says that the process has started. Raises RunError if the process ended before its first message.
         """
         try:
             event: Event | str = self.connection.recv()
@@ -381,7 +381,7 @@ def _attempt(
     observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, tracking: Tracking
 ) -> Event:
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
-        shutil.rmtree(directory)  # left by a process that was killed before it wrote the configuration
+        shutil.rmtree(directory)  # its process was killed before it wrote the configuration
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
         return Finished(observer.name, run(experiment, directory, data_root, tracking.of(directory, observer)))

@@ -49,8 +49,8 @@ from fl_sim.types import Dataset, Traffic
 
 FACTS: Final = "pool.json"
 _NAME: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
-_MOST_WORDS: Final = 1000  # maximum number of characters of a client's reason for making no records
-_MOST_SAID: Final = 64 * 1024  # maximum number of bytes of one client's description
+_MOST_WORDS: Final = 1000  # maximum number of characters in a client's message why it made no synthetic records
+_MOST_SAID: Final = 64 * 1024  # maximum number of bytes of the JSON values about one client
 _MOST_STEPS: Final = 10**9
 _FORMAT = 2
 _FEW = 20  # maximum number of classes that a warning lists
@@ -190,7 +190,7 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
 
 
 def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
-    """Return the bytes of messages: every client sends its synthetic records, and receives the whole pool.
+    """Return the bytes of all messages about the pool: each client sends its records and receives the whole pool.
 
     The bytes are computed from the numbers of synthetic records, because in a simulation all clients read the pool from
     one disk.
@@ -214,7 +214,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    # True if the client has paid for a label selection that selected no label
+    # True if the client's private selection of labels selected no label, at a privacy cost
     paid = bool(pool.parts[client].facts)
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
@@ -260,7 +260,7 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
     """Check the answers of all clients, and write them as a pool into ``folder``.
 
     ``answers``: (records, their counts and costs as JSON) of each client. ``seconds``: the time that the clients took.
-    If an answer is invalid, RunError names the first such client, and nothing is written.
+    If an answer is invalid, nothing is written, and a RunError names the first client with such an answer.
     """
     said = []
     for client, (records, text) in enumerate(answers):
@@ -431,7 +431,7 @@ def _together(pool: Pool, job: Job) -> JointCost | None:
 
 
 def _labels(counts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the class of each synthetic record, shape (records,), in the order of clients and then classes."""
+    """Return the class of each synthetic record, shape (records,), sorted by client, and by class within a client."""
     return torch.cat([torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in counts])
 
 

@@ -53,13 +53,14 @@ class Synthesize:
     """The client task that makes synthetic records once. Their privacy cost is written into the client's ledger."""
 
     job: Job
-    # False, because the task's answer has noise. Its privacy cost is charged, and the client's policy checks the noise.
+    # False, because the task's answer is not exact: it has noise, which the client's policy checks, and its cost is
+    # charged.
     reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the client's synthetic records, and with their counts and costs as JSON."""
+        """Return the client's message: its synthetic records, and a JSON text with their counts and privacy costs."""
         if not client.ticket:
             [made] = self.run_together([client])
             if isinstance(made, Exception):
@@ -180,8 +181,9 @@ class SynthesisStage(Stage):
         """Return the amount of computation of the clients' generators, for the time forecast.
 
         In one turn (see ``Work``), one client makes its synthetic records. The pieces of a turn are the generator's
-        training steps. The turn of a generator without steps has one piece. The forecast assumes that each client holds
-        records of one class. More classes take longer. Partitions, privacy budgets and seeds do not change the time.
+        training steps. A generator without training steps has one piece per turn. The forecast assumes that each client
+        holds records of one class. More classes take longer. Partitions, privacy budgets and seeds do not change the
+        time.
         """
         from clients.dafl.generator import ShortenedGenerator  # noqa: PLC0415 (the accountants load slowly)
 
@@ -215,7 +217,8 @@ class SynthesisStage(Stage):
         inputs, _ = to_tensors(public_records(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
         counts = np.array([max(1, round(settings.gamma * size))])
-        # The time does not depend on the noise multiplier. So it is fixed here, without a search for the right one.
+        # Any noise multiplier gives the same time. So a fixed one is used here, without the search for the right noise
+        # multiplier.
         noise = 1.0 if math.isfinite(settings.epsilon) else 0.0
         bill = replace(generator.bill(size, 1, math.inf, settings.delta), noise_multiplier=noise)
         coins = rng(job.experiment.seed, "probe")
@@ -276,7 +279,7 @@ def settings_of(experiment: Experiment) -> DaFl:
 
 
 def content_of(share: "SyntheticShare") -> RecordDict:
-    """Return the message with a client's synthetic records, and with their counts and privacy costs as JSON."""
+    """Return the client's message: its synthetic records, and a JSON text with their counts and privacy costs."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return wire.synthetic_content(share.inputs, json.dumps(said))

@@ -65,7 +65,7 @@ class Votes:
     reused: bool
 
     def about(self, rows: NDArray[np.int64]) -> "Votes":
-        """Return the votes on the records with the indices ``rows``, in the order of ``rows``."""
+        """Return the votes on a subset of the records. ``rows``: the indices of these records, in the new order."""
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
@@ -145,7 +145,7 @@ def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
 
 @dataclass(frozen=True)
 class _VoteShape:
-    """The numbers of teachers, public records and classes of an array of votes."""
+    """The shape of the stored votes: the numbers of teachers, public records and classes."""
 
     teachers: int
     records: int
@@ -193,7 +193,7 @@ def _digest(content: bytes) -> str:
 
 
 def _head_of(shape: _VoteShape) -> bytes:
-    """Return the bytes of the header of a ``numpy.save`` file with votes of this shape."""
+    """Return the header that a ``numpy.save`` file with votes of this shape has, to recognise a valid file."""
     buffer = io.BytesIO()
     header = {"descr": shape.dtype.str, "fortran_order": False, "shape": (shape.teachers, shape.records)}
     np.lib.format.write_array_header_1_0(buffer, header)
@@ -258,7 +258,7 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
 def publish_cost(
     settings: Pate, votes: Votes, released: Released
 ) -> tuple[dict[str, Any], smooth_sensitivity.PublicationTerms]:
-    """Return a noisy upper bound on the data-dependent epsilon, and the privacy parameters of publishing it.
+    """Return a noisy upper bound on the data-dependent epsilon, and the parameters that give the bound's own cost.
 
     Every call returns the same bound, because the key of its noise is never removed.
     """
@@ -267,7 +267,7 @@ def publish_cost(
     assert isinstance(cost, LNMaxCost | GNMaxCost | ConfidentCost)
     answered = released.labelled.labels[: len(counts)] != UNANSWERED
     delta = settings.labelling.delta
-    # The number of queries in ``terms`` must not depend on the votes.
+    # The number of queries in ``terms`` (the privacy parameters of this publication) must not depend on the votes.
     queries = settings.labelling.certain_queries(len(released.labelled.labels), len(counts))
     shape = {"queries": queries, "teachers": len(votes.predictions), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, delta, **shape)
@@ -316,7 +316,7 @@ class _Labels(BaseModel):
     receipt: dict[str, Any]
 
     def fit(self, queries: int, classes: int) -> bool:
-        """Return True if there are ``queries`` valid labels, and no answer after the first ``num_asked`` queries."""
+        """Return True if there are ``queries`` valid labels, of which only the first ``num_asked`` are answers."""
         inside = all(UNANSWERED <= one < classes for one in self.labels)
         later = set(self.labels[self.num_asked :])
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}

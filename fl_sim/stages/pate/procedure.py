@@ -47,7 +47,7 @@ class Vote:
     job: Job
     settings: Pate
     pool: torch.Tensor
-    reads_records: ClassVar[bool] = False  # the method ``run`` asks the client's policy
+    reads_records: ClassVar[bool] = False  # the method ``run`` asks the client's policy for permission
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 
@@ -99,7 +99,7 @@ class PateProcedure(Procedure):
         return (training_work(self, FedAvg(), 1), votes, student)
 
     def _forests(self, teachers: RandomForest) -> Work:
-        """Return the computation for training the teachers' random forests on clients' records, and for their votes."""
+        """Return the amount of computation for the teachers' random forests: the training at clients, and the votes."""
         job = self.job
         records, votes = max(1, round(float(job.shards.sizes.mean()))), len(self._split().pool)
 

@@ -96,7 +96,7 @@ def run_pate(
 
 
 def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the row numbers of all records of the public pool, in the order in which teachers vote on them."""
+    """Return the row numbers of all records of the public pool, in the order of the queries."""
     if settings.asking == "in-order":
         return np.arange(len(pool), dtype=np.int64)
     return representatives(to_tensors(pool, dataset)[0], len(pool))
@@ -133,7 +133,7 @@ class _Training:
             model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
         self.start = _digest(self.log.chain, data)
         model = self.settings.train(data.to(self.device), model, self.seed, self)
-        # An earlier process has already taken all steps of the training.
+        # This is the case if an earlier process already took all steps of the training.
         if self.log.measured is None and self.log.rounds and self.tests:
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
@@ -204,7 +204,7 @@ def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> St
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
-    """Return the scores of a model in evaluation mode. The mode of the model is restored."""
+    """Return the scores of a model in evaluation mode. Afterwards the model has its earlier mode again."""
     training = model.training
     scores = score(model.eval(), inputs, labels)
     model.train(training)
@@ -330,7 +330,7 @@ def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):  # stores only the state; the settings give the parameter groups
+        if isinstance(part, torch.optim.Optimizer):  # only its state; its parameter groups follow from settings
             state = {f"{index}/{key}": value for index, of in state["state"].items() for key, value in of.items()}
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), f"{name}: {key} is no tensor"

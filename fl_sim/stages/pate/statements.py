@@ -84,11 +84,11 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
-    """Return the adjacency in which one record affects only one teacher, and a text on facts treated as public."""
-    if isinstance(partition, OverSplit):  # the changes of a record depend only on its teacher
+    """Return the adjacency for which one record affects only one teacher, and a text on the facts assumed public."""
+    if isinstance(partition, OverSplit):  # its change of a record depends only on that record's teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
-        neighbours(partition.over)  # raises UserError if the inner partition is the user's own
+        neighbours(partition.over)  # raises UserError if the inner partition is of the user's own class
         return Adjacency.ADD_OR_REMOVE_ONE, _DOMAINS_ARE_PUBLIC
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
