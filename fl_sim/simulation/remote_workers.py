@@ -121,7 +121,7 @@ def _digest(dataset: Dataset, weights: Params, *splits: Parts) -> str:
 
 @dataclass
 class ClientStore:
-    """The driver's files of all remote clients of a run: client states, privacy ledgers, and secret keys of noise.
+    """The driver's files of all remote clients of a run: client states, privacy ledgers and noise keys.
 
     The driver is the process that runs the server. The files are the same as in a run whose workers share the driver's
     disk. A noise key is the secret seed of a client's privacy noise. Before a worker makes a private output, this class

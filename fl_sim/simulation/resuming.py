@@ -97,7 +97,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
 
 
 def on_trust(out: Path, now: Identity) -> str:
-    """Return a warning if the run's records or code cannot be compared with the present records or code; else ""."""
+    """Return a warning if it is unknown whether records or code have changed since the run; else an empty text."""
     if not (out / run_directory.CONFIG).exists() or not (unknown := now.unverified(run_directory.read_identity(out))):
         return ""
     return (

@@ -166,7 +166,7 @@ class _GrowingTiming:
         """Time single steps with more and more records, for at most about ``seconds`` seconds.
 
         The time of the next step is estimated from the time of the last step. If the estimate exceeds the remaining
-        time, the timing ends.
+        time, this call ends.
         """
         deadline = self._clock() + seconds
         try:

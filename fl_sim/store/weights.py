@@ -124,7 +124,7 @@ def _digest(file: Path, size: int, changed: int) -> bytes:  # noqa: ARG001 (anot
 
 
 def _version(file: Path) -> tuple[int, int]:
-    """Return the size of ``file`` and the time of its last change, in nanoseconds. New values mean a new content."""
+    """Return the size of ``file`` and the time of its last change in nanoseconds, to detect changes of the file."""
     try:
         found = file.stat()
     except OSError as error:

@@ -177,8 +177,8 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
-            # Two runs with equal settings may have different records. Their names then differ, because the name of a
-            # run contains a hash of the numbers of records.
+            # Two runs with equal settings may have different numbers of records. Their names then differ, because the
+            # name of a run contains a hash of these numbers.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
             if objection(earlier, folder, identity_of(experiment, data_root)):
                 continue

@@ -253,9 +253,9 @@ class _Runner:
             raise TimeIsUp
 
     def announce_search(self, settings: TableSettings, plan: Plan) -> None:
-        """Show the estimated times of the unfinished hyperparameter searches and of the table's own runs.
+        """Show two estimated times: of the unfinished hyperparameter searches, and of the table's own runs.
 
-        These runs start after the searches.
+        The table's own runs start after the searches.
         """
         searches = searches_of(settings, plan, self.data_root)
         if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
