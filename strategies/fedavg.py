@@ -49,11 +49,11 @@ class Centralized(Averaging):
         return "it has a single client, and robust aggregators compare clients"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that starts with the momentum of the last round."""
+        """Return the client's local objective (``LocalPlan``). Its SGD starts with the momentum of the last round."""
         return LocalPlan(momentum_buffers=task.state.get("momentum"))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y - x, with the momentum as client state."""
+        """Return the update y - x. The momentum is stored as client state, for the next round."""
         update = super().finish(task, trained)
         state = {"momentum": trained.momentum_buffers} if trained.momentum_buffers else {}
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state)

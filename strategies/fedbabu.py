@@ -33,5 +33,5 @@ class FedBABU(Averaging):
         return body_names(params)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that trains the body."""
+        """Return the client's local objective (``LocalPlan``). It trains the body; the head is frozen."""
         return LocalPlan(trained=body_names(task.params))

@@ -14,7 +14,7 @@ from strategies.algorithm import Averaging, Weighting, accumulated_momentum, che
 class ClientMomentum(Averaging):
     """Local steps use alpha g + (1 - alpha) D, where D is the last round's mean update, scaled like a gradient.
 
-    g is the client's own gradient. ``alpha``: its share in a step.
+    g is the client's own gradient. ``alpha``: the share of g in a step.
     """
 
     alpha: float = Field(0.1, gt=0, le=1)
@@ -40,7 +40,7 @@ class ClientMomentum(Averaging):
         return ServerState(params, broadcast={"last": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds a share of the last mean update to every gradient."""
+        """Return the client's local objective (``LocalPlan``). Gradients contain a share of the last mean update."""
         settings = task.settings
         reach = accumulated_momentum(settings.num_steps(task.num_examples), settings.momentum) * settings.learning_rate
         carried = scale(task.broadcast["last"], (self.alpha - 1) / reach if reach else 0.0)

@@ -50,7 +50,7 @@ class FedDF(OnEnsemble):
 
     @property
     def learns(self) -> bool:
-        """Return True if there is a data set to learn from (``proxy``)."""
+        """Return True if there are public records (``proxy`` is not "none"), so that the server distils."""
         return self.proxy != "none"
 
     @property
@@ -64,7 +64,7 @@ class FedDF(OnEnsemble):
         return Taught(distilled(self, student, teacher, self._batches(lesson), lesson.logits_of))
 
     def teacher(self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf) -> torch.Tensor:
-        """Return the probabilities that the student learns, (n, classes)."""
+        """Return the probabilities that the student learns, (n, classes): the softmax of the ensemble's logits."""
         return ensemble_logits(models, records, logits_of).softmax(1)
 
     def _batches(self, lesson: Lesson) -> Iterator[torch.Tensor]:
@@ -76,7 +76,7 @@ class FedDF(OnEnsemble):
             yield proxy.normalised(proxy.inputs[torch.from_numpy(rows).to(proxy.inputs.device)])
 
     def note(self) -> str:
-        """Return the note for tables: the amount of distillation."""
+        """Return the note below result tables: the amount of distillation."""
         records = "the run's synthetic records" if self.uses_pool else f"{self.proxy}, unlabelled"
         return f"FedDF: {f'{self.steps:,} steps on {records}' if self.learns else 'no distillation'}; {UPPER_BOUND}."
 
@@ -98,7 +98,7 @@ def distilled(
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # If student and teacher agree, this gradient is exactly 0. That of autograd is not, and Adam would enlarge it.
+        # If student and teacher agree, this gradient is exactly 0. Autograd's gradient is not, and Adam enlarges it.
         with torch.no_grad():
             slope = (logits.softmax(1) - teacher(records)) / len(records)
         gradients = torch.autograd.grad(logits, list(weights.values()), slope)

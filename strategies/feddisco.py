@@ -34,11 +34,11 @@ class FedDisco(Averaging):
         return [off("algorithm.a=0", "labels have no effect on the weights" if self.b else FEDAVG)]
 
     def note(self) -> str:
-        """Return the note for tables: it names the number that clients send besides their update."""
+        """Return the note below result tables. It says that clients send one number in addition to their update."""
         return "FedDisco: every client also sends one number, the distance of its label distribution from uniform."
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: y_i - x, and the divergence d_i before its division by the cohort's sum."""
+        """Return the update y_i - x, and the KL divergence of the client's label distribution from the uniform one."""
         update, total = super().finish(task, trained), max(sum(task.class_counts), 1)
         shares = [count / total for count in task.class_counts if count]
         divergence = sum(share * math.log(share * len(task.class_counts)) for share in shares)
@@ -46,7 +46,7 @@ class FedDisco(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def weigh(self, replies: Sequence[Reply]) -> list[float]:
-        """Return one weight for each reply. All ``replies`` come from clients with records."""
+        """Return the weight of each client's update in the mean. All ``replies`` come from clients with records."""
         total = sum(reply.num_examples for reply in replies)
         shares = [reply.num_examples / total for reply in replies]
         found = [float(reply.payloads["labels"]["divergence"]) for reply in replies]

@@ -44,11 +44,11 @@ class Dynamic(Averaging):
         return ServerState(params, memory={"h": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds -g_i + alpha (w - x) to every gradient."""
+        """Return the client's local objective (``LocalPlan``): -g_i + alpha (w - x) is added to every gradient."""
         return LocalPlan(gradient_offset=scale(_g_i(task), -1.0), proximal_mu=self.alpha)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x, with the new g_i = g_i - alpha (y_i - x) as client state."""
+        """Return the update y_i - x. The client state becomes g_i - alpha (y_i - x), the new g_i."""
         delta = subtract(trained.params, task.params)
         g_i = add(_g_i(task), delta, -self.alpha)
         return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state={"g_i": g_i})

@@ -29,7 +29,7 @@ class FedExP(Averaging):
     knobs: ClassVar[str] = "only algorithm.epsilon bounds the server step: set a larger algorithm.epsilon"
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if noise or compression would make the ratio of squared norms useless."""
+        """Raise ValueError under noise or compression, because the step size is a ratio of squared norms."""
         if hides_clients(experiment.aggregator):
             raise ValueError(
                 f"algorithm fedexp cannot run under aggregator {kind_of(experiment.aggregator)}: clients also send the "
@@ -51,7 +51,7 @@ class FedExP(Averaging):
         )
 
     def note(self) -> str:
-        """Return the note for tables: one sentence on the model that is evaluated."""
+        """Return the note below result tables: one sentence on the model that is evaluated."""
         return f"FedExP: {self.reports()} is evaluated."
 
     def reports(self) -> str:

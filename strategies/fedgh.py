@@ -38,28 +38,28 @@ class FedGH(KeepsModels):
     head_rate: float = Field(0.1, gt=0)
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit."""
+        """Return the reason why this method cannot use robust aggregators, for error messages."""
         return "its server trains on the mean features of all clients, also those that a robust aggregator leaves out"
 
     def note(self) -> str:
-        """Return the note for tables: it names what clients send."""
+        """Return the note below result tables. It names the tensors that clients send."""
         return "FedGH: clients send only their mean features of each class that they hold, and receive a head."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1: it broadcasts the head of ``model``.
+        """Return the server state before round 1. Clients receive the head of ``model`` as broadcast tensors.
 
         ``params``: the parameters of ``model`` that clients send.
         """
         return ServerState(params, {"head": {_short(name): model[name] for name in sorted(head_names(model))}})
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the server's head in the client's model."""
+        """Return the client's task for the round. The head of the client's model is replaced by the server's head."""
         del client
         head = {name: task.broadcast["head"][_short(name)] for name in head_names(task.params)}
         return replace(task, params={name: head.get(name, value) for name, value in task.params.items()})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: plain local steps, and then sums of the features of each class."""
+        """Return the local objective (``LocalPlan``): plain local steps, then sums of the features of each class."""
         del task
         return LocalPlan(class_features=True)
 
@@ -72,7 +72,7 @@ class FedGH(KeepsModels):
         return ClientUpdate({**update.payloads, "features": features}, update.num_examples, update.loss)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state with the head after its training on the clients' mean features."""
+        """Train the server's head on the clients' mean features. Return the server state with the new head."""
         means, held = rows.payloads["features"]["means"], rows.payloads["features"]["held"] > 0
         inputs, labels = means[held], held.nonzero()[:, 1]
         head = {name: value.clone() for name, value in server.broadcast["head"].items()}
@@ -88,5 +88,5 @@ class FedGH(KeepsModels):
 
 
 def _short(name: str) -> str:
-    """Return the last part of a parameter's name, such as "weight"."""
+    """Return the last part of a parameter's name, such as "weight". It is equal for the heads of all architectures."""
     return name.rpartition(".")[2]

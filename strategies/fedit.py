@@ -25,5 +25,5 @@ class FedIT(Averaging):
         check_adapters(self, experiment)
 
     def note(self) -> str:
-        """Return the note for tables: the mean of the factors is biased."""
+        """Return the note below result tables. It says that the mean of the factors is biased."""
         return "FedIT: the mean of the factors is biased, as the product of means is not the mean of the products."

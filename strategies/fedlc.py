@@ -49,7 +49,7 @@ class FedLC(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that shifts the logits; minus infinity removes an absent class from the softmax."""
+        """Return the local objective (``LocalPlan``): logits are shifted, those of absent classes to -infinity."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shift = torch.where(counts > 0, -self.tau * counts.clamp(min=1) ** -0.25, -torch.inf)
         several = ((counts > 0).sum() > 1).float()

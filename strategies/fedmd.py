@@ -46,7 +46,7 @@ class FedMD(KeepsModels):
     digest_batch: int = Field(32, ge=1)
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit."""
+        """Return the reason why this method cannot use robust aggregators, for error messages."""
         return "clients receive the mean logits of all clients, also of those that a robust aggregator leaves out"
 
     def remarks(self, experiment: Choices) -> list[str]:
@@ -61,7 +61,7 @@ class FedMD(KeepsModels):
         return "" if self.proxy == "none" else self.proxy
 
     def note(self) -> str:
-        """Return the note for tables: it names what clients send."""
+        """Return the note below result tables. It names the tensors that clients send."""
         return f"FedMD: clients send only their logits on {self.public_records:,} public records of {self.proxy}."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
@@ -72,12 +72,12 @@ class FedMD(KeepsModels):
         return ServerState(params, {"consensus": {"logits": torch.zeros(0, head_shape(model)[0])}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan for the client's own records: plain local steps."""
+        """Return the client's local objective on its own records (``LocalPlan``): plain local steps."""
         del task
         return LocalPlan()
 
     def course(self, job: LocalJob) -> Course:
-        """Return a client's local training: the digest (if mean logits were received), then steps on own records."""
+        """Return a generator of a client's training steps: the digest (if mean logits came), then on own records."""
         from fl_sim.training.courses import at, steps_of, stream  # noqa: PLC0415 (it loads torch)
         from fl_sim.training.records import Records  # noqa: PLC0415 (as above)
         from fl_sim.types import Augment  # noqa: PLC0415 (only for a digest)
@@ -98,7 +98,7 @@ class FedMD(KeepsModels):
             params, statistics = task.params, task.statistics
             for step in steps_of(public):
                 batch, chosen = step.records.tensors()
-                # public records have no labels: logits are multiplied by 0, so that the cross-entropy has gradient 0
+                # public records have no labels: the factor 0 on the logits gives the cross-entropy the gradient 0
                 plan = LocalPlan(logit_scale=scale, loss_term=LossTerm(self.digest, {"targets": targets[chosen]}))
                 unlabelled = replace(step, records=Records.of(batch, torch.zeros_like(chosen)))
                 (made,) = yield [at(unlabelled, params, plan, statistics=statistics)]
@@ -108,5 +108,5 @@ class FedMD(KeepsModels):
         return trained
 
     def digest(self, batch: Batch) -> torch.Tensor:
-        """Return the mean absolute difference of own logits and mean logits, for each of n public records, (n,)."""
+        """Return the digest's loss of each public record, (n,): mean absolute difference of own and mean logits."""
         return (batch.logits - batch.data["targets"]).abs().mean(-1)

@@ -37,7 +37,7 @@ class FedMGDA(Averaging):
     server_learning_rate: float = Field(1.0, gt=0)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return d_i, the direction of the update: zeros if the model did not change."""
+        """Return d_i, the update scaled to norm 1, or zeros if the model did not change."""
         update = super().finish(task, trained)
         delta = update.payloads["delta"]
         length = float(torch.linalg.vector_norm(flattened(delta).flat, dtype=torch.float64))

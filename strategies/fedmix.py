@@ -37,7 +37,7 @@ class _Mixing(Averaging):
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """Return the averages that a client shares before the first round, each of ``records_per_average`` records."""
+        """Return the averages that a client sends before round 1, each over ``records_per_average`` records."""
         return averages(inputs, labels, num_classes, self.records_per_average, generator)
 
 
@@ -69,7 +69,7 @@ class FedMix(_Mixing):
         return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that mixes each batch with shared averages, by a first-order expansion of the loss."""
+        """Return the local objective (``LocalPlan``): the loss on mixed batches, expanded to first order."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=True))
 
 
@@ -83,7 +83,7 @@ class NaiveMix(_Mixing):
     kind: Literal["naivemix"] = "naivemix"
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that interpolates between each batch and shared averages."""
+        """Return the local objective (``LocalPlan``): the loss on batches that are mixed with shared averages."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=False))
 
 

@@ -39,9 +39,9 @@ class FedNova(Averaging):
             )
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit: clients also send a_i, far larger than their update.
+        """Return the reason why robust aggregators cannot be used: clients also send a_i, far larger than their update.
 
-        Returns an empty string with a public ``tau_eff``: clients then do not send a_i.
+        If ``tau_eff`` is a public number, the result is an empty string, because clients then do not send a_i.
         """
         if self.tau_eff is not None:
             return ""

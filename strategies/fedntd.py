@@ -29,6 +29,6 @@ class FedNTD(Averaging):
         return [] if self.beta else [off("algorithm.beta=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds the distillation term to the loss."""
+        """Return the client's local objective (``LocalPlan``): the loss plus the distillation term."""
         del task
         return LocalPlan(distillation=Distillation(self.beta, self.temperature, exclude_true=True))

@@ -51,7 +51,7 @@ class FedOV(FedDF):
     adversarial_rate: float = Field(0.008, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError as FedDF does, if the optimizer is not SGD, and for measures of clients' own predictions."""
+        """Raise ValueError for settings that FedDF refuses, an optimizer other than SGD, or ``evaluate.clients``."""
         super().check(experiment)
         if experiment.evaluate.measures_clients:
             raise ValueError(
@@ -70,12 +70,12 @@ class FedOV(FedDF):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a warning if outliers are not moved."""
+        """Return a warning if the adversarial steps do not change the outliers."""
         del experiment
         return [] if self.adversarial_steps else [off("algorithm.adversarial_steps=0", "outliers stay as they are")]
 
     def course(self, job: LocalJob) -> Course:
-        """Return the local training of a client, step by step, each step with outliers of its batch."""
+        """Return a generator that trains a client one step at a time; each step also uses outliers of its batch."""
         from fl_sim.training.courses import at, steps_of, stream  # noqa: PLC0415 (it loads torch)
 
         draw, term = stream(job, 1), self.unknown
@@ -90,23 +90,23 @@ class FedOV(FedDF):
         return replace(made, num_steps=len(losses), loss=sum(losses) / len(losses) if losses else None)
 
     def unknown(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the three mean cross-entropies with the label "unknown", shape ()."""
+        """Return the part of the loss with the label "unknown", shape (): the sum of three mean cross-entropies."""
         return loss_of_unknown(batch, self.adversarial_steps, self.adversarial_rate)
 
     def joint(
         self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf, weights: Sequence[float] = ()
     ) -> torch.Tensor:
-        """Return the logarithm of the share of votes for each known class, (n, C)."""
+        """Return the models' joint prediction: the logarithm of each known class's share of the votes, (n, C)."""
         del weights
         votes = torch.stack([logits_of(model, records).double().softmax(1)[:, :-1] for model in models]).sum(0)
         return votes.clamp(min=1e-300).log().log_softmax(1).to(records.dtype)
 
     def teacher(self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf) -> torch.Tensor:
-        """Return the shares of votes for known classes, and 0 for "unknown", (n, C + 1)."""
+        """Return the probabilities that the student learns, (n, C + 1): the vote, and 0 for "unknown"."""
         return torch.nn.functional.pad(self.joint(models, records, logits_of).softmax(1), (0, 1))
 
     def reported(self, server: ServerState) -> Params:
-        """Return the model after a round, which never predicts "unknown": the class's intercept is very low."""
+        """Return the evaluated model. It never predicts "unknown", because this class gets a very low intercept."""
         name = f"{head_weight(server.params).rpartition('.')[0]}.bias".removeprefix(".")
         if name not in server.params:
             raise UserError("algorithm fedov needs a model whose last layer has intercepts: take another model")
@@ -119,5 +119,5 @@ class FedOV(FedDF):
         return "the mean model, which never predicts the class of unknown inputs"
 
     def note(self) -> str:
-        """Return the note for tables."""
+        """Return the note below result tables."""
         return super().note().replace("FedDF: ", "FedOV: models vote on known classes; ")

@@ -43,12 +43,12 @@ class FedPFT(OneMessage):
 
     @property
     def form(self) -> MixtureForm:
-        """The form of the mixtures."""
+        """The settings of the Gaussian mixtures: number of components, type of covariance, added variance."""
         return MixtureForm(self.components, self.covariance, self.added_variance)
 
     @property
     def training(self) -> HeadTraining:
-        """The training of the head."""
+        """The settings of the head's training at the server: learning rate, epochs, batch size, AdamW."""
         return HeadTraining("algorithm", self.learning_rate, self.epochs, self.batch_size, "adamw")
 
     def check_head(self, num_features: int, num_classes: int) -> None:
@@ -64,5 +64,5 @@ class FedPFT(OneMessage):
         return "the initial model with a head that the server trained on features drawn from the clients' mixtures"
 
     def note(self) -> str:
-        """Return the note for tables: one sentence on how the model is made."""
+        """Return the note below result tables: one sentence on how the model is made."""
         return "FedPFT: clients send Gaussian mixtures of the initial model's features once; there are no rounds."

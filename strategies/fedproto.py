@@ -62,7 +62,7 @@ class FedProto(Averaging):
         return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Return the note for tables: it names the statistics that clients send besides their update."""
+        """Return the note below result tables. It names what clients send in addition to their update."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:
@@ -78,15 +78,15 @@ class FedProto(Averaging):
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan: pull features to the known prototypes, and then sum the features of each class."""
+        """Return the local objective (``LocalPlan``): pull features to prototypes, then sum them for each class."""
         known = task.broadcast["prototypes"]
         weight = self.strength / (known["z"].shape[1] if self.distance == "mean" else 1)
         return LocalPlan(pull=Pull(known["z"], known["known"] > 0, weight), class_features=True)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: y_i - x, and each class's feature sum and record count, divided by the number of records.
+        """Return the update y_i - x, and each class's feature sum and record count, both divided by n_i.
 
-        The server weights clients by their numbers of records, which cancels this division.
+        n_i is the client's number of records. The server weights clients by n_i, so n_i cancels.
         """
         update, like = super().finish(task, trained), task.broadcast["prototypes"]
         sums = like["z"] * 0 if trained.feature_sums is None else trained.feature_sums
@@ -96,7 +96,7 @@ class FedProto(Averaging):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the model plus the mean update, and new prototypes = sums / counts."""
+        """Return the next server state: the model plus the mean update, and new prototypes (feature sums / counts)."""
         old, (sums, counts) = server.broadcast["prototypes"], aggregate.payloads["features"].values()
         there = counts > 0
         z = torch.where(there[:, None], sums / counts.clamp(min=torch.finfo(counts.dtype).tiny)[:, None], old["z"])

@@ -44,7 +44,7 @@ class FedProtoLocal(FedProto):
         return ()
 
     def own_scores(self, task: LocalTask, client: OnClient) -> LogitsOf:
-        """Return a function that computes class scores: logits, or negative squared distances to prototypes."""
+        """Return a function from inputs to class scores: logits, or minus the squared distances to the prototypes."""
         outputs = partial(client.trainer.outputs, {**task.params, **task.statistics})
         z, known = task.broadcast["prototypes"].values()
         if self.predict == "head" or not (known > 0).any():

@@ -26,6 +26,6 @@ class FedProx(Averaging):
         return [] if self.mu else [off("algorithm.mu=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds the gradient of the proximal term."""
+        """Return the client's local objective (``LocalPlan``): every gradient contains that of the proximal term."""
         del task
         return LocalPlan(proximal_mu=self.mu)

@@ -39,6 +39,6 @@ class FedRep(Averaging):
         return body_names(params)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan with two phases: the head, then the body."""
+        """Return the client's local objective (``LocalPlan``) with two phases: train the head, then the body."""
         head, body = head_names(task.params), body_names(task.params)
         return LocalPlan(phases=(Phase(head, self.head_epochs), Phase(body, task.settings.epochs)))

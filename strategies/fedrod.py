@@ -49,7 +49,7 @@ class FedRoD(BalancedSoftmax):
             )
 
     def course(self, job: LocalJob) -> Course:
-        """Train the received model and the personal head. Each batch gives one step to both."""
+        """Train the received model and the client's personal head. On each batch both make one step."""
         from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
 
         generic, statistics, settings = job.task.params, job.task.statistics, job.task.settings
@@ -71,7 +71,7 @@ class FedRoD(BalancedSoftmax):
         return Trained(generic, buffers or {}, len(losses), loss, statistics=statistics, further={_HEAD: head})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of the body and the generic head, with the personal head as client state."""
+        """Return the update of the body and the generic head. The personal head is stored as client state."""
         update = super().finish(task, trained)
         head = trained.further[_HEAD].params if _HEAD in trained.further else self._personal(task)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, {_HEAD: head})

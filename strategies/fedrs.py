@@ -30,6 +30,6 @@ class FedRS(Averaging):
         return [] if self.alpha < 1 else [off("algorithm.alpha=1", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that multiplies the logits of absent classes by ``alpha``."""
+        """Return the client's local objective (``LocalPlan``): logits of absent classes are multiplied by ``alpha``."""
         counts = torch.tensor(task.class_counts)
         return LocalPlan(logit_scale=torch.where(counts > 0, 1.0, self.alpha))

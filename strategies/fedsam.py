@@ -32,6 +32,6 @@ class FedSAM(Averaging):
         return [] if self.rho else [off("algorithm.rho=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that computes each gradient at a point of higher loss, at distance ``rho``."""
+        """Return the local objective (``LocalPlan``): gradients are taken at a point of higher loss, ``rho`` away."""
         del task
         return LocalPlan(ascent=Ascent(self.rho, adaptive=self.adaptive))

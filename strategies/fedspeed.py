@@ -34,5 +34,5 @@ class FedSpeed(Dynamic):
         return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedDyn's local plan, where a share of each gradient is computed at a point of higher loss."""
+        """Return FedDyn's local objective (``LocalPlan``), with a share of gradients from a point of higher loss."""
         return replace(super().plan(task), ascent=Ascent(self.rho, share=self.uphill_share))

@@ -40,9 +40,9 @@ class FedTGP(FedProtoLocal):
     server_rate: float = Field(0.5, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that hide single clients, and for local privacy.
+        """Raise ValueError for settings that hide single clients from the server, and for local differential privacy.
 
-        Local privacy does not cover features.
+        Local differential privacy does not cover the mean features that clients send.
         """
         check_in_the_clear(self, experiment, "mean features")
 
@@ -76,7 +76,7 @@ class FedTGP(FedProtoLocal):
         return replace(super().merge(server, aggregate), memory=server.memory)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Train the prototypes. Return the server state with new prototypes for all classes of the round's clients."""
+        """Train the prototypes' network. Return the server state with new prototypes for this round's classes."""
         sums, counts = rows.payloads["features"]["sums"], rows.payloads["features"]["counts"]
         held = counts > 0
         if not held.any():

@@ -47,7 +47,7 @@ class FedVLS(Averaging):
         return [off(f"algorithm.{name}=0", instead) for name, (weight, instead) in parts.items() if not weight]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan with the three terms of the loss, computed from the client's label counts."""
+        """Return the client's local objective (``LocalPlan``): the three loss terms, from the client's label counts."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shares = counts / counts.sum().clamp(min=1)
         return LocalPlan(

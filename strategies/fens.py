@@ -43,7 +43,7 @@ class Fens(SeesModels):
     combiner_batch: int = Field(128, ge=1)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if clients are hostile, no records are held out, or the server sees no single models."""
+        """Raise ValueError if clients are hostile, hold no records out, or hide their models from the server."""
         super().check(experiment)
         if experiment.attack.clients:
             raise ValueError(
@@ -57,7 +57,7 @@ class Fens(SeesModels):
             )
 
     def first(self, num_models: int, num_classes: int, generator: np.random.Generator) -> Params:
-        """Return the initial combiner."""
+        """Return the initial parameters of the combiner, the small model that combines the logits of the models."""
         if self.combiner == "weights":
             return {"weights": torch.full((num_models, num_classes), 1 / num_models)}
         made, before = dict[str, torch.Tensor](), num_models * num_classes
@@ -70,7 +70,10 @@ class Fens(SeesModels):
     def trained(
         self, combiner: Params, logits: torch.Tensor, labels: torch.Tensor, generator: np.random.Generator
     ) -> Params:
-        """Return the combiner after a client's steps on ``logits`` (n, models, classes) with ``labels`` (n,)."""
+        """Return the combiner after a client's local training on the models' ``logits`` of its held-out records.
+
+        ``logits``: (n, models, classes). ``labels``: (n,).
+        """
         weights = {name: value.clone().requires_grad_() for name, value in combiner.items()}
         sgd = torch.optim.SGD(list(weights.values()), lr=self.combiner_rate)
         for _ in range(self.combiner_epochs if len(labels) else 0):

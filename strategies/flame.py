@@ -56,7 +56,7 @@ def _in_cluster(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
         return np.ones(count, dtype=bool)
     from sklearn.cluster import HDBSCAN  # noqa: PLC0415 (a second to import)
 
-    # scikit-learn counts a point as its own neighbour, so 2 is the paper's min_samples of 1
+    # 2 is the paper's min_samples 1: scikit-learn also counts the point itself
     clusters = HDBSCAN(
         min_cluster_size=count // 2 + 1, min_samples=2, metric="precomputed", allow_single_cluster=True, copy=True
     )

@@ -24,22 +24,22 @@ class FlexLoRA(Averaging):
     starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if no adapters are trained, and for settings that would change factors or their products."""
+        """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A."""
         check_products(self, experiment)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the factors after training, and the changes of all other trained parameters."""
+        """Return the client's update: the factors after training, and the changes of all other trained parameters."""
         return factored(task, trained, list(task.params))
 
     def unfolded(self, payloads: Payloads) -> Payloads:
-        """Return the update with the products B_i A_i in place of the factors."""
+        """Return the round's payloads with the products B_i A_i in place of the factors, so that the mean is exact."""
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the next server state: factors of the mean product, and other parameters plus their mean update."""
         found, params = aggregate.payloads["products"], dict(server.params)
         for one in factors_in(params):
-            if not found[one.a].any():  # B is 0 before the first training: A keeps its random initial values
+            if not found[one.a].any():  # B = 0 before any training: A keeps its random values
                 continue
             left, values, right = torch.linalg.svd(found[one.a].double(), full_matrices=False)
             rank, (a, b) = params[one.a].shape[0], (params[one.a], params[one.b])

@@ -45,17 +45,17 @@ class FLoRA(Averaging):
         return [*trained, *wanted]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the plan of FedAvg for adapters and other trained parameters; W and the scales do not change."""
+        """Return FedAvg's local objective (``LocalPlan``) for trained parameters; W and scales do not change."""
         still = {f"{one.layer}{name}" for one in factors_in(task.params) for name in ("weight", "lora_scale")}
         return LocalPlan(trained=frozenset(task.params.keys() - still))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the factors after training, and the changes of all other trained parameters."""
+        """Return the client's update: the factors after training, and the changes of all other trained parameters."""
         moved = self.plan(task).trained or frozenset()
         return factored(task, trained, [name for name in task.params if name in moved])
 
     def unfolded(self, payloads: Payloads) -> Payloads:
-        """Return the update with the products B_i A_i in place of the factors."""
+        """Return the round's payloads with the products B_i A_i in place of the factors, so that the mean is exact."""
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
@@ -72,7 +72,7 @@ class FLoRA(Averaging):
 
 
 def check_products(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError if no adapters are trained, and for settings that would change factors or their products."""
+    """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A."""
     check_adapters(algorithm, experiment)
     kind = kind_of(algorithm)
     if hides_clients(experiment.aggregator):

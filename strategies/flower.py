@@ -140,7 +140,7 @@ class FederatedStrategy(Strategy):
             server = self.layer.merge(self.algorithm, self.server, aggregate)
             check_finite({"params": server.params, "layers": server.layers}, server_round)
             self.server = server
-        if self.layer.hides_clients:  # cohort size and losses are private: only the noised mean may depend on them
+        if self.layer.hides_clients:  # private: only the noised mean may depend on cohort size or losses
             return arrays.array_record(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
@@ -171,7 +171,7 @@ class FederatedStrategy(Strategy):
         return Traffic(round(total.down / self.num_clients), round(total.up / self.num_clients))
 
     def traffic_of(self, size: float) -> Traffic:
-        """Return the mean number of bytes that a client with a model of ``size`` receives and sends in a round."""
+        """Return the mean number of bytes per round to and from a client. ``size``: the client's share of the model."""
         content, turns = self.content(self.order, self.sized(self.server, size)), turns_of(self.algorithm)
         ups = [self._expected(server_round, size).num_bytes for server_round in range(1, turns + 1)]
         return Traffic(arrays.num_bytes(content), round(sum(ups) / turns))
@@ -179,7 +179,7 @@ class FederatedStrategy(Strategy):
     def traffic_with(self, messages: Sequence[Message], server_round: int) -> Traffic:
         """Return the number of bytes of a round: of ``messages``, of the replies, and of the models for late clients.
 
-        The server state must be that of the start of the round.
+        Call this before the round changes the server state, because sizes are read from it.
         """
         contents = {id(one.content): one.content for one in messages}
         counts = Counter(id(one.content) for one in messages)
@@ -270,12 +270,12 @@ class FederatedStrategy(Strategy):
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients hold records.
 
-        ``answers``: the updates of a round. A client that trained on a record counts from then on as a client with
-        records.
+        ``answers``: the updates of a round. A client whose update comes from at least one record is counted from then
+        on.
         """
         if self.holders is None:
             return None
-        for reply in answers:  # a node of Flower's runtime may hold records of its own
+        for reply in answers:  # a node may hold records that the server does not know of
             self.holders[reply.client] |= reply.num_examples > 0
         return int(self.holders.sum() if self.members is None else self.holders[self.members].sum())
 
@@ -293,7 +293,7 @@ class FederatedStrategy(Strategy):
         return self._by_turn[key]
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
-        """Return the valid updates of the cohort. Under Global DP, missing or malformed updates are left out."""
+        """Return the cohort's updates after a check. Global DP leaves invalid or missing updates out; else RunError."""
         answers = by_client(replies, self.population.client_of, strict=not self.layer.hides_clients)
         updates: list[Reply] = []
         failed: dict[int, Malformed] = {}
@@ -332,7 +332,7 @@ class _Innermost(Layer):
     strategy: FederatedStrategy
 
     def ready(self, work: Workload) -> None:
-        """Do nothing: the innermost layer does not use the clients' amounts of work."""
+        """Do nothing: the innermost layer does not use the clients' workload (numbers of records, local settings)."""
 
     def begin(self, server_round: int) -> None:
         """Do nothing: the innermost layer needs no preparation for a round."""
@@ -478,7 +478,7 @@ def run_round(
     done, if a layer ends the run before this round.
     """
     start = time.perf_counter()
-    if not strategy.population.nodes:  # nodes may be missing: find out before any privacy charge
+    if not strategy.population.nodes:  # client nodes may be missing: find this out before any privacy cost is charged
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     strategy.layer.begin(server_round)
     order = replace(strategy.order, server_round=server_round, learning_rate=learning_rate)

@@ -47,7 +47,7 @@ class FLTrust(Robust):
 
     @property
     def num_set_aside(self) -> int:
-        """Return the number of training records that no client holds."""
+        """Return the number of training records that are set aside for the server, so that no client holds them."""
         return self.records if isinstance(self.records, int) else 0
 
     def check(self, experiment: Choices) -> None:

@@ -39,12 +39,12 @@ class FoolsGold(Robust):
         return True
 
     def remembered(self, payloads: Payloads, num_clients: int) -> Params:
-        """Return the histories before the first round: zeros."""
+        """Return the histories (each client's sum of updates) before the first round: zeros."""
         named = as_named(payloads)
         return {f"{client}/{name}": torch.zeros_like(named[name]) for client in range(num_clients) for name in named}
 
     def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
-        """Return the histories with the updates of this round added."""
+        """Return the histories (each client's sum of updates) after this round."""
         del payloads
         memory = {**cohort.memory}
         for reply in cohort.replies:

@@ -32,10 +32,11 @@ LossOf = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Making:
-    """Settings of a generator: ``steps`` steps of Adam with the learning rate ``rate``, to make ``count`` images.
+    """The settings with which a generator is trained, and its images are made.
 
-    ``channels``: the number of channels before the generator's last layer. ``longest``: the L2 norm to which the
-    generator's gradients are clipped.
+    ``steps``: the number of steps of Adam. ``rate``: the learning rate. ``count``: the number of images. ``channels``:
+    the number of channels before the generator's last layer. ``longest``: the L2 norm to which the generator's
+    gradients are clipped.
     """
 
     steps: int
@@ -97,7 +98,7 @@ class Album:
             yield rows, self.shown(self.images[rows]), self.labels[rows]
 
     def shown(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the uint8 ``images`` as normalised float32."""
+        """Return the uint8 ``images`` as normalised float32, the inputs of the models."""
         return self._normalised(images.float() / 255)
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
@@ -177,7 +178,7 @@ class ImageStudent:
         self._sgd.step()
 
     def trained(self) -> Params:
-        """Return the student's parameters."""
+        """Return the student's parameters, after all steps so far."""
         return {name: value.detach() for name, value in self.params.items()}
 
 
@@ -202,7 +203,7 @@ def _first_weights(shape: tuple[int, ...], channels: int, draw: torch.Generator)
 
 
 def _generated(weights: Params, noise: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return images in [0, 1], (n, *shape), from ``noise`` (n, 256)."""
+    """Return the generator's images with pixels in [0, 1], (n, *shape), for random inputs ``noise``, (n, 256)."""
     functional, (_, height, width) = torch.nn.functional, shape
 
     def norm(images: torch.Tensor, name: str) -> torch.Tensor:

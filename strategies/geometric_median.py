@@ -47,7 +47,7 @@ class GeometricMedian(Robust):
         """
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        # All updates and the starting point are within ``far`` of the mean, so within 2 ``far`` of each other.
+        # Updates and starting point are at most ``far`` from the mean, so at most 2 ``far`` from each other.
         if len(rows) > 2 and 2 * float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:

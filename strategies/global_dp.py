@@ -78,7 +78,7 @@ class Amplifying(Protocol):
     """A sampler, such as Poisson, with a known effect on the privacy cost of a round (amplification by sampling)."""
 
     def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
-        """Return ``event``, a round's privacy event, amplified by the sampling of the cohort."""
+        """Return the privacy event of a round whose cohort is sampled. ``event``: the event without sampling."""
         ...
 
 
@@ -87,15 +87,15 @@ class Releasing(Protocol):
     """A preprocessing stage that publishes noisy sums under Global DP before the first round."""
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanisms of all noisy sums that the stage publishes, in the order of publication.
+        """Return the privacy mechanisms of all noisy sums that the stage publishes, in the order of publication.
 
-        ``aggregator``: the mechanism of the rounds.
+        ``aggregator``: the privacy mechanism of the rounds.
         """
         ...
 
 
 def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-    """Return the mechanisms of all noisy sums that a stage publishes before the first round, in order."""
+    """Return the privacy mechanism of each noisy sum that the stage ``preprocess`` publishes before round 1."""
     return preprocess.releases(aggregator) if isinstance(preprocess, Releasing) else ()
 
 
@@ -262,12 +262,12 @@ class GlobalDP(Settings):
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return one sentence for each setting that has no effect in this experiment."""
+        """Return remarks for the user: one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 
     def event(self) -> dp_event.DpEvent:
-        """Return the privacy event of a round, before amplification by sampling: Gaussian noise with multiplier z.
+        """Return the privacy event of a round without the effect of sampling: Gaussian noise with multiplier z.
 
         With correlated noise, the event is the cost of each round in which a client takes part. The cost of adaptive
         clipping is included: the noised updates and the noised count together cost as much as z. z always refers to
@@ -311,7 +311,7 @@ class GlobalDP(Settings):
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
         count_noise, std = self.count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
-        # SENSITIVE: both sums below are exact, and never leave this method without noise.
+        # SENSITIVE: the two sums below have no noise yet. Nothing but their noisy versions leaves this method.
         total, centred = self.sums(cohort, template, clipping_norm)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
@@ -347,7 +347,7 @@ class GlobalDP(Settings):
         return _clipped_sum(_valid(cohort.replies, template), template, size, clipping_norm, limit)
 
     def check_silence(self, algorithm: object, sent: Payloads) -> None:
-        """Raise UserError if ``sent``, the payloads of a client without records, are not zeros.
+        """Raise UserError if a client without records sends numbers other than 0. ``sent``: its payloads.
 
         The guarantee relies on these zeros.
         """

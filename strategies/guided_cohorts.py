@@ -1,4 +1,4 @@
-"""The layer of samplers with feedback: it stores facts about updates, and asks candidates for losses before a round."""
+"""The layer for samplers with feedback: it stores facts about updates, and asks clients for losses before a round."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GuidedCohorts(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if some clients never train, because the sampler would ask them for their loss."""
+        """Raise UserError if clients are held out of training: the sampler would ask them for their loss, too."""
         del beginning
         if experiment.num_members < experiment.num_clients:
             raise UserError(
@@ -79,7 +79,7 @@ class GuidedCohorts(Layer):
         return traffic
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the cohort that the sampler selects, and the candidates that were asked for their loss."""
+        """Return the cohort that the sampler selects; field ``asked`` lists clients that were asked for losses."""
         feedback, coins = self._feedback(), coins or self._coins(server_round)
         self._rates = self._sampler.rates(feedback)
         return Drawn(self._sampler.select(coins, server_round, feedback), asked=tuple(self._asked))
@@ -100,7 +100,7 @@ class GuidedCohorts(Layer):
             replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
             cohort = replace(cohort, replies=replies)
         found = self.inner.aggregate(cohort, algorithm, server)
-        for reply in trained:  # after aggregation, which raises an error for numbers that are not finite
+        for reply in trained:  # after aggregation, which checks that numbers are finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
         self.gains[cohort.server_round] = sum(
             float(self._sizes[one.client]) * max(0.0, one.loss or 0.0) for one in trained
@@ -108,7 +108,7 @@ class GuidedCohorts(Layer):
         return found
 
     def state(self) -> Mapping[str, Any]:
-        """Return the facts about clients, and the sum ``gains`` of each round, for the checkpoint."""
+        """Return for the checkpoint: the facts about clients (``met``), and the loss sum of each round (``gains``)."""
         met = {str(client): [*astuple(facts)[:4], list(facts.sketch)] for client, facts in self.met.items()}
         return {"met": met, "gains": {str(number): gain for number, gain in self.gains.items()}}
 

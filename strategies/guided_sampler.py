@@ -78,7 +78,7 @@ class GuidedSampler(Settings):
         return [off(f"sampler.cohort_size={self.cohort_size}", f"all {experiment.clients} clients are in every round")]
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the cohort of a round, ascending, without any feedback."""
+        """Return the cohort of a round, ascending, as if the server had no feedback about any client."""
         return self.select(coins, server_round, Feedback(np.ones(num_clients, np.int64)))
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
@@ -96,12 +96,12 @@ class GuidedSampler(Settings):
         return 0
 
     def sketch(self, update: NDArray[np.float64]) -> tuple[float, ...]:
-        """Return the numbers that the server keeps of a client's update, shape (parameters,); by default none."""
+        """Return what the server stores of a client's update for later rounds, a vector; by default it is empty."""
         del update
         return ()
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's sampling probability, by which its update is divided, or None to divide no update."""
+        """Return each client's sampling probability. Its update is divided by it. None: no update is divided."""
         del feedback
         return None
 

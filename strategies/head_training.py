@@ -35,10 +35,10 @@ class HeadTraining:
     optimizer: Literal["sgd", "adamw"] = "sgd"
 
     def stepping(self, values: list[torch.Tensor]) -> _Step:
-        """Return a function that takes the gradients of ``values`` and makes one step."""
+        """Return a function that makes one optimiser step on ``values``. Its argument: the gradients of ``values``."""
         if self.optimizer == "sgd":
 
-            def step(gradients: list[torch.Tensor]) -> None:  # without torch.optim, whose import takes seconds
+            def step(gradients: list[torch.Tensor]) -> None:  # torch.optim is not used: its import takes seconds
                 for value, gradient in zip(values, gradients, strict=True):
                     value.sub_(gradient, alpha=self.learning_rate)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _several(value: object) -> object:
-    """Return a single number as a tuple of length 1, and any other value unchanged."""
+    """Convert a single number in ``rates`` to a tuple of length 1. Any other value is returned unchanged."""
     return (value,) if isinstance(value, int | float) else value
 
 
@@ -88,7 +88,7 @@ class HeteroFL(Averaging):
         return f"{self.title}: the whole model is evaluated, and bytes are those of the clients' small models{told}."
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before the first round: the model, the width 1, and the number of rounds so far."""
+        """Return the server state before the first round: the model, the width 1, and the round count 0."""
         return ServerState(params, {WIDTH: {"rate": torch.ones(1)}}, {ROUND: {"number": torch.zeros(1)}})
 
     def size_of(self, client: int, server: ServerState) -> float:
@@ -127,7 +127,7 @@ class HeteroFL(Averaging):
         return narrowed(model, params, 1 / size if self.scaler else 1.0)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedAvg's local plan. If ``masked`` is true, the softmax leaves out the client's absent classes."""
+        """Return the local objective (``LocalPlan``): FedAvg's; with ``masked``, absent classes leave the softmax."""
         if not self.masked:
             return LocalPlan()
         return LocalPlan(logit_shift=torch.where(torch.tensor(task.class_counts) > 0, 0.0, -math.inf))

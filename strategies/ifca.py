@@ -76,7 +76,7 @@ class IFCA(Averaging):
         return ServerState(params, broadcast=further_models(params, self.num_models, self.spread))
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the model that has the lowest loss on the client's records.
+        """Return the client's task. Of all models it contains the one with the lowest loss on the client's records.
 
         A client without records gets the first model.
         """
@@ -92,7 +92,7 @@ class IFCA(Averaging):
         return self.num_models if self.num_models > 1 else 0
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return one update per model, with zeros for models that were not chosen, and a 0/1 mask of the chosen one."""
+        """Return one update per model, and a 0/1 mask of the chosen model. Updates of all other models are 0."""
         if self.num_models == 1:
             return super().finish(task, trained)
         chosen = int(task.state[CHOSEN]["model"]) if CHOSEN in task.state else 0

@@ -79,9 +79,9 @@ class KNNPer(Averaging):
     def _of_neighbours(
         self, own: torch.Tensor, features: torch.Tensor, labels: torch.Tensor, num_classes: int
     ) -> torch.Tensor:
-        """Return p_kNN (see ``KNNPer``) for inputs with the features ``own``.
+        """Return p_kNN, the class probabilities by nearest neighbours (see ``KNNPer``), for inputs.
 
-        ``features``, ``labels``: features and labels of the training records.
+        ``own``: the features of these inputs. ``features``, ``labels``: features and labels of the training records.
         """
         distances = torch.cdist(own, features, compute_mode="donot_use_mm_for_euclid_dist")
         if self.distance == "mean":

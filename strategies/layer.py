@@ -163,7 +163,7 @@ class Layer:
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's code that runs on clients, or None. ``model``: a function that creates a new model."""
+        """Return the layer's client half (its code that runs on clients), or None. ``model``: creates a new model."""
         del experiment, algorithm, model
         return None
 
@@ -187,7 +187,7 @@ class Layer:
 
     @classmethod
     def payments(cls, experiment: Any) -> Sequence[Payment]:
-        """Return the privacy costs of all rounds, such as the cost of Global DP; empty if no layer is private."""
+        """Return the layer's privacy costs for all rounds, such as those of Global DP; empty if it is not private."""
         del experiment
         return ()
 
@@ -211,7 +211,7 @@ class Layer:
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences about what the run's guarantees do not cover. Every privacy statement ends with them."""
+        """Return sentences about what the privacy guarantees do not cover. Every privacy statement ends with them."""
         del experiment
         return ()
 
@@ -311,7 +311,7 @@ class Layer:
         return self.inner.hides_clients
 
     def state(self) -> Mapping[str, Any]:
-        """Return the layer's state for the checkpoint: JSON values by name. A resumed run passes these to ``of``."""
+        """Return the layer's state for the checkpoint: JSON values by name. A resumed run passes them to ``of``."""
         return {}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
@@ -320,7 +320,7 @@ class Layer:
 
 
 def found_in(layer: Layer, kind: type[Kind]) -> Kind:
-    """Return the layer of class ``kind``: ``layer`` itself, or one of its inner layers."""
+    """Find the layer of class ``kind``: ``layer`` itself, or one of the layers that it wraps."""
     while not isinstance(layer, kind):
         layer = layer.inner
     return layer

@@ -61,7 +61,7 @@ def public_key(key: int) -> int:
 
 
 def mask(secret: int, count: int, bits: int) -> NDArray[np.int64]:
-    """Return the mask PRG(``secret``): ``count`` uniform numbers from 0 to 2^``bits`` - 1, for at most 32 bits."""
+    """Return the mask PRG(``secret``): ``count`` uniform integers from 0 to 2^``bits`` - 1. At most 32 bits."""
     drawn = rng(secret, "mask of secure aggregation").bytes(4 * count)
     return np.frombuffer(drawn, "<u4").astype(np.int64) & ((1 << bits) - 1)
 

@@ -25,7 +25,7 @@ class _Mixed(Robust):
     """
 
     if TYPE_CHECKING:
-        over: Any  # the second field of subclasses: a short form such as "bucketing:2" sets the first field
+        over: Any  # subclasses declare it second: a short form such as "bucketing:2" sets the first field
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the aggregator ``over`` cannot aggregate means, or if rounds have too few clients."""

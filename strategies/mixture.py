@@ -52,7 +52,7 @@ class Mixture(Layer):
         return found
 
     def _admit(self, clients: Sequence[int]) -> None:
-        """Give each client that has no weight yet the mean weight of all clients."""
+        """Give each client in its first round the mean weight of all known clients."""
         new = [client for client in clients if client not in self.weights]
         count = len(self.weights) + len(new)
         kept = {client: weight * len(self.weights) / count for client, weight in self.weights.items()}
@@ -67,7 +67,7 @@ class Mixture(Layer):
 
 
 def on_simplex(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the vector with entries of at least 0 and sum 1 that is nearest to ``values``, both of shape (n,)."""
+    """Project ``values``, (n,), onto the simplex: return the nearest vector with entries >= 0 and sum 1, (n,)."""
     values = values - values.max()  # does not change the result, but makes rounding errors smaller
     ordered = np.sort(values)[::-1]
     shifts = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)

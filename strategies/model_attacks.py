@@ -129,7 +129,10 @@ class _Searched(Forging):
         """
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the most harmful update for each hostile client; the unchanged ``hostile`` if no client is honest."""
+        """Return the most harmful forged update for each hostile client.
+
+        If no client is honest, the updates ``hostile`` are returned unchanged.
+        """
         if not seen.honest:
             return hostile
         assert seen.aggregated is not None
@@ -148,9 +151,9 @@ class _Searched(Forging):
 
 
 def strongest(harm: Callable[[float], float], evaluations: int) -> float:
-    """Return the strength with the largest ``harm(strength)`` that a line search from 0 upwards finds.
+    """Return the most harmful strength of an attack that a line search from 0 upwards finds.
 
-    ``evaluations``: the number of calls of ``harm``.
+    ``harm``: a function from a strength to its harm. ``evaluations``: the number of calls of ``harm``.
     """
     best, most, step, factor = 0.0, harm(0.0), 10.0, 2.0
     for _ in range(evaluations - 1):
@@ -176,7 +179,7 @@ class OptimalALittleIsEnough(_Searched):
     title: ClassVar[str] = "Opt-ALIE"
 
     def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (start, direction): the mean, and minus the standard deviation of every coordinate."""
+        """Return (start, direction) of forged updates: the mean, and minus the coordinates' standard deviations."""
         return mean, -honest.std(dim=0, correction=0)
 
 
@@ -190,7 +193,7 @@ class OptimalInnerProductManipulation(_Searched):
     title: ClassVar[str] = "Opt-IPM"
 
     def line(self, honest: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (start, direction): zeros, and minus the mean of the honest updates."""
+        """Return (start, direction) of the forged updates: zeros, and minus the mean of the honest updates."""
         del honest
         return torch.zeros_like(mean), -mean
 
@@ -236,7 +239,10 @@ class Mimic(HostileClients):
     kind: Literal["mimic"] = "mimic"
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the first honest update for each hostile client; the unchanged ``hostile`` if no client is honest."""
+        """Return a copy of the first honest update for each hostile client.
+
+        If no client is honest, the updates ``hostile`` are returned unchanged.
+        """
         return [replace(reply, payloads=seen.honest[0].payloads) for reply in hostile] if seen.honest else hostile
 
 

@@ -24,5 +24,5 @@ class MoFedSAM(ClientMomentum):
         return [*super().remarks(experiment), *([] if self.rho else [off("algorithm.rho=0", "this is fedcm")])]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedCM's local plan, with gradients taken after a step of length ``rho`` that increases the loss."""
+        """Return FedCM's local objective (``LocalPlan``), with gradients at a point of higher loss, ``rho`` away."""
         return replace(super().plan(task), ascent=Ascent(self.rho))

@@ -33,10 +33,10 @@ class MOON(Averaging):
         return [off(f"algorithm.mu={self.mu:g}", first)] if experiment.rounds == 1 else []
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds the contrastive term. Its negative example is the client's own last model."""
+        """Return the local objective (``LocalPlan``): loss plus contrastive term, away from the client's last model."""
         return LocalPlan(contrast=Contrast(self.mu, self.tau, task.state.get("model") or task.params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x, with the trained model y_i as client state. x: the received model."""
+        """Return the update y_i - x. The trained model y_i is stored as client state. x: the received model."""
         update = super().finish(task, trained)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state={"model": trained.params})

@@ -52,11 +52,11 @@ class MRMTL(Averaging):
         return replace(task, params=own, state={_MEAN: task.params})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that pulls the client's own model to the mean."""
+        """Return the local objective (``LocalPlan``), with a term that pulls the client's own model to the mean."""
         return near(task.params, task.state.get(_MEAN, task.params), self.strength)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the client's own model minus the mean as the update, with the own model as client state."""
+        """Return the update: the client's own model minus the mean. The own model is stored as client state."""
         update = subtract(trained.params, task.state.get(_MEAN, task.params))
         return ClientUpdate({"delta": update}, task.num_examples, trained.loss, {_OWN: trained.params})
 

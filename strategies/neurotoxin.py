@@ -28,7 +28,7 @@ class HostileMemory(HostilePlans):
     masked_share: float = 0.05
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the task without the attack's tensors in the client state. The algorithm does not use them."""
+        """Return the client's task, without the attack's tensors in the client state: they are not the algorithm's."""
         return replace(task, state={name: group for name, group in task.state.items() if name != RECEIVED})
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
@@ -40,7 +40,7 @@ class HostileMemory(HostilePlans):
         return replace(planned, step_mask=mask_of(moved, self.masked_share))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return an example of the attack's local plans. Trainers of this run must support its step mask."""
+        """Return an example of a hostile client's local plan, to check that trainers support its step mask."""
         return replace(super().typical(plan), step_mask={})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:

@@ -46,7 +46,7 @@ class NormBound(Robust):
         return mean + self.noise * torch.from_numpy(coins.standard_normal(len(mean)))
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
-        """Return a sentence for the user if no update was scaled down, else an empty string."""
+        """Return a sentence for the user if no update was scaled down in the round, else an empty string."""
         del cohort
         if self.noise or float(rows.double().norm(dim=1).max()) > self.norm_bound:
             return ""

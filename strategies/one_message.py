@@ -11,7 +11,7 @@ from fl_sim.types import Dataset
 
 
 class OneMessage(Settings):
-    """Base class of algorithms whose stage at the server makes the model from one message of each client."""
+    """Base class of algorithms without rounds: the server computes the model from one message of each client."""
 
     kind: str = ""
     procedure: ClassVar[str] = "fl_sim.stages.one_message:OneShot"

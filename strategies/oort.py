@@ -103,7 +103,10 @@ class Oort(GuidedSampler):
         return utility
 
     def percentile(self, server_round: int, feedback: Feedback) -> float:
-        """Return the percentile of durations that defines T in this round. It grows when the pacer finds a fall."""
+        """Return the percentile of durations that defines T in this round.
+
+        It grows by ``pacer_step`` whenever the pacer finds that the sum of U_i fell.
+        """
         window, found = self.pacer_window, self.preferred_percentile
         for end in range(2 * window, server_round, window) if window else ():
             before, last = (

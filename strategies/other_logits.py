@@ -31,9 +31,9 @@ class OtherLogits(SinglePayloads):
         return replace(server, memory={**server.memory, "logits": rows})
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state with the mean logits of all clients except ``client``.
+        """Return the server state that ``client`` receives: with the mean logits of all other clients.
 
-        All clients whose logits are not stored yet receive the same state.
+        All clients whose logits are not stored yet receive the same state object.
         """
         means, held = server.memory["logits"]["means"], server.memory["logits"]["held"]
         if self._seen[0] is not server:

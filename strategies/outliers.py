@@ -29,10 +29,11 @@ def outliers_of(images: torch.Tensor, generator: np.random.Generator) -> torch.T
 
 
 def loss_of_unknown(batch: Batch, steps: int, rate: float) -> torch.Tensor:
-    """Return the sum of three mean cross-entropies with the last class, "unknown", shape ().
+    """Return the loss that trains the last class, "unknown", shape (): a sum of three mean cross-entropies.
 
-    They are those of the batch, after the own class of each record is left out; of ``batch.data["outliers"]``; and of
-    these outliers after ``steps`` steps of ``rate`` along the sign of the gradient of their loss.
+    All three have the label "unknown". The first is over the records of the batch, without each record's own class. The
+    second is over ``batch.data["outliers"]``. The third is over these outliers after ``steps`` adversarial steps: steps
+    of size ``rate`` along the sign of the gradient of their loss.
     """
     own = batch.labels[:, None] == torch.arange(batch.logits.shape[1], device=batch.labels.device)
     fixed, outliers = {name: value.detach() for name, value in batch.params.items()}, batch.data["outliers"]
@@ -48,7 +49,7 @@ def loss_of_unknown(batch: Batch, steps: int, rate: float) -> torch.Tensor:
 
 
 def enlarged(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-    """Return a part of an image, of 10 % to 33 % of its area, enlarged to its size."""
+    """Return a random part of an image, 10 % to 33 % of its area, enlarged to the size of the image."""
     height, width = _part(image, generator.uniform(0.1, 0.33), generator)
     top, left = _place(image, height, width, generator)
     part = image[None, :, top : top + height, left : left + width]
@@ -81,7 +82,7 @@ def erased(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
 
 
 def pasted(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-    """Return the image with one half of its rows, or columns, cut out of another place; or both halves exchanged."""
+    """Return the image with a copy of half its rows or columns pasted elsewhere, or with its halves exchanged."""
     made, axis = image.clone(), int(generator.integers(1, 3))
     half = image.shape[axis] // 2
     if generator.random() < 1 / 3:
@@ -109,7 +110,10 @@ _OPERATIONS: Final[tuple[Callable[[torch.Tensor, np.random.Generator], torch.Ten
 
 
 def _part(image: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[int, int]:
-    """Return height and width of a rectangle with about this ``share`` of the area, of a ratio from 3:4 to 4:3."""
+    """Return height and width of a random rectangle. Its area is about a ``share`` of the image's area.
+
+    Height / width is random, from 3:4 to 4:3, both measured in sides of the image.
+    """
     ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)))
     sides = (side * (share * one) ** 0.5 for side, one in zip(image.shape[1:], (ratio, 1 / ratio), strict=True))
     high, wide = (min(max(1, round(float(one))), side) for one, side in zip(sides, image.shape[1:], strict=True))
@@ -117,7 +121,7 @@ def _part(image: torch.Tensor, share: float, generator: np.random.Generator) -> 
 
 
 def _place(image: torch.Tensor, height: int, width: int, generator: np.random.Generator) -> tuple[int, int]:
-    """Return the upper left corner of a rectangle inside of the image."""
+    """Return the upper left corner, (top, left), of a randomly placed rectangle inside the image."""
     top, left = (int(generator.integers(0, side - own + 1)) for side, own in
                  zip(image.shape[1:], (height, width), strict=True))  # fmt: skip
     return top, left

@@ -48,7 +48,7 @@ class OwnLayer(Layer):
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return the cohort of the user's layer.
 
-        Raises RunError unless it lists client IDs of the run in ascending order.
+        Raises RunError if the cohort is not a list of the run's client IDs in ascending order.
         """
         with self._errors_of("cohort"):
             drawn = self.inner.cohort(server_round, coins)
@@ -60,7 +60,7 @@ class OwnLayer(Layer):
         return drawn
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state that ``client`` receives. Raises RunError if names or shapes changed."""
+        """Return the server state for ``client``. Raises RunError if the user's layer changed names or shapes."""
         with self._errors_of("sent_to"):
             sent = self.inner.sent_to(client, server)
         wanted = _sent_layouts(server)
@@ -91,7 +91,7 @@ class OwnLayer(Layer):
             self.inner.lost(server_round, failed, answered=answered)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate from the user's layer. Raises RunError if names or shapes changed."""
+        """Return the aggregate from the user's layer. Raises RunError if the layer changed names or shapes."""
         with self._errors_of("aggregate"):
             made = self.inner.aggregate(cohort, algorithm, server)
         wanted = _layouts(cohort.replies[0].payloads) if cohort.replies else None

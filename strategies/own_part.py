@@ -52,7 +52,7 @@ class OwnPart(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
-        """Return None: the server's rounds need no such layer."""
+        """Return None: personal parameters need no layer on the server, only code on clients."""
         del experiment, out, progress
         return None
 
@@ -124,9 +124,8 @@ class ClientOwnPart(ClientLayer):
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
         """Return the plan for the whole model: personal parameters are trained without the method's corrections.
 
-        The method's gradient offsets and momentum buffers cover only the sent parameters. Zeros are added for the
-        personal parameters. MOON's loss contains the client's last model.
-        The last model gets its personal parameters back, too.
+        The method's gradient offsets and momentum buffers cover only the sent parameters, so zeros are added for the
+        personal ones. MOON's loss compares with the client's last model, to which the personal parameters are added.
         """
         missing = self._kept_in(came.state)
         zeros = {name: torch.zeros_like(value) for name, value in missing.items()}
@@ -146,7 +145,7 @@ class ClientOwnPart(ClientLayer):
         )
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the task and the trained parameters without personal parameters: the update must not contain these."""
+        """Remove personal parameters from the task and the trained parameters: the update must not contain them."""
         del came
         params, after = self._without(task.params), self._without(trained.params)
         personal = {name: trained.params[name] for name in self.own}
@@ -178,8 +177,8 @@ class ClientOwnPart(ClientLayer):
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
         """Return this layer with ``room`` set to the number of personal parameters of the largest architecture.
 
-        Client states of all architectures then have the same shape. The layer is unchanged if the personal parameters
-        of all architectures have the same names and shapes.
+        Client states of all architectures then have the same shape. If the personal parameters of all architectures
+        have the same names and shapes anyway, the layer is returned unchanged.
         """
         halves = [one for one in others if isinstance(one, ClientOwnPart)]
         if all(layout_of(one.own) == layout_of(self.own) for one in halves):

@@ -60,7 +60,7 @@ class PerFedAvg(Averaging):
         return [] if self.personal_learning_rate else [off("algorithm.personal_learning_rate=0", FEDAVG)]
 
     def course(self, job: LocalJob) -> Course:
-        """Make the client's local steps; each computes two or three gradients."""
+        """Return a generator of the client's local steps. Each step computes two or three gradients."""
         from fl_sim.training.courses import gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
 
         w, settings, losses = job.task.params, job.task.settings, list[float]()
@@ -88,15 +88,15 @@ class PerFedAvg(Averaging):
 
 
 def _along(direction: Params, num_classes: int) -> LocalPlan:
-    """Return the plan whose gradient is the product of the Hessian with ``direction``.
+    """Return a local objective (``LocalPlan``) whose gradient is the product of the Hessian with ``direction``.
 
-    The plan multiplies the logits by 0, so that the cross-entropy itself has no gradient.
+    It multiplies the logits by 0, so that the cross-entropy itself has no gradient.
     """
     return LocalPlan(logit_scale=torch.zeros(num_classes), loss_term=LossTerm(_slope, {**direction}))
 
 
 def _slope(batch: Batch) -> torch.Tensor:
-    """Return the derivative of the loss in the direction of the vector in ``batch.data``."""
+    """Return the loss's derivative along the vector in ``batch.data``. Its gradient is Hessian times vector."""
 
     def loss(params: Params) -> torch.Tensor:
         logits = batch.logits_of(params, batch.inputs)

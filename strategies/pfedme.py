@@ -69,7 +69,7 @@ class PFedMe(Averaging):
         ]
 
     def course(self, job: LocalJob) -> Course:
-        """For each batch, compute the own model theta, then make one step of the local copy w."""
+        """Return a generator of local steps. For each batch: compute the own model theta, then make one step of w."""
         from fl_sim.training.courses import at, steps_of  # noqa: PLC0415 (it loads torch)
 
         w = theta = job.task.params
@@ -87,7 +87,7 @@ class PFedMe(Averaging):
         return Trained(w, {}, len(losses), loss, statistics=statistics, further=kept)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update of w, with the client's own model theta as client state."""
+        """Return the update of w. The client's own model theta is stored as client state."""
         update = super().finish(task, trained)
         own = trained.further[_OWN].params if _OWN in trained.further else self.own_model(task)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, {_OWN: own})

@@ -31,7 +31,7 @@ from strategies.layer import Beginning, Drawn, Layer, Stop
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
-_UNDERSPENT = 0.9  # a run that spends less than this share of its budget warns the user
+_UNDERSPENT = 0.9  # the user is warned if a run spends less than this share of its privacy budget
 
 BEFOREHAND = (
     " The sums over records that clients sent before the first round are covered, too. So are the images drawn from "
@@ -86,7 +86,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def told(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences about the default sampler, and about a budget that is missing or does not fit the rounds."""
+        """Return sentences for the user about the default sampler, and about a missing or unsuitable privacy budget."""
         return [*told_beforehand(experiment), *cost_of_noise(experiment)]
 
     @classmethod
@@ -116,9 +116,7 @@ class PrivateRounds(Layer):
     def begin(self, server_round: int) -> None:
         """Charge a round's cost to the privacy ledger before the round begins.
 
-        Raises Stop if the budget does not cover it.
-
-        In the first round a RunError is raised instead of Stop.
+        Raises Stop if the privacy budget does not cover this cost. In the first round RunError is raised instead.
         """
         try:
             self.pay(server_round)
@@ -160,11 +158,11 @@ class PrivateRounds(Layer):
         return True
 
     def state(self) -> Mapping[str, Any]:
-        """Return the next round's clipping norm, and the receipt (number and digest) of all ledger entries."""
+        """Return the next round's clipping norm, and the receipt (number and digest) of all charges in the ledger."""
         return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
-        """Return the privacy statements of the inner layers, and that of the rounds, with privacy unit "client"."""
+        """Return the privacy statements of the inner layers, and the statement of Global DP, whose unit is a client."""
         return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
@@ -193,7 +191,7 @@ class PrivateRounds(Layer):
         return lambda count: self.noise.uniform(count, purpose=f"cohort {next(draws)}", server_round=server_round)
 
     def affords(self, server_round: int) -> bool:
-        """Return True if the budget covers the round's cost, or if the ledger already contains this cost."""
+        """Return True if the budget covers the round's privacy cost, or if the ledger already contains this cost."""
         release, noise = self._release(server_round), self.noise.identity
         return self.ledger.has_charged(release, noise) or self.ledger.affords(self._event)
 
@@ -225,7 +223,7 @@ class PrivateRounds(Layer):
         return aggregate
 
     def statement(self, rounds: int) -> dict[str, object]:
-        """Return the clients' privacy statement for ``result.json``, for a run with ``rounds`` planned rounds."""
+        """Return the privacy statement about clients for ``result.json``, for a run with ``rounds`` planned rounds."""
         return self.ledger.statement(
             covers=f"{COVERS}{_groups_in_words(self.sampler)}{BEFOREHAND if self.beforehand else ''}",
             does_not_cover=DOES_NOT_COVER,
@@ -350,7 +348,7 @@ def _groups_in_words(sampler: AnySampler) -> str:
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:
-    """Return the terms of the privacy ledger: unit, adjacency, delta, budget and accountant.
+    """Return the privacy ledger's terms: what its epsilon means (unit, adjacency, delta), budget and accountant.
 
     Raises UserError for a user's subclass of ``GlobalDP``, because its privacy cost is not known.
     """

@@ -1,6 +1,7 @@
-"""The privacy cost of Global DP in plans: sampling, groups, noise bands, adaptive clipping and a private start.
+"""The privacy cost of Global DP in plans, which are forecasts of a run's cost before the run.
 
-Plans and runs use the same functions to compute releases and their noise.
+They cover sampling, groups, noise bands, adaptive clipping and a private start. Plans and runs use the same functions
+to compute noisy releases and their noise.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class GlobalRounds:
     start: Releasing | None = None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return ``event``, a round's privacy event, amplified by the sampling of the cohort."""
+        """Return the privacy event of a round whose cohort is sampled. ``event``: the event without sampling."""
         return self.sampler.amplify(event, self.population or 0)
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
@@ -60,7 +61,7 @@ class GlobalRounds:
         )
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return facts about groups, correlated noise, adaptive clipping and the private start, {label: sentence}."""
+        """Return further lines of the plan, {label: sentence}: groups, correlated noise, adaptive clipping, start."""
         found = {}
         if isinstance(self.sampler, Cyclic):
             found["turns"] = (

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 Sums: TypeAlias = "Params"
 """The noisy result of one step: the mean of the clients' answers, by name."""
 
-_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # each step's share of the cost 1 / noise_multiplier^2
+_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # each step's share of 1 / noise_multiplier^2
 _LEAST_SHARE: Final = 0.3  # a class's share of the records is at least this number / number of classes
 _LEAST_VARIANCE: Final = 1e-3  # the least total variance of images, in the units of ``black_frame``
 _LEAST_WITHIN: Final = 0.2  # the least share of a frequency's variance that counts as variance within classes
 _LEAST_DIRECTION: Final = 0.05  # the least variance in any direction, as a share of the variance within classes
-_LONGEST: Final = 2**28  # the largest answer of a client, in bytes: half of the largest message on Flower's runtime
+_LONGEST: Final = 2**28  # the largest answer of a client in bytes, half of Flower's largest message
 
 ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
 
@@ -132,7 +132,7 @@ class PrivateStart(Settings):
         return min(self.frequencies, math.prod(shape))
 
     def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-        """Return the mechanisms of the three noisy sums, in the order of the steps."""
+        """Return the privacy mechanisms of the three noisy sums, in the order of the steps."""
         return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
@@ -148,10 +148,10 @@ class PrivateStart(Settings):
 
 @dataclass(frozen=True)
 class Classes:
-    """Differentially private class statistics in the coordinates of a ``Frame``.
+    """Differentially private statistics of each class, in the coordinates of a ``Frame``.
 
-    There are C classes and d frequencies. ``shares``: the share of records of each class, shape (C,). ``means``: the
-    mean of each class, shape (C, d).
+    A ``Frame`` scales the d frequencies of an image. There are C classes. ``shares``: the share of records of each
+    class, shape (C,). ``means``: the mean of each class, shape (C, d).
     """
 
     shares: Array
@@ -159,7 +159,7 @@ class Classes:
 
 
 def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
-    """Return the coordinate frame in which frequencies have mean 0 and total variance 1, from the sums of step 1.
+    """Return the coordinates (``Frame``) in which frequencies have mean 0 and total variance 1, from step 1's sums.
 
     Only the total of all variances is estimated, because the noise hides single variances. A public spectrum divides
     this total among the frequencies, so that all frequencies have about the same variance in the frame. ``std``:

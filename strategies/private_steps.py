@@ -47,7 +47,7 @@ class PrivateTraining(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's code on clients, which makes private steps and charges them to the client's ledger."""
+        """Return the layer's code on clients. It makes DP-SGD's steps, and charges them to the client's ledger."""
         del algorithm
         privacy = experiment.local.privacy
         clipping = privacy.rule(list(trainable(model())) if privacy.layer_norms else ())
@@ -70,7 +70,7 @@ class PrivateTraining(Layer):
         return found
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Raise RunError without the client's error message, which may quote records and goes to a private file."""
+        """Raise RunError for a failed client. Its own error message may quote records, and goes to a private file."""
         del answered
         for client, error in failed.items():
             raise refusal(f"client {client} in round {server_round}", error, quoted=False)

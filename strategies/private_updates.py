@@ -18,7 +18,7 @@ from strategies.private_steps import PrivateTraining, digest_of
 
 
 class PrivateUpdates(PrivateTraining):
-    """Counts the rounds in which each client sent an update. Each of these rounds has a privacy cost."""
+    """Counts the rounds in which each client sent an update, because each of them adds to the client's privacy cost."""
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
@@ -39,7 +39,7 @@ class PrivateUpdates(PrivateTraining):
 def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting: str) -> None:
     """Raise UserError if clients send nothing, or more than changes of the model's parameters.
 
-    ``chosen``: the name of the protection, for error messages. ``setting``: the name of its setting.
+    ``chosen``: the protection, such as local DP, as error messages name it. ``setting``: the name of its setting.
     """
     what = f"algorithm {kind_of(algorithm)} cannot run with {chosen}"
     if not beginning.server.params:

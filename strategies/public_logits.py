@@ -36,7 +36,7 @@ class PublicLogits(OwnPart):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> PublicLogits | None:
-        """Return the layer, or None without public records. It has no state: clients send logits before each round."""
+        """Return the layer, or None without public records. It needs no state: clients send new logits each round."""
         del out, progress
         return None if experiment.algorithm.proxy == "none" else cls(experiment)
 

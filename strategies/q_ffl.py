@@ -43,7 +43,7 @@ class QFFL(SendingLoss):
         return [] if self.q else [off("algorithm.q=0", "this is fedavg with equal weights of all clients")]
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the client's update D_i, its loss F_i, and ||D_i||^2 / (eta F_i) for the denominator."""
+        """Return the client's update D_i, its loss F_i, and ||D_i||^2 / (eta F_i) for the step's denominator."""
         update = super().finish(task, trained)
         [loss] = losses_of([Reply(task.client, update.payloads, task.num_examples, None)])
         square = flattened(update.payloads["delta"]).flat.double().pow(2).sum()
@@ -56,6 +56,6 @@ class QFFL(SendingLoss):
         return [(loss / max(losses)) ** self.q for loss in losses]
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: x plus the step; numerator and denominator are divided by sum_i F_i^q."""
+        """Return the next server state: x plus the step. Both sums of the step are divided by sum_i F_i^q."""
         curvature = max(0.0, float(aggregate.payloads["curvature"]["norm"]))
         return ServerState(add(server.params, aggregate.payloads["delta"], 1 / (1 + self.q * curvature)))

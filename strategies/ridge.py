@@ -85,11 +85,11 @@ class Ridge(SumsOfFeatures):
             raise UserError(f"{self.kind}: epsilon={self.epsilon} affords no sums: {error}") from error
 
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
-        """Return the shape of a client's sums."""
+        """Return the shape of the tensor that holds a client's sums G_i and B_i."""
         return 1, num_products(num_features, num_classes)
 
     def summed(self, features: Array, labels: NDArray[np.int64], num_classes: int, noise: Noise | None) -> Array:
-        """Return a client's sums (``clients.gram``), with noise if ``epsilon`` is set."""
+        """Return a client's sums G_i and B_i, in the format of ``clients.gram``, with noise if ``epsilon`` is set."""
         clipping_norm = self.clipping_norm or math.sqrt(features.shape[1])
         if self.protection is None or noise is None:
             return packed(*products_of(features, labels, num_classes, clipping_norm))
@@ -98,7 +98,7 @@ class Ridge(SumsOfFeatures):
         return private_products(features, labels, num_classes, clipping_norm, self.protection, noise)
 
     def _longest(self, num_features: int, num_classes: int) -> float:
-        """Return the norm to which vectors z are bounded. Raises UserError if the noise is rounded too coarsely."""
+        """Return the largest norm of a feature vector z. Raises UserError if the noise is rounded too coarsely."""
         if self.protection is None:
             return 1.0
         from clients.private_gram import longest_private  # noqa: PLC0415 (the accountants load slowly)

@@ -24,7 +24,7 @@ class RoLoRA(Averaging):
     turns: ClassVar[int] = 2
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that need one payload template in all rounds, or if no adapters are trained."""
+        """Raise ValueError for settings that need equal payloads in all rounds, or if no adapters are trained."""
         check_adapters(self, experiment)
         refused = {
             "aggregator": hides_clients(experiment.aggregator),
@@ -39,7 +39,7 @@ class RoLoRA(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return FedAvg's local plan. It trains this round's factor, A or B, and all non-adapter parameters."""
+        """Return the local objective (``LocalPlan``): train this round's factor, A or B, and non-adapter parameters."""
         return LocalPlan(trained=frozenset(_moving(task.params, task.server_round)))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

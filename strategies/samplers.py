@@ -39,7 +39,7 @@ def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
 
 
 def distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
-    """Return one random number per client, all different: sorting equal numbers would favour some clients."""
+    """Return one random number per client. All are different, because a sort of equal numbers favours some clients."""
     drawn = coins(num_clients)
     while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
         drawn = coins(num_clients)
@@ -85,7 +85,7 @@ class Everyone(Settings):
         return np.arange(num_clients)
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return ``event``, a round's privacy event, unchanged: all clients take part, so sampling adds no privacy."""
+        """Return the round's privacy event ``event`` unchanged, because without sampling there is no amplification."""
         del num_clients
         return event
 
@@ -116,7 +116,7 @@ class FixedSize(Settings):
         return np.flatnonzero(drawn <= np.sort(drawn)[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return ``event``, a round's privacy event, amplified by sampling. Adjacency: replace one client."""
+        """Return the round's privacy event ``event``, amplified by sampling. Adjacency: replace one client."""
         from fl_sim.privacy.events import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
 
         return amplify_fixed_size(event, self.cohort_size, num_clients)
@@ -153,7 +153,7 @@ class Poisson(Settings):
         return np.flatnonzero(takes_part(coins(num_clients), self.sampling_rate))
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return ``event``, a round's privacy event, amplified by sampling. Adjacency: add or remove one client."""
+        """Return the round's privacy event ``event``, amplified by sampling. Adjacency: add or remove one client."""
         from fl_sim.privacy.events import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
 
         del num_clients
@@ -191,9 +191,9 @@ class Cyclic(Settings):
 
     @property
     def rounds_apart(self) -> int:
-        """Return ``groups``. In any ``groups`` consecutive rounds a client takes part at most once.
+        """Return the number G of groups (``groups``). A client takes part at most once in any G consecutive rounds.
 
-        ``amplify`` gives the privacy cost of these rounds together.
+        ``amplify`` gives the privacy cost of G rounds together.
         """
         return self.groups
 
@@ -203,7 +203,7 @@ class Cyclic(Settings):
         return group if self.sampling_rate == 1 else group[takes_part(coins(len(group)), self.sampling_rate)]
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return ``event``, the privacy event of one round of a client's group, amplified by sampling in the group.
+        """Return the privacy event of G rounds, amplified by sampling. ``event``: that of one round without sampling.
 
         Adjacency: add or remove one client.
         """

@@ -84,14 +84,14 @@ class Scaffold(Averaging):
         return ServerState(params, broadcast={"control": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local plan that adds c - c_i to every gradient; with "niid-bench", to every step."""
+        """Return the local objective (``LocalPlan``): c - c_i is added to gradients; with "niid-bench", to steps."""
         correction = subtract(task.broadcast["control"], _own_control(task))
         if self.variant == "niid-bench":
             return LocalPlan(step_offset=correction)
         return LocalPlan(gradient_offset=correction)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: y_i - x and c_i+ - c_i, with the new control variate c_i+ as client state.
+        """Return the update: y_i - x and c_i+ - c_i. The new control variate c_i+ is stored as client state.
 
         c_i+ = c_i - c + (x - y_i) / (K eta); in the variant "momentum", a_i eta replaces K eta.
         """

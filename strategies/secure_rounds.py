@@ -69,7 +69,7 @@ def names_of(cohort: Sequence[int]) -> Params:
 def quantised(
     values: NDArray[np.float64], scale: float, rounding: str, coins: Callable[[], np.random.Generator]
 ) -> NDArray[np.int64]:
-    """Return ``values`` times ``scale``, rounded to integers.
+    """Return ``values`` times ``scale``, rounded to integers, to which masks can be added.
 
     ``coins``: a function that creates the random generator of stochastic rounding.
     """
@@ -157,7 +157,7 @@ class SecureRounds(Layer):
         return self.inner.consult(server_round, ask) + Traffic(down, up)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the round's cohort, and store it for the masks."""
+        """Return the round's cohort, and store it: masks are agreed on among its clients."""
         drawn = self.inner.cohort(server_round, coins)
         self.clients = tuple(drawn.clients.tolist())
         return drawn
@@ -238,9 +238,9 @@ class ClientMasks(ClientLayer):
         return replace(task, broadcast={name: one for name, one in task.broadcast.items() if name != GROUP})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the client's masked numbers, without its loss and its number of records.
+        """Return the client's masked numbers. Its loss and its number of records are not sent.
 
-        Raises RunError if a number is not in the range, or if the client has too many records.
+        Raises RunError if a number exceeds ``clipping_range``, or if the client has more than ``most_records`` records.
         """
         del task, trained
         settings, bits = self.settings, self.settings.bits
@@ -277,7 +277,7 @@ class ClientMasks(ClientLayer):
         return {first: Size(0, self._num_bytes(template)), **dict.fromkeys(others, Size(0))}
 
     def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
-        """Return the reply with the client's masked numbers as its only tensor."""
+        """Return the client's reply with one tensor, the masked integers, which the server adds up."""
         del server_round
         count = sum(map(num_parameters, template.values())) + EXTRA
         numbers = unpacked(reply.packed[next(iter(template))].bits, count, self.settings.bits)

@@ -92,7 +92,7 @@ class FedAdam(Averaging):
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: a step that divides each coordinate by the root of v, its mean square."""
+        """Return the next server state, after a step whose coordinates are divided by the root of v (mean squares)."""
         beta = self.beta_2
         return _adaptive_step(
             server,
@@ -123,9 +123,9 @@ class FedYogi(Averaging):
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: a step that divides each coordinate by the root of v.
+        """Return the next server state, after a step whose coordinates are divided by the root of v.
 
-        v follows Delta^2, and changes by (1 - beta_2) Delta^2 at most.
+        v moves towards Delta^2, by at most (1 - beta_2) Delta^2 in a round.
         """
         share = 1 - self.beta_2
         return _adaptive_step(

@@ -26,8 +26,8 @@ Step: TypeAlias = Callable[[Params, list[Params], int], Params]
 class StepOnModels(Layer):
     """The layer that stores the clients' models of a round, from which ``step`` then computes the server's model.
 
-    ``models``: the models of the last round's clients with records, in the order of clients. ``step`` is set by a stage
-    before the first round.
+    ``models``: the models of the last round's clients with records, in the order of clients. ``step``: a function from
+    these models to the server's model; a stage sets it before the first round.
     """
 
     models: list[Params] = field(default_factory=list)

@@ -24,7 +24,7 @@ Train: TypeAlias = Callable[[ServerState, int], Payloads]
 class ServerUpdate(Layer):
     """The layer that gives the aggregator the server's own update of the round (``Cohort.own``).
 
-    ``train`` is set by a stage before the first round.
+    ``train``: a function that trains at the server; a stage sets it before the first round.
     """
 
     train: Train | None = None

@@ -184,7 +184,7 @@ class FedAsync(_Asynchronous):
         if aggregate is None:
             return server
         share = self.mixing * self._weight(arrival.staleness)
-        arrived = add(arrival.start, aggregate.payloads["delta"])  # the paper's y, the client's model
+        arrived = add(arrival.start, aggregate.payloads["delta"])  # y in the paper: the client's model
         return replace(server, params=add(scale(server.params, 1 - share), arrived, share))
 
     def _check_algorithm(self, algorithm: object, chosen: str) -> None:
@@ -225,11 +225,10 @@ class FedBuff(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server state after a full buffer of updates.
+        """Return the server state after one server step with all updates in the full buffer.
 
-        The state is unchanged if no client in the buffer has records.
-
-        ``clients``: the number of clients that hold records.
+        If no client in the buffer has records, the state is unchanged. ``clients``: the number of clients that hold
+        records.
         """
         replies = tuple(self._weighed(arrival) for arrival in arrivals)
         aggregate = WeightedMean().mean(Cohort(server_round, replies, clients, self.buffer), self.weighting)

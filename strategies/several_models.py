@@ -105,8 +105,8 @@ class SeveralModels(Layer):
     """Base class of the layers of algorithms with several models, of which each client trains one.
 
     ``chosen``: {client: index of the model of its last round}. ``counts``: the number of clients of each model in the
-    last round; empty before the first round. ``column``: the name of the column in ``clients.csv`` with each client's
-    model.
+    last round; empty before the first round. ``column``: the name of a column in the file ``clients.csv``. The column
+    lists each client's model.
     """
 
     column: ClassVar[str] = "chosen_model"
@@ -168,7 +168,7 @@ class OneUpdate(SeveralModels):
             )
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Store which model each client chose, and return the updates from the inner layer."""
+        """Store which model each client chose. Return the updates as the inner layer returns them."""
         found = {one.client: int(one.payloads[CHOSEN]["share"].abs().argmax()) for one in replies if one.num_examples}
         self.chosen |= found
         count = Counter(found.values())
@@ -213,7 +213,7 @@ class ClientOneUpdate(ClientLayer):
         return replace(update, payloads=payloads, packed={**update.packed, **packed})
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the size of each model's payload: one update for the first model, and 0 for all other models."""
+        """Return the payload size of each model: that of one update for the first model, 0 for all other models."""
         del model
         size = flattened(template[delta_name(0)]).flat.numel()
         return {delta_name(j): Size(size if j == 0 else 0) for j in range(self.num_models)}

@@ -57,7 +57,7 @@ def _in_largest_cluster(points: NDArray[np.float64]) -> NDArray[np.bool_]:
     from sklearn.cluster import MeanShift, estimate_bandwidth  # noqa: PLC0415 (a second to import)
 
     if not (bandwidth := estimate_bandwidth(points, quantile=0.5)):
-        return np.ones(len(points), dtype=bool)  # bandwidth 0 (one point, or half of them equal): one cluster
+        return np.ones(len(points), dtype=bool)  # bandwidth 0 (one point, or half of the points are equal): take all
     labels = MeanShift(bandwidth=bandwidth).fit(points).labels_
     largest: NDArray[np.bool_] = labels == np.bincount(labels).argmax()
     return largest

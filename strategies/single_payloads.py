@@ -20,7 +20,7 @@ class Learning(Protocol):
     """An algorithm whose server learns from each client's payload, not from a mean."""
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state after learning from a round's payloads. ``server``: the state after ``merge``."""
+        """Learn from a round's payloads, and return the new server state. ``server``: the state after ``merge``."""
         ...
 
 
@@ -33,7 +33,7 @@ class SinglePayloads(OwnPart):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SinglePayloads | None:
-        """Return the layer. It has no state to resume."""
+        """Return the layer for a run. It has no state that a resumed run would need."""
         del out, progress
         return cls(experiment.algorithm)
 

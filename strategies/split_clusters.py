@@ -164,7 +164,7 @@ class SplitClusters(SeveralModels):
         return Aggregate(payloads, cohort.participation(trained_on)) if means else None
 
     def _leaving(self, trained: Sequence[Reply], norms: Sequence[float], server_round: int) -> list[int]:
-        """Return the clients that leave their cluster for a new one; empty if the cluster is not split.
+        """Return the clients that leave their cluster for a new cluster. Empty if the cluster is not split.
 
         ``trained``: the updates of the cluster's clients with records. ``norms``: the norm of the mean update, and the
         largest norm of an update.
@@ -232,8 +232,8 @@ def cosines_of(replies: Sequence[Reply]) -> NDArray[np.float64]:
 def two_parts(cosines: NDArray[np.float64], linkage: Literal["complete", "single"]) -> NDArray[np.bool_]:
     """Split clients into two groups, and return a mask of the group without the first client, shape (clients,).
 
-    Groups of clients are joined until two are left. Each time, the two groups with the largest similarity are joined:
-    the smallest cosine between their clients for "complete", or the largest one for "single".
+    Groups of clients are joined until two are left. Each time, the two most similar groups are joined. The similarity
+    of two groups is the smallest cosine between their clients for "complete", or the largest cosine for "single".
     """
     from scipy.cluster import hierarchy  # noqa: PLC0415 (scipy loads slowly)
 
@@ -244,7 +244,7 @@ def two_parts(cosines: NDArray[np.float64], linkage: Literal["complete", "single
 
 
 def _delta(cluster: int) -> str:
-    """Return the name of a cluster's mean update in the aggregate. Cluster 0 has the name of FedAvg's update."""
+    """Return the payload name of a cluster's mean update. For cluster 0 it is "delta", as in FedAvg."""
     return delta_name(cluster) if cluster else DELTA
 
 

@@ -15,7 +15,7 @@ from strategies.samplers import Coins
 
 
 class TimedRounds(Layer):
-    """Leaves out clients that would be late by the virtual clock, and limits the number of local steps."""
+    """Leaves out clients that would miss the deadline by the virtual clock, or limits their local steps."""
 
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment

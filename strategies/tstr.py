@@ -80,7 +80,7 @@ class Tstr(Settings):
     def names(self, model: str) -> tuple[str, ...]:
         """Return the names of the classifiers to train, each name once.
 
-        ``model``: name of the experiment's own model.
+        ``model``: the name that replaces "model", the experiment's own model.
         """
         return tuple(dict.fromkeys(model if name == OWN else name for name in self.classifiers))
 

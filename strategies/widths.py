@@ -70,7 +70,7 @@ class MeanOfHolders(Layer):
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Return ``server`` unchanged. Raises UserError for a model with layers that cannot be made narrower."""
+        """Raise UserError if the model has layers that cannot be made narrower. Return ``server`` unchanged."""
         from fl_sim.narrow_models import check_narrowable  # noqa: PLC0415 (it loads torch)
 
         del experiment

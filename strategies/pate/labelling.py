@@ -51,7 +51,7 @@ class VotingMechanism(Protocol):
         ...
 
     def charges(self) -> tuple["dp_event.DpEvent | None", "dp_event.DpEvent"]:
-        """Return the privacy events of a query: the event of its test (None without a test) and that of its answer."""
+        """Return the privacy events of one query: (event of its test, or None without a test; event of its answer)."""
         ...
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
@@ -210,11 +210,11 @@ class Labelling(Settings):
     def open_ledger(
         self, path: Path | None, receipt: "Receipt | None" = None, *, holder: str = "this labelling"
     ) -> "Ledger":
-        """Return the privacy ledger of the private records.
+        """Return the privacy ledger of the private records: the list of all charged privacy costs.
 
         ``path``: the file of the ledger; None for a ledger in memory. ``receipt``: number and digest of earlier
-        charges, with which the file must begin. ``holder``: a name, for error messages, of the results of these
-        charges.
+        charges. The file must begin with these charges. ``holder``: what these charges paid for, such as "this
+        labelling"; it is quoted in error messages.
         """
         from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
@@ -249,7 +249,7 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries whose cost ``planned`` states. The number does not depend on the votes."""
+        """Return the number of queries whose cost ``planned`` contains. It is known before the teachers vote."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
@@ -321,7 +321,7 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
 
 def answer_to(query: int) -> str:
-    """Return the name of the ledger's charge for the answer to ``query``; queries are counted from 0."""
+    """Return the name under which the ledger charges the answer to ``query``. Queries are counted from 0."""
     return f"answer to query {query}"
 
 
@@ -346,12 +346,12 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
     if test is None:
         return answer
     both = (test.noise_multiplier**-2 + answer.noise_multiplier**-2) ** -0.5
-    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # slightly less noise, as a margin for rounding errors
+    return dp_event.GaussianDpEvent(both * (1 - 1e-9))  # a margin for rounding errors: slightly less noise
 
 
 @dataclass
 class _DataDependentBudget:
-    """Checks a data-dependent budget before each query; with a data-independent budget, it allows all queries.
+    """Checks before each query that a data-dependent budget covers it. Does nothing for other budgets.
 
     ``curve``: the data-dependent Renyi curve of the queries so far, at the accountant's orders.
     """

@@ -13,7 +13,7 @@ from torch import nn
 if TYPE_CHECKING:
     from sklearn.ensemble import RandomForestClassifier
 
-_WIDENING: Final = 4  # the number of output channels of a bottleneck block, divided by the number of its inner channels
+_WIDENING: Final = 4  # in a bottleneck block: number of output channels / number of inner channels
 _LEAST: Final = 1e-3
 """The least probability of a class in a forest's output, so that no cross-entropy is infinite."""
 
@@ -58,7 +58,7 @@ def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module
 
 def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     """Return ``layer`` with weight normalisation and the paper's random initial weight directions."""
-    nn.init.normal_(layer.weight, std=0.05)  # short weight vectors, so that a step of Adam changes their direction more
+    nn.init.normal_(layer.weight, std=0.05)  # short weight vectors: then a step of Adam changes their direction more
     normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
     return normalised
 

@@ -49,7 +49,7 @@ from strategies.pate.student import (
     view,
 )
 
-_LATENT: Final = 100  # the generator's input has this many random numbers
+_LATENT: Final = 100  # the number of random numbers in the GAN generator's input
 _START: Final = 500  # the number of records from which the initial scales of the weights are computed
 _DIRECTIONS: Final = 8  # the number of bins (directions) in a histogram of gradients
 _MOST_COMPARED: Final = 10_000
@@ -105,12 +105,12 @@ class FixMatch(Settings):
         with torch_kept():
             seed_torch(seed, "fixmatch student")
             generator = generator_for(seed, "fixmatch student")
-            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # saves a third of the time on a CPU
+            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # a third faster on a CPU
             return _FixMatchRun(self, data, fast, generator).result(watch).to(memory_format=torch.contiguous_format)
 
 
 class _FixMatchRun:
-    """The state of a training run: network, averaged weights, predicted class frequencies, labels from neighbours."""
+    """The state of FixMatch's training: network, averaged weights, class frequencies, labels from neighbours."""
 
     def __init__(
         self, settings: FixMatch, data: StudentData, model: torch.nn.Module, generator: torch.Generator
@@ -179,9 +179,9 @@ class _FixMatchRun:
         return aligned / aligned.sum(dim=1, keepdim=True)
 
     def _agreement(self) -> torch.Tensor:
-        """Return 1 for each label that the averaged network predicts, else 0, shape (labelled records,).
+        """Return the labels' weights in training, (labelled records,): 1 if the averaged network agrees, else 0.
 
-        If the network predicts less than half of the labels, the result is 1 for all labels.
+        If the network agrees with less than half of the labels, it is not trusted, and all weights are 1.
         """
         agrees = (predict(self.average, self.data.labelled) == self.data.labels).float()
         return agrees if agrees.mean() >= 0.5 else torch.ones_like(agrees)
@@ -261,7 +261,7 @@ class _Game:
     def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             fake = self._forged(len(real))
-        # One pass for all records saves time, because every pass normalises the weights again.
+        # One forward pass for all records saves time, because every forward pass normalises the weights again.
         logits = self.head(self.body(torch.cat([labelled, real, fake])))
         ours, logits_real, logits_fake = torch.split(logits, [len(labelled), len(real), len(fake)])
         mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)
@@ -356,7 +356,7 @@ def descriptors(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(images: torch.Tensor) -> torch.Tensor:
-    """Return histograms of gradient directions in overlapping cells of images, shape (n, directions * cells)."""
+    """Return descriptors of images: histograms of gradient directions in overlapping cells, (n, directions * cells)."""
     smooth = 3 if min(images.shape[2:]) >= 16 else 1
     around = 2 + smooth // 2
     grey = torch.nn.functional.pad(images.mean(dim=1, keepdim=True), (around, around, around, around), mode="replicate")

@@ -150,7 +150,7 @@ class Pate(Settings):
         return split_off(dataset, self.public, self.public_records, seed)
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        """Return each teacher's shard of the private records, as indices into the training set.
+        """Return each teacher's shard (its private records), as indices into the training set.
 
         Raises UserError if the pool holds private records and ``overlap`` does not drop them, or if a teacher has no
         records.

@@ -32,7 +32,7 @@ class TrainingPart(Protocol):
     """An object with state in a student's training, such as the network, the optimiser or a random generator."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as values by name."""
+        """Return the object's state, as values by name, for a checkpoint."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
@@ -52,7 +52,7 @@ class Watch(Protocol):
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Record a step. ``step``: the number of steps so far. ``model``: the result if training ended now."""
+        """Record a training step. ``step``: the number of steps so far. ``model``: the student after this step."""
         ...
 
 
@@ -103,7 +103,7 @@ class Student(Protocol):
 
     @property
     def steps(self) -> int:
-        """Return the number of training steps. A run divides these steps equally among its rounds."""
+        """Return the number of the student's training steps. A PATE run divides them equally among its rounds."""
         ...
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
@@ -309,7 +309,7 @@ def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return ``records`` changed by the function ``move``, such as a rotation; only images are changed."""
+    """Return ``records``, changed by the function ``move``, such as a rotation, if they are images."""
     return move(records, generator) if records.ndim == 4 else records
 
 
@@ -336,13 +336,13 @@ class Batches:
         return {"order": self._order}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore the order of the next records."""
+        """Restore the order of the next records from a checkpoint."""
         self._order = state_dict["order"]
 
 
 @dataclass(frozen=True)
 class Coins:
-    """The state of all random generators: ``generator``, and torch's global ones for the CPU and the GPU."""
+    """Saves and restores the random generators of training: ``generator``, and torch's global ones (CPU and GPU)."""
 
     generator: torch.Generator
 
@@ -360,7 +360,7 @@ class Coins:
 
 
 def rise_and_cosine(step: int, steps: int) -> float:
-    """Return the learning rate's factor at ``step``: half a cosine from 1 to 0, times a warm-up over 20 steps."""
+    """Return the factor of the learning rate at ``step``: a half cosine from 1 to 0, with a warm-up of 20 steps."""
     return min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -379,7 +379,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 
 
 def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) -> None:
-    """Set the tensors of ``average`` to ``keep`` times themselves plus (1 - ``keep``) times those of ``model``."""
+    """Update a moving average of weights: ``average`` <- ``keep`` * ``average`` + (1 - ``keep``) * ``model``."""
     with torch.no_grad():
         for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
             if value.dtype.is_floating_point:
