@@ -60,7 +60,9 @@ def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = 
 
 
 def task_of(client: Client) -> ClientTask:
-    """Return the client task that the server's message to ``client`` names. Also set PyTorch's number of threads.
+    """Return the client task, such as training, that the server requests from ``client``.
+
+    The function also sets PyTorch's number of threads for this task.
 
     Raises RunError if the experiment has no such task, or if the client's policy forbids the task.
     """
@@ -73,7 +75,8 @@ def task_of(client: Client) -> ClientTask:
     task = tasks[name]
     if client.policy and type(task) is Train:
         task.check(client)
-    elif client.policy:  # a user's own task may send records without declaring it in ``reads_records``
+    # the class of a user's own task may state ``reads_records = False`` although the task sends records
+    elif client.policy:
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
     client.runtime.use_threads()
     return task
@@ -175,10 +178,11 @@ def owner_of(context: Context) -> Owner | None:
 
 
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Answer a message. On a node with its own data set, error messages to the server contain no paths and no records.
+    """Let the client answer a message, without paths and records in error messages to the server.
 
-    The function is a Flower mod: it wraps the handling of every message. The node's log contains the full error. A node
-    without its own data set sends its errors unchanged.
+    The function is a Flower mod: it wraps the handling of every message. A node (a machine with one client) may have
+    its own data set. Only then are paths and records removed from its error messages; the node's log contains the full
+    error. A node without its own data set sends its error messages unchanged.
     """
     if owner_of(context) is None:
         return call_next(message, context)
@@ -190,7 +194,7 @@ def discreet(message: Message, context: Context, call_next: Callable[[Message, C
 
 
 class _Reader:
-    """Unpacks the server's messages to clients. All messages of a round have equal tensors, which are unpacked once."""
+    """Unpacks the server's messages to clients. Equal tensors of one round are unpacked only once."""
 
     def __init__(self, runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> None:
         self._runtime_of = runtime_of

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Payer(Protocol):
-    """The facts that a layer needs to write a round's cost into a client's privacy ledger (as in ``Client``)."""
+    """The data with which a layer writes a round's privacy cost into a client's privacy ledger.
+
+    The class ``Client`` has these attributes, too.
+    """
 
     @property
     def number(self) -> int:
@@ -34,11 +37,11 @@ class Payer(Protocol):
 
     @property
     def run(self) -> str:
-        """The random name of the run: equal after a resume, and different in every other run."""
+        """The random name of the run. A resumed run keeps its name; two runs never have the same name."""
 
     @property
     def policy(self) -> Policy | None:
-        """The limits on privacy costs that the client's owner has set; None without limits."""
+        """The policy: the limits on privacy costs that the client's owner has set. None means no limits."""
 
     @property
     def ledger(self) -> Path:
@@ -57,10 +60,10 @@ class Payer(Protocol):
 class PaidRound:
     """A private round of a client. Its privacy cost is already in the client's privacy ledger.
 
-    ``jobs``: the inputs of the trainer, by model name; their plans contain private steps if the layer makes steps
-    private. ``ticket``: the proof that the cost is in the privacy ledger, for a worker without access to the client's
-    files. ``release``: a function that changes the algorithm's update, for example by clipping and noise. Compression
-    and similar layers get the changed update.
+    ``jobs``: the inputs of the trainer, by model name. If the layer makes local steps private (DP-SGD), the local plans
+    in these jobs contain private steps. ``ticket``: the proof that the cost is in the privacy ledger, for a worker
+    without access to the client's files. ``release``: a function that changes the algorithm's update, for example by
+    clipping and noise. Compression and similar layers get the changed update.
     """
 
     jobs: Mapping[str, LocalJob]
@@ -84,7 +87,10 @@ class ClientLayer:
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
-        """Return the local ``plan`` after this layer's changes. ``came``: the task before ``received`` changed it."""
+        """Return the local ``plan`` (the client's local objective) with this layer's changes.
+
+        ``came``: the client's task before this layer changed it in ``received``.
+        """
         del came
         return plan
 
@@ -100,10 +106,10 @@ class ClientLayer:
         return records
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound | None:
-        """Write the cost of a private round into the privacy ledger, and return the round.
+        """Write the privacy cost of a round into the client's privacy ledger, and return the private round.
 
-        Return None if this layer protects nothing. A layer may protect the local steps or the update. ``jobs``: the
-        inputs of the trainer, by model name. The name "" is the model that the client sends. Other names are models
+        Return None if this layer adds no privacy. A layer may make the local steps private, or the update. ``jobs``:
+        the inputs of the trainer, by model name. The name "" is the model that the client sends. Other names are models
         that stay on the client, such as a personal model.
         """
         del client, jobs
@@ -189,7 +195,7 @@ def _checked(name: str, wanted: Any) -> Any:
         said = f"{name} of {type(self.half).__name__}"
         try:
             made = getattr(self.half, name)(*given)
-        except Malformed:  # a malformed update is the fault of the client, not of the user's code
+        except Malformed:  # Malformed is raised for a client's wrong update, not for a mistake in the user's code
             raise
         except Exception:
             with error_context(said):
@@ -212,7 +218,8 @@ class OwnClientLayer(ClientLayer):
     planned = _checked("planned", LocalPlan)
     typical = _checked("typical", LocalPlan)
     shown = _checked("shown", "fl_sim.training.records:Records")
-    protected = _checked("protected", type(None))  # a user's own layer cannot promise privacy
+    # None is the only result: fl-sim cannot verify that a user's own layer protects anything
+    protected = _checked("protected", type(None))
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)
     model = _checked("model", Mapping)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fl_sim.training.stacked import StackedTrainer
 
 
-_OWN_TRAINER_LOCK = Lock()  # this lock is held while a user's own trainer runs: the trainer may not be thread-safe
+_OWN_TRAINER_LOCK = Lock()  # held while a user's own trainer runs, because this trainer is possibly not thread-safe
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CustomStart(Protocol):
     """
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return ``task`` with the client's initial parameters of the round. Their names and shapes must not change."""
+        """Return ``task`` with the client's initial parameters of the round; only their values may differ."""
         ...
 
 
@@ -73,7 +73,7 @@ class PredictingStart(Protocol):
 
     @property
     def start_passes(self) -> int:
-        """The number of times that one call of ``start`` predicts on each of the client's training records."""
+        """The number of predictions that one call of ``start`` makes for each training record of the client."""
         ...
 
 
@@ -151,7 +151,7 @@ class Client:
 
     @property
     def run(self) -> str:
-        """The random name of the run: equal after a resume, and different in every other run."""
+        """The random name of the run. A resumed run keeps its name; two runs never have the same name."""
         return self.config.run
 
     @property
@@ -172,12 +172,17 @@ class Client:
         return params
 
     def folder(self, name: str = "") -> Path:
-        """Return the folder ``name``/client-NUMBER of this run, for files such as the noise key of private results."""
+        """Return the folder ``name``/client-NUMBER of this run, for the client's private files.
+
+        An example of such a file is the noise key: the secret seed of the noise on the client's private results.
+        """
         return Path(self.config.state_dir) / name / f"client-{self.number}"
 
 
 class ClientTask(Protocol):
-    """A kind of request that a client can answer. Every experiment has training; stages and algorithms may add tasks.
+    """A kind of request that a client can answer. Every experiment has the task of training.
+
+    Stages (code before or after the rounds) and algorithms may add tasks.
 
     ``reads_records``: True if the answer depends on the client's records and the task adds no noise. A client's policy
     must allow such a task. ``reads_state``: True if the task uses ``Client.state``. The client state is then sent to
@@ -199,7 +204,11 @@ class Grouped(Protocol):
     """A task that computes several clients' answers in one computation to save time, such as DA-FL's generators."""
 
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
-        """Return each client's answer or error. An exception from a client's ``check`` aborts all clients."""
+        """Return for each client its answer, or the exception that ended its task.
+
+        A client's function ``check`` aborts tasks by an exception. This exception ends the computation for all
+        clients.
+        """
         ...
 
 
@@ -208,7 +217,7 @@ class Begun:
     """A private result that is not computed yet. Its privacy cost is already in the client's privacy ledger.
 
     ``ticket``: the proof that the cost is in the privacy ledger. It is sent to the worker. ``paid``: the values that
-    the task's ``finish`` needs later, such as the privacy ledger's receipt.
+    the task's ``finish`` needs later, such as the privacy ledger's receipt (its proof that the cost is written).
     """
 
     ticket: remote.Ticket
@@ -317,7 +326,7 @@ class ClientRuntime:
         return Trainer(self.model, load_kernel()[0], self.precision)
 
     def of_client(self, number: int) -> "ClientRuntime":
-        """Return the client runtime with the architecture of client ``number``."""
+        """Return the client runtime for client ``number``. Clients may have models of different architectures."""
         return self.by_architecture[number % len(self.by_architecture)] if self.by_architecture else self
 
     def sized(self, task: LocalTask) -> "ClientRuntime":
@@ -336,13 +345,17 @@ class ClientRuntime:
 
     @cached_property
     def own_trainers(self) -> tuple[LocalTrainer, ...]:
-        """Return the trainers that the algorithm defines. ``trainer`` trains only jobs that none of them supports."""
+        """Return the trainers that the algorithm itself defines.
+
+        A job is the trainer's input for one model of one client. If none of these trainers supports a job, ``trainer``
+        executes the job.
+        """
         if not isinstance(self.algorithm, Training):
             return ()
         return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))
 
     def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
-        """Return a function that trains the clients of ``jobs`` and returns one result per job, in the same order.
+        """Return a function that trains the clients of ``jobs``, and returns one result per job in the same order.
 
         The first of ``own_trainers`` that supports a job executes this job. ``trainer`` executes all other jobs
         together. ``stacked``: train all clients as one computation, if the algorithm defines no trainers. If local
@@ -412,7 +425,9 @@ class ClientRuntime:
 
 
 def prepared(jobs: Sequence[tuple[ClientRuntime, LocalJob]], *, stacked: bool = False) -> Callable[[], list[Trained]]:
-    """Return a function that trains the clients of ``jobs``, pairs (client runtime, job), and returns the results.
+    """Return a function that trains the clients of ``jobs`` and returns the results.
+
+    Each element of ``jobs`` is a pair: a client runtime, and a job (the trainer's input).
 
     Jobs with the same size and architecture of the model are trained together. The groups of jobs are trained one after
     another.

@@ -78,7 +78,10 @@ class Adapting(Protocol):
     """An algorithm that defines how a client adapts the received model. The default is one more round of training."""
 
     def adapted(self, task: LocalTask) -> FurtherModel:
-        """Return the training that adapts the received model to a client."""
+        """Return the training that adapts the received model to a client.
+
+        The result (``FurtherModel``) contains initial parameters, a local plan, and settings.
+        """
         ...
 
 
@@ -99,9 +102,9 @@ class EvaluateOwn:
     """The client task that counts correct predictions of a client's models on its own records, by class.
 
     ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if models
-    are measured on test records. ``trains``: True if models are also measured after further training.
-    ``fine_tune_epochs``: the number of epochs of fine-tuning (setting ``evaluate.fine_tune_epochs``). ``metrics``: the
-    user's own metrics on test records (setting ``evaluate.metrics``).
+    are measured on test records. ``trains``: True if models are also measured after further training by the client (one
+    more round, or fine-tuning). ``fine_tune_epochs``: the number of epochs of fine-tuning (setting
+    ``evaluate.fine_tune_epochs``). ``metrics``: the user's own metrics on test records (setting ``evaluate.metrics``).
     """
 
     own_records: OwnRecords

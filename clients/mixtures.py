@@ -46,10 +46,10 @@ class ClassMixture:
 
 @dataclass(frozen=True)
 class MixtureForm:
-    """The form of mixtures, and their form as rows of numbers.
+    """The settings of a client's Gaussian mixtures, and the encoding of each mixture as one row of numbers.
 
-    ``components``: the largest number of components K. ``covariance``: the form of covariances. ``added_variance``: the
-    number that is added to all variances.
+    ``components``: the largest number of components K. ``covariance``: the type of covariances (full, diagonal or
+    spherical). ``added_variance``: the number that is added to all variances.
     """
 
     components: int
@@ -100,11 +100,12 @@ class MixtureForm:
         fit = GaussianMixture(
             components, covariance_type=self.covariance, reg_covar=self.added_variance, random_state=seed
         )
-        # scikit-learn refuses a single record; two equal ones have the same mixture.
+        # scikit-learn refuses to fit a mixture to a single record. The record is given twice, which has the same
+        # mixture.
         given = records if len(records) > 1 else np.repeat(records, 2, axis=0)
-        # One thread, as the rounding of sums depends on the number of threads.
+        # The fit uses one thread, because the rounding of its sums depends on the number of threads.
         with threadpool_limits(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the last step of the fit is a mixture, too
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a fit that has not converged is a valid mixture, too
             try:
                 fit.fit(given)
             except ValueError as error:
@@ -127,7 +128,7 @@ class MixtureForm:
 
 
 def _root(covariance: Array) -> Array:
-    """Return the symmetric root of a covariance, whose negative eigenvalues count as 0."""
+    """Return the symmetric square root of a covariance matrix. Negative eigenvalues are replaced by 0."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(covariance))
     root: Array = (vectors * values.clamp(min=0).sqrt() @ vectors.T).numpy()
     return root

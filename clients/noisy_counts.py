@@ -116,7 +116,11 @@ def _answer(num_records: int, right: int) -> RecordDict:
 
 
 def _digest(client: Client) -> str:
-    """Return a digest of the run, the client, the round, and all tensors that determine the client's own model."""
+    """Return a digest that identifies a noisy count. A second request with this digest gets the stored count.
+
+    The digest is computed from the run, the client, the round, and all tensors that determine the client's own
+    model.
+    """
     digest = hashlib.sha256(f"{client.run} {client.number} {client.config.server_round}".encode())
     for name, params in {"": client.params, **client.broadcast.groups, **client.state}.items():
         for key, value in params.items():

@@ -110,7 +110,9 @@ def _cost_of_round(protection: ClientProtection, rate: float, rounds: int, steps
 
 @dataclass(frozen=True)
 class Releases:
-    """The names of a run's releases in privacy ledgers. A ledger charges a name only once for each noise key.
+    """The names under which a privacy ledger lists a run's releases (outputs with a privacy cost).
+
+    A ledger charges a name only once for each noise key (the secret seed of the noise).
 
     ``what``: the released numbers, such as "update". ``noise``: "secret" or "seeded". ``run_digest``: a digest of the
     experiment. It identifies a run with seeded noise in the ledger, because a repetition of such a run releases the
@@ -132,7 +134,7 @@ class Releases:
         """Write the cost of a client's round into its privacy ledger, and return the source of the round's noise.
 
         Return None if the budget is spent. Raises RunError if a policy forbids the release, or if this worker has
-        neither access to the ledger nor a ticket.
+        neither access to the ledger nor a ticket (the driver's proof that the cost is charged).
         """
         policy = client.policy
         if ticket := client.ticket:
@@ -168,7 +170,7 @@ class Releases:
 
 
 def ticket_of(noise: Noise) -> Ticket:
-    """Return the ticket of a round: the proof that its privacy cost is charged. ``noise``: the source of its noise."""
+    """Return a round's ticket: the proof that its privacy cost is charged. ``noise``: the source of its noise."""
     return Ticket(noise.key, noise.simulation_only)
 
 

@@ -48,7 +48,8 @@ KEY: Final = "key"
 
 _POOL: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
 
-_LONGEST: Final = 64 * 1024  # the largest size of a policy or a receipt, in bytes
+# the largest size of a policy file or of a stored receipt, in bytes: longer files are refused
+_LONGEST: Final = 64 * 1024
 
 _KEY_BYTES: Final = 32
 
@@ -142,8 +143,9 @@ class Policy:
         ``releases``: the private outputs, as {name: privacy event}. Raises RunError, and writes nothing, if the total
         would exceed the policy's epsilon. The server may choose each private output after it has seen the earlier
         outputs (adaptive composition). So the privacy costs are added at one Renyi order (a Renyi filter). The first
-        entries of the ledger determine this order. ``noise``: an identifier of the noise key. If an earlier entry of
-        the ledger has the same name and the same noise key, the output is the same, and has no further cost.
+        entries of the ledger determine this order. ``noise``: an identifier of the noise key (the secret seed of the
+        noise). If an earlier entry of the ledger has the same name and the same noise key, the output is the same, and
+        has no further cost.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
         with folder_lock(self.home):
@@ -165,7 +167,8 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The ledger's first charges determine this order: all charges before the first one with another noise key.
+        The first charges determine this order. They are all charges with the first noise key (secret seed) in the
+        ledger, before the first charge with another noise key.
         """
         if not charges:
             return 0.0

@@ -25,7 +25,7 @@ the sums by at most 2^-53 times the number of records.
 
 
 def longest_private(num_features: int, num_classes: int, protection: Protection) -> float:
-    """Return the largest norm of a vector z with which the rounded sums keep the sensitivity ``SENSITIVITY``.
+    """Return the largest norm of z with which the sensitivity of the rounded sums is at most ``SENSITIVITY``.
 
     Raises UserError if the rounding grid of the noise is too coarse for the size of the sums.
     """

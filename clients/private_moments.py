@@ -3,7 +3,8 @@
 The features are the inputs of a model's last layer. The moments of a class are the number, the sum and the sum of outer
 products of its features. The privacy unit is one record, which is in one class. Adjacency is zero-out: one record is
 replaced by nothing, while the numbers of clients and of their records stay public. The features of all other records do
-not change, because the caller computes the features of each record separately, always at the same position of a batch.
+not change: the caller computes the feature of each record separately, and puts the record at the same position of a
+batch each time.
 """
 
 import json
@@ -69,11 +70,12 @@ class Protection:
 class MomentsRelease:
     """The name and the files of one client's noisy moments.
 
-    Sets of noisy moments with equal ``name`` can differ only by the noise key. ``folder``: the folder of the noise key,
-    and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner has set a
-    ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the type of
-    the sums, such as "class moments", for the privacy ledger. ``setting``: the setting with the noise, for error
-    messages.
+    Each ledger covers one client's records. Two sets of noisy moments with the same ``name`` in a ledger have the same
+    settings. They can differ only if their noise keys (the secret seeds of the noise) differ. ``folder``: the folder of
+    the noise key, and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner
+    has set a ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the
+    type of the sums, such as "class moments", for the privacy ledger. ``setting``: the setting with the noise, for
+    error messages.
     """
 
     name: str
@@ -121,11 +123,11 @@ def released_moments(
 def begin_release(
     num_records: int, shape: tuple[int, int], protection: Protection, release: MomentsRelease
 ) -> Array | PaidNoise:
-    """Write the privacy cost of the moments into the privacy ledger, and return the noise and the ledger's receipt.
+    """Write the privacy cost of the moments into the privacy ledger, and return the noise and a receipt.
 
-    The function reads no record. If the noisy moments exist already, it returns them, at no privacy cost. For a client
-    without records, it returns zeros, at no privacy cost. ``shape``: the shape of the moments. Raises the errors of
-    ``released_moments``.
+    The receipt is the ledger's proof that the cost is charged. The function reads no record. If the noisy moments exist
+    already, it returns them, at no privacy cost. For a client without records, it returns zeros, at no privacy cost.
+    ``shape``: the shape of the moments. Raises the errors of ``released_moments``.
     """
     if release.policy:
         release.policy.check_noise(protection.noise, release.setting)
@@ -140,7 +142,7 @@ def begin_release(
 
 
 def finish_release(release: MomentsRelease, paid: PaidNoise, moments: Array) -> Array:
-    """Store the noisy ``moments``, delete the noise key, and return ``moments``."""
+    """Store the noisy ``moments``, delete the noise key (the secret seed of the noise), and return ``moments``."""
     said = {"receipt": json.dumps(paid.receipt.to_json())}
     write_private(release.folder / _RELEASE, save({"moments": torch.from_numpy(moments)}, said))
     (release.folder / KEY).unlink(missing_ok=True)

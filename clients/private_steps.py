@@ -80,7 +80,10 @@ class ClientPrivateSteps(ClientLayer):
     clipping: Clipping = FLAT
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return ``task`` without class counts, and with equal weights for all clients with records."""
+        """Return ``task`` without class counts, and with an equal weight for every client that has records.
+
+        Exact class counts and weights would reveal facts about the records.
+        """
         return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
@@ -95,7 +98,9 @@ class ClientPrivateSteps(ClientLayer):
         return RECORDS
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:
-        """Return the jobs with private steps, after writing their joint cost into the client's privacy ledger.
+        """Write the joint privacy cost of all ``jobs`` into the client's privacy ledger, and return a private round.
+
+        The jobs (the trainer's inputs, one for each model of the client) get private steps.
 
         If the client's budget does not allow the round, the jobs have no records. The client then trains nothing and
         has weight 0. Raises UserError for a local plan with terms that private steps do not support.
@@ -121,7 +126,7 @@ class ClientPrivateSteps(ClientLayer):
         return replace(job, plan=replace(job.plan, private=steps))
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the update without a loss, and with weight 0 if the client did not train."""
+        """Return the update without the training loss, which has no noise. A client that did not train has weight 0."""
         del came, task
         return replace(update, loss=None, num_examples=min(1, trained.num_steps))
 

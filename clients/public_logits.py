@@ -16,7 +16,10 @@ from fl_sim.errors import Malformed
 
 @dataclass(frozen=True)
 class TellLogits:
-    """The client task that predicts with the client's initial model of the round. It changes no client state."""
+    """The client task that computes logits with the client's initial model of the round.
+
+    It changes no client state.
+    """
 
     reads_records: ClassVar[bool] = True
     reads_state: ClassVar[bool] = True

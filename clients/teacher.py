@@ -124,5 +124,5 @@ def forest_votes(
 
 
 def as_table(inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return records of any shape as rows of numbers, shape (n, features)."""
+    """Return records of any shape as a table for the forest: one row of numbers per record, shape (n, features)."""
     return inputs.reshape(len(inputs), -1)

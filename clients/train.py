@@ -55,9 +55,9 @@ class TrainingJob:
 
     ``job``: the input of the trainer. ``further``: the inputs for further models of the client, such as a personal
     model, by name (``FurtherModels``). ``paid``: the private rounds of the layers that protect the client. ``came``:
-    for each layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to
-    tensors that the algorithm's code must only read. The first guard covers the broadcast. A second guard covers the
-    pool (the clients' shared summaries) and the client state, if any.
+    for each layer, innermost first, the task before that layer changed it. ``guards``: detectors of writes to tensors
+    that the algorithm's code must only read. The first guard covers the broadcast (the tensors that all clients
+    receive). A second guard covers the pool (the clients' shared summaries) and the client state, if any.
     """
 
     client: Client
@@ -181,7 +181,7 @@ class TrainingJob:
 
 
 def _protected(client: Client, jobs: Mapping[str, LocalJob]) -> tuple[Mapping[str, LocalJob], tuple[PaidRound, ...]]:
-    """Return the trainer's inputs after the changes of all private layers, and the layers' private rounds."""
+    """Return the trainer's inputs after the changes of all protecting layers, and each such layer's private round."""
     paid = list[PaidRound]()
     for layer in client.runtime.layers:
         if one := layer.protected(client, jobs):

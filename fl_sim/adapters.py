@@ -75,7 +75,7 @@ class Adapted(nn.Module):
         return self.lora_dropout > 0
 
     def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs`` after the adapter's dropout. Only the matrices A and B use the result."""
+        """Return ``inputs`` after the adapter's dropout. The result enters only the product B A, not the weights W."""
         return functional.dropout(inputs, self.lora_dropout, self.training) if self.lora_dropout else inputs
 
     def _own(self, name: str) -> torch.Tensor:
@@ -257,7 +257,7 @@ def _is_called(name: str, target: str) -> bool:
 
 
 def _shared_in(model: nn.Module) -> set[int]:
-    """Return the ids of the layers of ``model`` that share a parameter with another layer, such as a tied embedding.
+    """Return the layers of ``model`` that share a parameter with another layer (tied embeddings), by ``id``.
 
     These layers get no adapter, because an adapter changes the weights of only one layer.
     """

@@ -105,7 +105,7 @@ class Timm(ImageModel):
             raise _missing("timm", f"timm:{self.name}", "timm") from error
         if not timm.is_model(self.name):
             raise _unknown("timm", self.name, timm.list_models())
-        # vision transformers need the size of the images
+        # vision transformers (unlike convolutional networks) must be built for the size of the images
         is_fixed = timm.get_pretrained_cfg_value(self.name, "fixed_input_size")
         sized = {"img_size": (height, width)} if is_fixed else {}
         model: nn.Module = timm.create_model(
@@ -146,7 +146,7 @@ class HuggingFace:
         return model
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files that define the model: its configuration and its weights."""
+        """Return the paths of the files that define the model: its configuration and its weights."""
         folder = self._folder()
         found = sorted(folder.glob("*.safetensors"))
         if not found:

@@ -36,7 +36,7 @@ class Clipping:
         return math.hypot(*(self.layer_norms[layer] for layer in self.parts(names)))
 
     def shares(self, names: Iterable[str]) -> list[float]:
-        """Return the largest allowed norm of each part of the gradient (see ``parts``), divided by the clipping norm C.
+        """Return the norm to which each part of the gradient is clipped (see ``parts``), divided by C.
 
         C is the clipping norm of the whole gradient. The squares of the results add up to 1.
         """
@@ -46,7 +46,7 @@ class Clipping:
         return [self.layer_norms[layer] / self.norm(0.0, names) for layer in parts]
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return {part: names of its parameters}, for the parts of the gradient that are clipped separately.
+        """Return the parts of a gradient that are clipped separately, as {part: names of its parameters}.
 
         The parts are in the order of ``names``. With ``by_layer``, each layer is a part. Otherwise there is one part,
         with the name "". Raises ValueError if the parameters of a layer do not directly follow each other in ``names``.

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrivateRecords:
-    """One client's own records as the input of a generator, scaled only by public constants. SENSITIVE.
+    """One client's own records as the input of a generator, scaled only by public constants.
 
-    ``inputs``: float32 in [-1, 1], (n, *input shape). ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
-    the columns of a table, if they are known. Then (inputs + 1) / 2 is in the units of the columns. ``features``: the
-    version of the public features (such as scattering) in ``inputs``; empty if ``inputs`` are original records.
+    The records are SENSITIVE: they must stay on the client. ``inputs``: float32 in [-1, 1], (n, *input shape).
+    ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``: the columns of a table, if they are known. Then
+    (inputs + 1) / 2 is in the units of the columns. ``features``: the version of the public transform (such as
+    scattering) that made ``inputs`` from the original records; empty without a transform.
     """
 
     inputs: torch.Tensor
@@ -35,12 +36,12 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class GeneratorBill:
-    """The privacy cost of a client's synthetic records: the privacy event ``event``, ``steps`` times.
+    """The privacy cost (bill) of a client's synthetic records: that of ``steps`` executions of one mechanism.
 
-    The cost is computed only from public numbers. ``noise_multiplier``: the standard deviation of the noise on a sum,
-    divided by the clipping norm of one record; 0 means no protection (epsilon inf). ``refused``: empty, or the reason
-    why the privacy budget allows no useful synthetic records. After a refusal, no synthetic records are made, and there
-    is no privacy cost.
+    ``event``: the mechanism, as an event for the privacy accountant. The cost is computed only from public numbers.
+    ``noise_multiplier``: the standard deviation of the noise on a sum, divided by the clipping norm of one record; 0
+    means no protection (epsilon inf). ``refused``: empty, or the reason why the privacy budget allows no useful
+    synthetic records. After a refusal, no synthetic records are made, and there is no privacy cost.
     """
 
     event: dp_event.DpEvent
@@ -69,7 +70,9 @@ Made: TypeAlias = "torch.Tensor | Exception"
 
 
 class Generator(Protocol):
-    """A private generator: it makes synthetic records, and computes their privacy cost. Its settings are immutable.
+    """A private generator: it makes synthetic records, and computes their privacy cost.
+
+    The settings of a generator are immutable.
 
     The privacy unit is one record, which is added or removed.
     """
@@ -146,7 +149,7 @@ class ShortenedGenerator(Protocol):
 
 
 def generate_all(generator: Generator, requests: Sequence[GeneratorRequest], check: Check = lambda: None) -> list[Made]:
-    """Return for each client's request the synthetic records, or the error if ``generator`` failed for this client."""
+    """Return for each client its synthetic records, or the exception if ``generator`` failed for this client."""
     if isinstance(generator, StackedGenerator):
         return generator.generate_stacked(requests, check)
     made: list[Made] = []

@@ -113,9 +113,9 @@ class _Selection(Settings):
         """Return the privately selected number of synthetic records of each class, (num_classes,).
 
         These numbers may be published, once their privacy cost is in the privacy ledger. ``class_counts``: the client's
-        own number of records of each class, (num_classes,), SENSITIVE. ``largest``: R, the public largest number of
-        synthetic records of one class. ``noise``: the noise of this client and this selection. The same noise key
-        always gives the same numbers.
+        own number of records of each class, (num_classes,), SENSITIVE (must stay secret). ``largest``: R, the public
+        largest number of synthetic records of one class. ``noise``: the noise of this client and this selection. The
+        same noise key (the secret seed of the noise) always gives the same numbers.
         """
         held = np.asarray(class_counts, dtype=np.int64)
         assert held.ndim == 1
@@ -124,7 +124,8 @@ class _Selection(Settings):
             return np.zeros_like(held)
         _check(gamma, largest)
         first, second = noise.uniform(4 * len(held), purpose="label selection", server_round=0).reshape(2, 2, -1)
-        # Two random words for each uniform number allow probabilities down to 2^-107 (one word: 2^-53).
+        # Each number in ``coins`` is made from two random numbers of 53 bits, so it can be as small as 2^-107. So even
+        # events of this probability can occur. A single random number would end at 2^-53.
         coins = first + second * 2.0**-53 + 2.0**-107
         drawn = self._draw(coins, held, gamma, largest)
         least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
@@ -140,8 +141,8 @@ class _Selection(Settings):
     def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
         """Return one selected number of synthetic records per class.
 
-        ``held``: the client's number of records per class, (num_classes,), SENSITIVE. ``coins``: uniform random numbers
-        in (0, 1], (2, num_classes).
+        ``held``: the client's number of records per class, (num_classes,), SENSITIVE (must stay secret). ``coins``:
+        uniform random numbers in (0, 1], (2, num_classes).
         """
         raise NotImplementedError
 
@@ -246,7 +247,8 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
     start = np.minimum(whole, highest)
     sides = start - lowest + 1, np.maximum(highest - whole, 0)
-    with np.errstate(divide="ignore"):  # a side of the target without numbers has log 0 = -inf
+    # if no number is on a side of the target, this side has probability 0, and log 0 = -inf
+    with np.errstate(divide="ignore"):
         left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
     log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
     # Compare the uniform number with the probability of the less likely side: floats near 0 have a finer resolution.

@@ -40,9 +40,12 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-_UP: Final = 1 + 2.0**-50  # a factor that keeps the noise at least as large as in the bill, despite rounding
+# a factor for the noise: despite rounding, it is then not smaller than the stated privacy cost (bill) assumes
+_UP: Final = 1 + 2.0**-50
 _STEPS: Final = 1000  # the number of steps of mirror descent
-_GROWTH, _CUT = 1.2, 0.5  # learning rate factors: the first after a step that does not raise the loss, else the second
+# factors of mirror descent's learning rate: _GROWTH after a step that does not raise the loss, _CUT after a step that
+# does
+_GROWTH, _CUT = 1.2, 0.5
 
 
 class Marginals(Settings):
@@ -109,14 +112,15 @@ class Marginals(Settings):
         present = np.flatnonzero(counts)
         if not len(present):
             return records.inputs[:0]
-        # Records of a class without synthetic records are not counted in any cell.
+        # If a class gets no synthetic records, its real records are left out: they are not counted in any cell.
         own = np.isin(records.labels.numpy(), present)
         cells = cells_of((records.inputs.numpy()[own] + 1) / 2, columns)
         labels = np.searchsorted(present, records.labels.numpy()[own])
         table = CellTable(cells, labels, len(present), tuple(column.cells for column in columns))
         z = bill.noise_multiplier
         z_of_twos = z / math.sqrt(1 - self.columns_share - self.pairs_share)
-        most = max(1, len(table.sizes) - 1)  # the largest number of pairs, as they form a forest
+        # the pairs are the edges of a forest, and a forest over n columns has at most n - 1 edges
+        most = max(1, len(table.sizes) - 1)
         ones, std_of_ones = released(table.ones(), z / math.sqrt(self.columns_share), noise, "columns")
         epsilon = math.sqrt(8 * self.pairs_share * _rho(z) / most)
         edges = chosen_pairs(table, ones, z_of_twos * math.sqrt(most), epsilon, noise)
@@ -244,7 +248,9 @@ def records_of(cells: NDArray[np.int64], columns: Sequence[Column]) -> NDArray[n
 
 @dataclass(frozen=True)
 class CellTable:
-    """Records of a table, in which every value is replaced by the index of its cell. SENSITIVE.
+    """Records of a table, in which every value is replaced by the index of its cell (bin).
+
+    SENSITIVE: these are a client's private records.
 
     ``rows``: the cell of each record in each column, (records, columns). ``labels``: the class of each record,
     (records,). ``sizes``: the number of cells of each column.

@@ -30,7 +30,8 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-_UP: Final = 1 + 2.0**-50  # a factor that keeps the noise at least as large as in the bill, despite rounding
+# a factor for the noise: despite rounding, it is then not smaller than the stated privacy cost (bill) assumes
+_UP: Final = 1 + 2.0**-50
 _COUNT: Final = (
     0.25  # the weight of the record count in the first noisy sums of images; the largest record norm has weight 1
 )
@@ -214,8 +215,9 @@ class GaussianRelease:
         """Return the noisy sum of the vectors (u, triangle of uu') of a class, and the noise's standard deviation.
 
         u is a row of ``rows``, clipped to norm 1. The whole vector (u, uu') is then clipped to a norm slightly below
-        ``LONGEST``, so that the sensitivity ``LONGEST`` also holds after rounding. The allowance of
-        ``clipping_norm_on_grid`` covers the rounding of a product of three rounded numbers. ``label``: the class.
+        ``LONGEST``, so that the sensitivity ``LONGEST`` also holds after rounding. The function
+        ``clipping_norm_on_grid`` computes this slightly smaller norm. It allows for the rounding of a product of three
+        rounded numbers. ``label``: the class.
         """
         std = self.noise_multiplier * LONGEST
         size = num_moments(rows.shape[1]) - 1

@@ -128,12 +128,12 @@ class DaFl(Settings):
 
     @property
     def replaces_records(self) -> bool:
-        """Return True if clients train only on the pool."""
+        """Return True if clients train only on the pool (the synthetic records of all clients)."""
         return self.train_on == "synthetic"
 
     @property
     def supplies_rounds(self) -> bool:
-        """Return True if clients train on the pool in the rounds."""
+        """Return True if clients train on the pool (the synthetic records of all clients) in the rounds."""
         return self.train_on != "own"
 
     def gamma_of(self, client: int) -> float:
@@ -143,8 +143,9 @@ class DaFl(Settings):
     def release_of(self, client: int, seed: int, features: str = "") -> str:
         """Return the name under which a privacy ledger lists the synthetic records of ``client``.
 
-        Sets of synthetic records with equal names can differ only by the noise key. ``features``: the version of the
-        public features in the client's records. It is empty for original records.
+        Each ledger covers one client's records. Two sets of synthetic records with the same name in a ledger have the
+        same settings. They can differ only if their noise keys (the secret seeds of the noise) differ. ``features``:
+        the version of the public transform of the records; empty if the records are not transformed.
         """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
         settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}

@@ -4,9 +4,10 @@ The method is that of Tang, Wang, Liu 2023. Private label selection (PLS) determ
 each class. The private generator (PSG) makes the records. The privacy unit is one record, which is added or removed.
 Three things are public: the number of records of a client, gamma, and the range of the selected numbers. Before the
 records are made, the privacy costs of label selection and generator are written into the client's privacy ledger. A
-private folder of the client stores the noise key. So a run that was killed makes the same synthetic records again, at
-no further privacy cost. Later the folder stores the finished share. The privacy ledger is in another place, and remains
-when the folder is deleted. It contains the privacy costs of everything that was published about the client's records.
+private folder of the client stores the noise key (the secret seed of the noise). If a run is killed and resumed, it
+makes the same synthetic records again with this key, at no further privacy cost. Later the folder stores the finished
+share. The privacy ledger is in another place, and remains when the folder is deleted. It contains the privacy costs of
+everything that was published about the client's records.
 """
 
 import json
@@ -49,8 +50,8 @@ class SyntheticShare:
     ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class. ``counts``: the number of synthetic
     records of each class, (num_classes,). ``refused``: the reason if no synthetic records were made, else empty.
     ``facts``: the privacy events of label selection and generator as JSON values, from which the epsilon can be
-    computed again; {} if no synthetic records were made. ``receipt``: the privacy ledger's receipt for the privacy
-    cost; None if no synthetic records were made.
+    computed again; {} if no synthetic records were made. ``receipt``: the privacy ledger's proof that the privacy cost
+    is charged; None if no synthetic records were made.
     """
 
     inputs: torch.Tensor
@@ -77,7 +78,7 @@ class ReleasingClient:
 
 @dataclass(frozen=True)
 class PaidRequest:
-    """The arguments for a client's generator, and the privacy ledger's receipt for the privacy cost.
+    """The arguments for a client's generator, and a receipt: the ledger's proof that the privacy cost is charged.
 
     SENSITIVE: the arguments contain the client's records.
     """
@@ -156,8 +157,8 @@ def generate_elsewhere(
 def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, made: Made) -> SyntheticShare:
     """Store the synthetic records ``made`` as the client's share of the pool, and return this share.
 
-    The function also deletes the noise key. If ``made`` is an exception, it is raised with a message that quotes no
-    records.
+    The function also deletes the noise key (the secret seed of the noise). If ``made`` is an exception, it is raised
+    with a message that quotes no records.
     """
     if isinstance(made, Exception):
         raise _without_quotes(made)
@@ -205,7 +206,7 @@ def _without_quotes(error: Exception) -> Exception:
     if isinstance(error, RunError | UserError):
         return error
     if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
-        return RunError(explain(error))  # an error of the operating system about a file
+        return RunError(explain(error))  # the operating system's error about a file does not quote its content
     kept = RunError(f"making synthetic records failed with {type(error).__name__}, whose message may quote records")
     kept.__cause__ = error
     return kept

@@ -125,7 +125,7 @@ class PlanReport:
 
 
 def _first(texts: Sequence[str], between: str) -> str:
-    """Join the first entries of ``texts`` in one line. If entries are left out, state how many."""
+    """Return one line with the first entries of ``texts``. If entries are left out, the line ends with their number."""
     more = f"{between}and {len(texts) - _MOST_NAMED} more kinds of work (--json)" if texts[_MOST_NAMED:] else ""
     return between.join(texts[:_MOST_NAMED]) + more
 

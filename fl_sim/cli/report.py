@@ -199,7 +199,8 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
         def show(done: float) -> None:
             nonlocal share, searching_since
-            searching_since = searching_since or time.monotonic()  # the first call marks the start of the search
+            # the first call of ``show`` is the start of the search, from which the remaining time is estimated
+            searching_since = searching_since or time.monotonic()
             share = done
             bar.update(task, completed=done)
 
@@ -275,7 +276,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], faults: list[tuple
 
 
 def _root(directory: Path) -> str:
-    """Return the relative path from ``directory`` to the repository's root, for links to the TOML files of tables."""
+    """Return the relative path from ``directory`` to the repository's root. The page's links to TOML files use it."""
     inside = directory.resolve()
     for number, above in enumerate([inside, *inside.parents]):
         if (above / "benchmarks").is_dir():

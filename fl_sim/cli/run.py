@@ -266,7 +266,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
         say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
-    if len(result["preprocess"]) > 1:  # without preprocessing, this dictionary has only the entry "kind"
+    if len(result["preprocess"]) > 1:  # if the run had no preprocessing, the dictionary has only the entry "kind"
         say(_preprocessing(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         say(_calibration(result["calibrate"]))
@@ -386,7 +386,7 @@ def _planned_table(
 
 
 def _find(name: str, every: Sequence[Group]) -> list[Group]:
-    """Return the groups of settings with the given ``name``, from ``every``, the list of all groups.
+    """Return the groups of settings that the user's ``name`` selects from ``every``, the list of all groups.
 
     ``name``: the name of a setting (``local.epochs``), the common start of several settings (``local``), a setting with
     its value (``algorithm=fedprox``), or only the value (``fedprox``). For a single setting, the result is a group with

@@ -107,7 +107,7 @@ def _show_approximation(
 
 
 def _retrained(run: Path, client: int) -> Path:
-    """Return the default directory of the run that is retrained without ``client``."""
+    """Return the default directory for the new run, which is retrained without the records of ``client``."""
     return run.with_name(f"{run.name}-without-{client}")
 
 

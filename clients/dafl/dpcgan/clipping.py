@@ -149,7 +149,10 @@ class _LinearGradients:
         return own + 2 * inputs_across * errors_across + _SLACK * own
 
     def forget(self, pairs: torch.Tensor) -> None:
-        """Set gradients that are not finite to zero. ``pairs``: a mask that is True for their pairs, (pairs,)."""
+        """Set the gradients of some pairs to zero, because they are not finite.
+
+        ``pairs``: a mask, (pairs,), that is True for these pairs.
+        """
         both = pairs.repeat_interleave(2)
         self.e = self.e.masked_fill(both[:, None], 0.0)
         sizes = [len(part) for part in self.a]

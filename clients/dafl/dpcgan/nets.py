@@ -83,7 +83,7 @@ def stacked(
     """
     sizes = [len(part) for part in parts]
     rows: torch.Tensor | None = (
-        None  # None before the first layer with weights: until there, the clients' rows may have unequal widths
+        None  # the rows of all clients; None before the first layer with weights, because inputs may differ in width
     )
     for layers in zip(*nets, strict=True):
         if not isinstance(layers[0], _WITH_WEIGHTS):

@@ -39,17 +39,19 @@ Drawn: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]
 """The inputs of G for some fakes: latent vectors, and classes as indices into the released classes."""
 
 BETAS: Final = (0.5, 0.999)
-_ALIGNMENT: Final = 64  # the number of floats in an aligned block
+_ALIGNMENT: Final = 64  # each network's weights begin at a multiple of this number of floats (see ``Weights``)
 _WARM_UP: Final = 0.2  # the fraction of the training before the first synthetic records are drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
-_DISCRIMINATOR_STEPS_AHEAD: Final = 16  # the random numbers of so few steps fit into the processor's cache
+# random numbers are drawn for this number of steps at once: they fit into the processor's cache
+_DISCRIMINATOR_STEPS_AHEAD: Final = 16
 
 
 class GanClient:
-    """One client's networks, records and random numbers. SENSITIVE: ``views``, ``places``, ``known``, ``noise``.
+    """One client's networks, records and random numbers.
 
-    A class is released if the client makes synthetic records of it. ``views``: the client's records in D's input form.
+    SENSITIVE, because they could reveal the client's records: ``views``, ``places``, ``known`` and ``noise``. A class
+    is released if the client makes synthetic records of it. ``views``: the client's records in D's input form.
     ``places``: the class of each record, as an index into the released classes. ``known``: False for records whose
     class is not released. ``noise``: the secret noise. All other attributes are differentially private or public, so
     they may be published.
@@ -105,10 +107,10 @@ class GanClient:
         return self.nets.join(values, classes)
 
     def chosen(self, step: int) -> NDArray[np.int64]:
-        """Draw the records for a step of D by Poisson sampling, and return their indices. SENSITIVE.
+        """Draw the records for a step of D by Poisson sampling, and return their indices.
 
-        Sampled records are left out if the client makes no synthetic records of their class. So their gradients count
-        as zero.
+        The indices are SENSITIVE: they must stay secret. Sampled records are left out if the client makes no synthetic
+        records of their class. So their gradients count as zero.
         """
         rate = self.bill.sampling_rate
         chosen = np.flatnonzero(
@@ -277,9 +279,9 @@ class CompiledTraining:
         self.adversaries.discriminator_step(pairs, GradientNoise(noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> tuple[NDArray[np.int64], Shown, NDArray[np.float64] | None]:
-        """Return (record indices, inputs of G for the fakes, noise) for a step of D. SENSITIVE.
+        """Return (record indices, inputs of G for the fakes, noise) for a step of D.
 
-        The noise is None if the client adds none.
+        All three are SENSITIVE: they must stay secret. The noise is None if the client adds none.
         """
         chosen = self.client.chosen(step)
         latents = _shown(self.client.for_fakes_of_records(len(chosen), step))

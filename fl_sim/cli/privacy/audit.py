@@ -54,8 +54,8 @@ class Finding:
     """The result of the audit of one mechanism: the real mechanism, or a mechanism with a planted fault.
 
     ``mechanism``: the name of the mechanism. ``profile``: for several epsilons, the claimed delta and the lower bound
-    on delta that the audit proved. ``calibration``: {name of a statistical test of the noise's distribution: its
-    p-value}; empty if the noise was not tested.
+    on delta that the audit proved. ``calibration``: the p-value of each statistical test of the noise's distribution,
+    by the test's name; empty if the noise was not tested.
     """
 
     mechanism: str
@@ -73,7 +73,7 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 
     The audit compares many runs with the audited client and many runs without it. A faulty variant is tested against
     the guarantee that the real mechanism claims. ``num_runs``: the number of runs with the audited client, and also of
-    runs without it. ``only``: the name of a single mechanism to audit; None: all mechanisms.
+    runs without it. ``only``: the name of the only mechanism to audit; None audits all mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}

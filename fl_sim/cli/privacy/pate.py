@@ -206,7 +206,7 @@ def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> Non
 def _as_published(
     request: LabellingRequest, counts: labelling_cost.Counts, found: labelling_cost.Analysis
 ) -> dict[str, Any]:
-    """Return the epsilons as the PATE papers compute them: by their bounds, and their conversion from RDP to epsilon.
+    """Return the epsilons by the PATE papers' own bounds, and by the papers' conversion from RDP to epsilon.
 
     These epsilons can be compared with the tables in the papers.
     """

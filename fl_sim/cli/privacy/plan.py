@@ -65,7 +65,7 @@ class Sampling:
         return steps_that_fit(self.amplify(dp_event.GaussianDpEvent(noise)), target, delta, accountant=accountant)
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return additional lines of the plan for the user, {label: sentence}. Here there are none."""
+        """Return additional lines for the printed plan, {label: sentence}. For this sampling there are none."""
         del noise
         return {}
 
@@ -97,7 +97,7 @@ class PlannedReleases(Protocol):
         """Return the largest number of steps that cost at most epsilon ``target``."""
 
     def further(self, noise: float) -> Mapping[str, str]:
-        """Return additional lines of the plan for the user, {label: sentence}."""
+        """Return additional lines for the printed plan, {label: sentence}."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _check(request: BudgetRequest) -> None:
 
 
 def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
-    """Return the privacy of all releases together as mu, the parameter of Gaussian DP (Dong et al. 2022).
+    """Return the joint privacy of all releases as the parameter mu of Gaussian DP (Dong et al. 2022).
 
     The result is None if privacy units are sampled for any release.
     """
@@ -237,7 +237,7 @@ def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
         return None
     total = 0.0
     for event, number in counts.items():
-        # sensitivity of a release, divided by the clipping norm: 1 for add or remove one unit, 2 for replace one unit
+        # the sensitivity in clipping norms: 1 if a unit is added or removed, 2 if a unit is replaced by another
         moved = 1 if isinstance(event, dp_event.GaussianDpEvent) else 2
         total += number * (moved / event.noise_multiplier) ** 2
     return math.sqrt(total)
