@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-# set by the function leave_out; gc.get_freeze_count would give the same answer slowly, because it counts all objects
+# set after a call of the function leave_out; gc.get_freeze_count would also tell this, but it counts all objects, which
+# is slow
 _EXCLUDED: Final = Event()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection in this ``with`` block. The objects imported in the block stay excluded.
+    """Disable garbage collection in this ``with`` block. Later collections skip the objects imported here.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
     objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).

@@ -308,7 +308,7 @@ def own_name(name: str) -> OwnName | None:
 
 
 def same_but_place(first: str, second: str) -> bool:
-    """Return True if two names of the user's own data differ at most in the locations of files."""
+    """Return True if two names of the user's own data are equal, except perhaps for the locations of files."""
     names = [own_name(first), own_name(second)]
     return None not in names and len({_without_places(name) for name in names if name}) == 1
 

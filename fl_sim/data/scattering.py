@@ -47,7 +47,7 @@ _EPSILON: Final = 1e-5  # added to the variance of a group of maps, against a di
 _NUM_MADE: Final = 2500  # number of artificial images of each of the three kinds (see ``made_images``), for whitening
 _MADE_SEED: Final = 0
 _RIDGE: Final = 0.1  # ridge of the covariance in whitening, as a fraction of the mean variance
-WITHIN: Final = 0.9  # fraction of the artificial images whose whitened features have norm at most 1
+WITHIN: Final = 0.9  # whitened features are scaled so that this share of artificial images has norm at most 1
 _ROWS: Final = 5000  # number of records that are whitened in one batch
 
 _EXPONENTS: Final = (1.0, 1.5)  # exponents of two kinds of pink noise; photographs have an exponent of about 1

@@ -61,7 +61,7 @@ def is_own_token() -> bool:
 
 
 def node_gone(address: str) -> str:
-    """Return the message for the user that Ray's node process has ended, and that the run cannot go on without it."""
+    """Return the error message that Ray's node process has ended: the run cannot go on without this process."""
     return (
         f"Ray's node at {address} (raylet) is gone: start the same command again, and the run goes on after its last "
         "finished round"

@@ -187,8 +187,8 @@ class RayGrid(LocalGrid):
     def _share(self, content: RecordDict) -> tuple[int, Any]:
         """Encrypt a content that several messages share. Return the content's new ID, and the value for actors.
 
-        The value depends on the case. If the content is small and nodes are other machines, the value is the encrypted
-        content. Otherwise the value is a Ray reference to the encrypted content.
+        If the content is small and nodes are other machines, this value is the encrypted content. Otherwise the value
+        is a Ray reference to the encrypted content.
         """
         encrypted = self._encryption.encrypt(content)
         is_small = self._remote is not None and encrypted_bytes(encrypted) <= MOST_WITH_A_CALL

@@ -24,8 +24,8 @@ class MessageHandler:
 
     ``factories``: a Ray reference to two encrypted values: the source files of the user's own modules, and the pickled
     arguments (app_factory, num_clients, threads, batching) of ``RayGrid``. ``setup``: None if this process shares a
-    disk with the driver (the process that runs the server). Otherwise a Ray reference to an encrypted value.
-    ``app_factory`` and ``batching.handler`` are then called with this value.
+    disk with the driver (the process that runs the server). Otherwise ``setup`` is a Ray reference to an encrypted
+    value, and ``app_factory`` and ``batching.handler`` are called with this value.
     """
 
     def __init__(self, encryption: Encryption, factories: Any, setup: Any) -> None:

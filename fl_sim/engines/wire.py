@@ -61,8 +61,8 @@ class TaskConfig:
     ``experiment``: the experiment as JSON. ``data_root``, ``state_dir``, ``pool`` (the tensors that clients shared
     before the first round) and ``synthetic`` (the synthetic records): paths on a disk that the worker can read; empty
     if there is no such file. ``most_steps``: {client: largest number of local steps}, for clients that must stop early.
-    ``task``: the name of the client task. For nodes with their own records: ``run`` identifies the run, and ``facts``
-    are the public facts about the server's records, as JSON.
+    ``task``: the name of the client task, such as training. For nodes with their own records: ``run`` identifies the
+    run, and ``facts`` are the public facts about the server's records, as JSON.
     """
 
     experiment: str
@@ -218,7 +218,7 @@ def error_of(message: Message) -> str | None:
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
-    """Return the content of a client's answer: the tensors that the client shares before the first round."""
+    """Return the content of a client's answer before the first round: the tensors that the client shares."""
     return RecordDict({_POOL: pack(dict(shared))})
 
 
@@ -306,7 +306,7 @@ def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArr
 
 
 def moments_content(moments: NDArray[np.float64]) -> RecordDict:
-    """Return a message content with moments of a client's features, one row for each class.
+    """Return a message content with the moments (sums) of a client's features, one row for each class.
 
     A row has the number of the client's records of the class, the sums of their features, and the sums of products of
     features.
@@ -336,7 +336,7 @@ def sums_content(sums: Params) -> RecordDict:
 
 
 def read_sums(content: RecordDict, template: Params) -> Params:
-    """Return the tensors in a message of ``sums_content``: float32, with the names and shapes of ``template``.
+    """Return the tensors in a message that ``sums_content`` made: float32, names and shapes as in ``template``.
 
     Raises Malformed for any other content.
     """

@@ -317,7 +317,7 @@ class Local(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
+        """Leave out settings that newer versions added, if they have their defaults: older files stay valid."""
         written: dict[str, Any] = write(self)
         unused = {"personal"} if self.personal == "none" else set()
         unused |= {"privacy"} if is_none(self.privacy) else set()
@@ -501,7 +501,7 @@ class Evaluate(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer settings at their defaults, so that names and files of older runs stay valid."""
+        """Leave out settings that newer versions added, if they have their defaults: older files stay valid."""
         written: dict[str, Any] = write(self)
         newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients", "count_noise"}
         newer |= {"metrics"}

@@ -148,7 +148,7 @@ class Job:
         return (self.body.size,) if isinstance(self.body, FrozenBody) else self.dataset.input_shape
 
     def source(self, examples: Examples) -> Source:
-        """Return the object that passes records of the data set, as inputs of ``self.model()``, to the job's device.
+        """Return the ``Source`` of ``examples``: inputs of ``self.model()`` and labels, on the job's device.
 
         If features are stored, the inputs are the features of the records.
         """
@@ -164,7 +164,7 @@ class Job:
 
     @cached_property
     def placed(self) -> Placed:
-        """The initial tensors that are not those of the file of weights, such as a new head; by their names."""
+        """The tensors of the initial model that were not copied from the file of weights, such as a new head."""
         return self._first[1]
 
     @cached_property
@@ -340,7 +340,8 @@ def _with_own_tests(job: Job, pooled: float) -> Job:
 def _uses_records(experiment: Experiment) -> str:
     """Return the reason why stored features of a frozen body cannot replace the records in a round.
 
-    The reason names a setting, such as one that changes images in training. The result is empty if there is no reason.
+    The reason names a setting, such as ``local.augment``, which changes the records. The result is empty if there is no
+    reason.
     """
     if experiment.local.augment != "none":
         return f"local.augment={experiment.local.augment} changes the records"
