@@ -89,7 +89,10 @@ def whole(model: nn.Module, params: Params) -> Params:
 
 
 def as_made(model: nn.Module) -> nn.Module:
-    """Merge all adapters into the weights of ``model``, in place, and return ``model``. Its outputs do not change."""
+    """Merge all adapters into the weights of ``model``, in place, and return ``model``.
+
+    The outputs of the model do not change.
+    """
     return without_adapters(model)
 
 

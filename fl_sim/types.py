@@ -301,7 +301,10 @@ class Trained:
 
 
 class Size(NamedTuple):
-    """The size of a compressed group of tensors: ``numbers`` float32 numbers and ``bits`` bytes (see ``Packed``)."""
+    """The size of a compressed group of tensors (``Packed``).
+
+    ``numbers``: how many float32 numbers it has. ``bits``: how many bytes it has in addition.
+    """
 
     numbers: int
     bits: int = 0

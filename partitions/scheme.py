@@ -129,7 +129,7 @@ class Parts(Sequence[Indices]):
         return cls(records, np.cumsum([0, *map(len, each)], dtype=np.int64))
 
     def where(self, kept: NDArray[np.bool_]) -> "Parts":
-        """Remove entries of ``records`` from all clients: keep ``records[j]`` only if ``kept[j]`` is True."""
+        """Return the partition without some records: entry ``records[j]`` is kept only if ``kept[j]`` is True."""
         return Parts(self.records[kept], np.concatenate([[0], np.cumsum(kept)])[self.bounds])
 
     def __len__(self) -> int:

@@ -201,7 +201,7 @@ def as_named(payloads: Payloads) -> Params:
 
 
 def row_like(named: Params, like: Payloads, prefix: str = "") -> torch.Tensor:
-    """Return the tensors in ``named`` as one vector, in the order of the tensors in an update.
+    """Join the tensors in ``named`` into one vector, in the order of the tensors of an update.
 
     ``like``: the payloads of an update. Tensors that are missing in ``named`` count as zeros.
 

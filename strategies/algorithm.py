@@ -360,7 +360,9 @@ def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes
 def plan_template(
     algorithm: Algorithm, params: Params, pool: Params, num_classes: int, personal: str = "none"
 ) -> LocalPlan:
-    """Return an example of a local plan: the plan of a client with one record in round 1.
+    """Return an example of a local plan. It shows which trainers support the algorithm.
+
+    It is the plan of a client with one record in round 1.
 
     ``params``: the trained parameters. ``personal``: the setting ``local.personal``. ``pool``: the tensors that clients
     share before the first round; their values do not matter.

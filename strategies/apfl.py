@@ -45,7 +45,7 @@ class APFL(Averaging):
         check_plain_sgd(self, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         if self.adaptive or 0 < self.alpha < 1:
             return []

@@ -74,7 +74,7 @@ class Planning(Protocol):
     """An attack that changes the objective of hostile clients."""
 
     def planned(self, plan: LocalPlan) -> LocalPlan:
-        """Return the local plan of a hostile client. ``plan``: the plan of an honest client."""
+        """Return the local plan (the objective) of a hostile client. ``plan``: the plan of an honest client."""
         ...
 
 
@@ -117,7 +117,7 @@ class HostilePlans(ClientLayer):
         return task.client in self.hostile and hostile_in(self.attack, task.server_round)
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return an example of the attack's local plans. Trainers of this run must support such plans."""
+        """Return an example of the attack's local plans. It shows which trainers support the attack."""
         return self.attack.planned(plan)
 
 
@@ -513,7 +513,10 @@ class HostileUpdates(Layer):
         self.inner.begin(server_round)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the round's updates, and store whether a hostile client with records took part."""
+        """Return the round's updates unchanged.
+
+        Also store for ``remarks`` whether a hostile client with records took part.
+        """
         replies = self.inner.received(replies)
         is_there = any(reply.client in self._hostile for reply in replies if reply.num_examples > 0)
         self._idle = self._is_due and not is_there and bool(self._hostile)

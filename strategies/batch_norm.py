@@ -52,7 +52,7 @@ class BatchNormLayers(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's client half, which sends BatchNorm tensors and keeps personal layers in client state."""
+        """Return a ``ClientBatchNorm``, which sends BatchNorm tensors, and stores personal ones in the client state."""
         del algorithm, model
         return ClientBatchNorm(experiment.local.batch_norm)
 

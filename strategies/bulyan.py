@@ -54,8 +54,8 @@ def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
     """
     ascending = ordered(rows).double()
     centre = middle(ascending)
-    # The ``count`` values nearest to the centre are consecutive in ascending order.
-    # The index of the first one is the number of values i that are further from the centre than value i + ``count``.
+    # In ascending order, the ``count`` values nearest to the centre are consecutive. A value i comes before them if it
+    # is further from the centre than value i + ``count``. ``first``: the number of such values in each column.
     first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
     mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
     return mean

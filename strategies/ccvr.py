@@ -80,7 +80,7 @@ class CCVR(SumsOfFeatures):
         return HeadTraining("calibrate", self.learning_rate, self.epochs, self.batch_size)
 
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
-        """Return the shape of a client's class moments."""
+        """Return the shape of the moments that a client sends, (classes, numbers per class)."""
         return num_classes, num_moments(num_features)
 
     def summed(self, features: Array, labels: NDArray[np.int64], num_classes: int, noise: Noise | None) -> Array:

@@ -53,7 +53,7 @@ class CFL(Averaging):
             check_single_updates(self, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if self.max_clusters == 1:
             return [off("algorithm.max_clusters=1", FEDAVG)]
         if self.split_after >= experiment.rounds:

@@ -48,9 +48,9 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
     sum_i n_ic mu_ic / n_c and covariance [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] /
     (n_c - 1), as (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
 
-    ``std``: standard deviation of the noise on each number. With noise, only classes that almost certainly have more
-    than one record are used. Each covariance is then shrunk towards a multiple of the identity. The shrinkage is strong
-    if noise alone can explain the difference between the covariance and this multiple.
+    ``std``: standard deviation of the noise on each number. With noise, a class is used only if it almost certainly has
+    more than one record. Each covariance is then shrunk towards a multiple of the identity. The shrinkage is strong if
+    noise alone can explain the difference between the covariance and this multiple.
     """
     found = []
     for label, (count, *rest) in enumerate(moments):

@@ -36,7 +36,7 @@ def coefficients(bands: int) -> NDArray[np.float64]:
 
 @dataclass
 class CorrelatedNoise:
-    """The sums of earlier rounds, from which later rounds compute correlated noise. With one band no sums are kept.
+    """Stores the sums of earlier rounds, from which correlated noise is computed. With one band no sums are stored.
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
     the ``released`` sums they reveal the noise. They are kept only in memory, so a resumed run begins with an empty

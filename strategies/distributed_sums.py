@@ -91,7 +91,7 @@ def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier
 
 @dataclass
 class DistributedSums(Layer):
-    """Charges each round's noisy sum to the privacy ledger before the sum is opened, and computes the mean from it.
+    """Charges each round's noisy sum to the privacy ledger before the server opens (learns) the sum. Computes the mean.
 
     ``noise``: the run's noise source. The ledger stores its identity with each charge. The clients draw the noise.
     ``grid``: the rounding grid of the sums, set before the first round. ``unopened``: the rounds whose sums were not
@@ -123,7 +123,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's client half, which clips, rounds and adds noise."""
+        """Return the layer's client half (``ClientShares``), which clips and rounds updates, and adds noise."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         run_digest = digest_of(experiment) if experiment.aggregator.noise == "seeded" else ""
@@ -164,7 +164,7 @@ class DistributedSums(Layer):
     def begin(self, server_round: int) -> None:
         """Raise Stop if the budget does not cover a round in which all clients answer.
 
-        The round is charged later, when the number of its answers is known, and before the sum is opened.
+        The round is charged later: after the number of answers is known, and before the sum is opened (learned).
         """
         if not self.affords(server_round):
             raise Stop(f"privacy budget spent after {server_round - 1} rounds (epsilon {self.settings.epsilon:g})")
@@ -232,7 +232,10 @@ class DistributedSums(Layer):
         return warnings
 
     def state(self) -> Mapping[str, Any]:
-        """Return the receipt for the checkpoint: the number and the digest of all ledger entries."""
+        """Return the receipt for the checkpoint: the number and the digest of all ledger entries.
+
+        A resumed run checks with it that the ledger still contains these entries.
+        """
         return {"receipt": self.ledger.receipt.to_json()}
 
     def _pay(self, server_round: int, present: int) -> None:

@@ -40,12 +40,12 @@ class Ditto(Averaging):
     strength: float = Field(1.0, ge=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
-        """Return the second local training of this round, which trains the client's own model."""
+        """Return the settings of the round's second local training, which trains the client's own model."""
         own = self.own_model(task)
         return {_OWN: FurtherModel(own, near(own, task.params, self.strength))}
 

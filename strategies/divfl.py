@@ -39,7 +39,10 @@ class DivFL(GuidedSampler):
     sketch_size: int = Field(256, ge=1, le=10**5)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for private runs, too few clients, and too many for a matrix of all distances."""
+        """Raise ValueError for a private run, and for too few or too many clients.
+
+        With too many clients, the matrix of all distances between clients would be too large.
+        """
         super().check(experiment)
         if experiment.clients > _MOST_CLIENTS:
             raise ValueError(

@@ -97,7 +97,10 @@ class OnEnsemble(SeesModels):
 
     @abstractmethod
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
-        """Return the model after the round. ``student``: the mean model. ``models``: models of clients with records."""
+        """Train the ``student``, the mean model, and return the trained model and the clients' weights.
+
+        ``models``: the models of the round's clients with records.
+        """
 
     @property
     def public_records(self) -> str:

@@ -40,7 +40,7 @@ class FD(KeepsModels):
         return "clients receive the mean logits of all others, also of those that a robust aggregator leaves out"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if not self.gamma:
             return [off("algorithm.gamma=0", "own models are those of local-only")]
         first = "rounds=1, and there are no logits of others in the first round"
@@ -51,7 +51,7 @@ class FD(KeepsModels):
         return "FD: clients send only their mean logits of each class that they hold."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
-        """Return the server state before round 1, when no mean logits are known.
+        """Return the server state before round 1. It contains no mean logits yet.
 
         ``params``: the parameters of ``model`` that clients send.
         """

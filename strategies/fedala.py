@@ -59,7 +59,7 @@ class FedALA(Averaging):
     threshold: float = Field(0.1, gt=0)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return one sentence for each setting that has no effect in this experiment."""
         if not self.weight_learning_rate:
             return [off("algorithm.weight_learning_rate=0", FEDAVG)]
         first = "rounds=1, and a client's first round has no model of its own to start from"

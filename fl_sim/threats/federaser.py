@@ -41,7 +41,10 @@ class FedEraser:
         return states[-1][0], sum((work for _, work in states), LocalSteps())
 
     def states(self, replay: Replay, client: int, kept: list[int]) -> Iterator[tuple[ServerState, LocalSteps]]:
-        """Repeat the round after each stored state in ``kept``; yield pairs (new server state, amount of work)."""
+        """Repeat the round after each stored state without ``client``; yield pairs (new server state, amount of work).
+
+        ``kept``: the rounds of the stored states; 0 stands for the initial model.
+        """
         like, found = replay.finished.procedure.beginning(), replay.finished.out
         [group] = payload_template(replay.strategy.algorithm, like)
         server: ServerState | None = None

@@ -82,8 +82,9 @@ class FinishedRun:
     def covering(self) -> list[PrivacyStatement]:
         """The privacy statements with the unit "record" that cover the final model; empty if none does.
 
-        A statement covers the model if clients add noise in training, or train only on synthetic records. If clients
-        also train on raw records, a statement about the synthetic records does not cover the model.
+        A statement covers the model in two cases: clients add noise in training, or they train only on synthetic
+        records. If clients also train on their own records, a statement about the synthetic records does not cover the
+        model.
         """
         experiment = self.job.experiment
         is_covered = replaces_records(experiment.preprocess) or not is_none(experiment.local.privacy)
@@ -144,7 +145,7 @@ class Judged:
         return cls(losses.numpy(), (logits.argmax(1) == labels).numpy(), labels.numpy())
 
     def where(self, chosen: NDArray[np.bool_]) -> "Judged":
-        """Return the predictions on the records with True in ``chosen``, (n,)."""
+        """Return the predictions on only the records i for which ``chosen[i]`` is True. ``chosen``: a mask, (n,)."""
         return Judged(self.losses[chosen], self.right[chosen], self.labels[chosen])
 
     @property

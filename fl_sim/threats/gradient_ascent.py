@@ -94,7 +94,10 @@ class GradientAscent:
 
 
 def distance(left: Params, right: Params) -> float:
-    """Return the L2 distance of two models. A tensor that only one of the models has is ignored."""
+    """Return the L2 distance between the parameters of two models.
+
+    A tensor that only one of the models has is ignored.
+    """
     both = [name for name in left if name in right]
     gap = subtract({name: left[name] for name in both}, {name: right[name] for name in both})
     return math.sqrt(inner_product(gap, gap))

@@ -73,7 +73,7 @@ class Inverted:
 
     @property
     def squared(self) -> float:
-        """The mean squared error of the reconstruction."""
+        """The mean squared error of the reconstruction over all numbers of the record."""
         return float((self.record - self.found).square().mean())
 
     @property

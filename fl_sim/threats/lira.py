@@ -239,7 +239,7 @@ def _examples(audited: Audited, job: Job) -> list[Examples]:
 
 
 def _taught(shadow: Job, audited: Audited) -> NDArray[np.bool_]:
-    """Return the mask of the audit's records that a shadow run contains.
+    """Return a mask, (records,): True for each of the audit's records that a shadow run contains.
 
     In the offline form, scores use only the shadow runs without the record. Therefore random test records are also
     marked as contained: this shadow run is then not used for their scores.

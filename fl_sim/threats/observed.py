@@ -98,7 +98,7 @@ class Observed:
         return found
 
     def at(self, params: Params) -> "Observed":
-        """Return this client as if it had received the parameters ``params`` instead."""
+        """Return a copy of this observed client, with ``params`` as the received parameters."""
         model = copied(self.model)
         model.load_state_dict({**params}, strict=False)
         return replace(self, model=model.eval())

@@ -28,7 +28,7 @@ class SelectsLabels(Protocol):
     """
 
     def labels_epsilon(self, num_classes: int) -> float | None:
-        """Return the epsilon per record of a client's label selection, at delta 0; None without noise."""
+        """Return the epsilon that selecting the labels costs each record, at delta 0; None without noise."""
 
 
 @dataclass(frozen=True)

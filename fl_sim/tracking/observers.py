@@ -87,7 +87,10 @@ class Tracking:
         return ObserverList([first, *live], own)
 
     def catch_up(self, directory: Path, say: Say) -> None:
-        """Send rounds and results of the finished run in ``directory`` to the trackers that do not have them yet."""
+        """Send the rounds and results of the finished run in ``directory`` to the trackers.
+
+        A tracker receives only what it does not have yet.
+        """
         if self.trackers:
             send_whole(directory, self.trackers, say)
 
@@ -354,10 +357,10 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 
 
 def _tracked_run(directory: Path, tracker: str, *, anew: bool = False) -> TrackedRun:
-    """Return the name, settings and state of the run in ``directory``, for ``tracker``.
+    """Return the run in ``directory`` as ``tracker`` needs it: its name, its settings and what the tracker already has.
 
-    If ``anew`` is True, or if the run has no identifier in the tracker yet, a random one is made. Raises UserError
-    for a damaged ``tracking.json`` or ``config.toml``.
+    If ``anew`` is True, or if the run has no identifier in the tracker yet, the run gets a new random identifier.
+    Raises UserError for a damaged ``tracking.json`` or ``config.toml``.
     """
     states = _read(directory)
     if anew or tracker not in states:

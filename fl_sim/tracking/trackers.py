@@ -299,7 +299,7 @@ def _text(tag: str, table: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _alone_at(uri: str) -> Iterator[None]:
-    """Lock the folder of the SQLite database at ``uri``, so that only one process at a time creates its tables."""
+    """Lock the folder of the SQLite database at ``uri``, so that only one process at a time creates the tables."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield

@@ -247,7 +247,7 @@ class OverClients:
 
     @classmethod
     def of(cls, accuracies: NDArray[np.float64]) -> Self:
-        """Return the statistics of ``accuracies``, which must have at least one value."""
+        """Return the statistics of the clients' ``accuracies``, an array of at least one number."""
         ascending = np.sort(accuracies)
         worst = ascending[: -(-len(accuracies) // 10)]
         shares = ascending / ascending.sum() if ascending.any() else np.full(len(ascending), 1 / len(ascending))
@@ -361,7 +361,7 @@ class OwnTests:
 
 
 def known(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ``values`` without NaN."""
+    """Return the numbers in ``values`` that are not NaN."""
     return values[~np.isnan(values)]
 
 

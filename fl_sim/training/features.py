@@ -22,7 +22,10 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Network:
-    """A model whose outputs can be computed with any given parameters, for records (n, *input shape)."""
+    """A model whose logits and features can be computed with any given parameters, not only its own.
+
+    Records have the shape (n, *input shape).
+    """
 
     model: nn.Module
 
@@ -49,8 +52,9 @@ class Network:
         """Return the ``Batch`` that the loss terms receive: records, with their logits and features, and models.
 
         ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
-        features, computed with ``params``. The field ``data`` is still empty: it is filled for each loss term. A loss
-        term can also compute logits or features with other parameters, such as a teacher's; then dropout is off.
+        features, computed with ``params``. The field ``data`` stays empty here, because each loss term needs other
+        data. A loss term can also compute logits or features with other parameters, such as a teacher's; then dropout
+        is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))

@@ -241,7 +241,7 @@ class Objective:
         return cls(Network(model), plan, anchor, terms, data, scale, shift, smoothing)
 
     def partner(self, generator: np.random.Generator) -> Partner | None:
-        """Return a random averaged record to mix with the next batch (FedMix); None if the plan does not mix."""
+        """Return a random averaged record that FedMix mixes with the next batch; None for a plan without mixing."""
         if (mix := self.plan.mix) is None:
             return None
         chosen, device = int(generator.integers(len(mix.labels))), next(iter(self.anchor.values())).device

@@ -107,8 +107,8 @@ def by_layers(model: nn.Module, trained: Params, smoothing: float, clipping: Cli
 class _Part:
     """The gradients of one parameter for b records.
 
-    Without ``right``, the gradient of record i is ``left[i]``. With ``right``, this gradient is the outer product of
-    ``left[i]`` and ``right[i]``.
+    If ``right`` is None, the gradient of record i is ``left[i]``. Otherwise this gradient is the outer product of
+    ``left[i]`` and ``right[i]``, which is never stored.
     """
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:

@@ -83,7 +83,9 @@ class StepPlan:
 
     @classmethod
     def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, layout: Layout) -> Self:
-        """Return the constants for ``count`` records. Raises UserError if the noise's rounding is too coarse.
+        """Return the constants for a client with ``count`` records.
+
+        Raises UserError if the rounding of the noise is too coarse.
 
         ``layout``: the names and shapes of the trained parameters.
         """

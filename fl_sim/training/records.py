@@ -138,7 +138,10 @@ def merged(sources: list[Source]) -> Source:
 
 
 def black_of(augment: Augment, device: torch.device) -> torch.Tensor:
-    """Return the normalised value, (channels, 1, 1), of the pixels that augmentation adds around an image."""
+    """Return the normalised value of a black pixel, (channels, 1, 1).
+
+    Augmentation may add black pixels around an image.
+    """
     return torch.tensor(augment.black, dtype=torch.float32, device=device).reshape(-1, 1, 1)
 
 

@@ -170,7 +170,10 @@ class StackedStep:
         self.losses.zero_()
 
     def __call__(self, width: int) -> None:
-        """Execute a step for the first ``width`` clients. All of them must still be in training, unless ``padded``."""
+        """Execute a step for the first ``width`` clients of the stack.
+
+        All these clients must still be in training, unless ``padded`` is True.
+        """
         live = self._places[:width] < self.active if self.padded else None
         rows = self.rows[:width]
         inputs = self._source.normalised(self._source.inputs[rows])

@@ -226,7 +226,7 @@ class Trainer:
             return trained
         if self._draws_nothing and (job.plan.loss_term is None or self._loss_draws is False):
             if not hasattr(self._thread, "model"):
-                with self._lock:  # another thread may be calling this model with other parameters
+                with self._lock:  # wait while another thread uses this model
                     self._thread.model = copied(self._model)
             with arithmetic(inputs.device, self._precision):
                 return _train(self._thread.model, job, inputs, labels)
@@ -291,7 +291,10 @@ class Trainer:
 
     @property
     def _head_is_last(self) -> bool:
-        """True if the head is the last linear layer, whose inputs are the features in the compiled trainer."""
+        """True if the model's head is its last linear layer.
+
+        The compiled trainer returns the inputs of the last linear layer as the features.
+        """
         linear = [part for part in self._model.modules() if isinstance(part, nn.Linear)]
         return bool(linear) and head_of(self._model) is linear[-1]
 
@@ -426,7 +429,7 @@ class Completion:
         )
 
     def _with(self, params: Params) -> Params:
-        if id(params) not in self._shared:  # ``params`` stays alive in the cache, so no other object gets its id
+        if id(params) not in self._shared:  # the cache keeps ``params``, so that its id stays unique
             self._shared[id(params)] = (params, {**self.frozen, **params})
         return self._shared[id(params)][1]
 

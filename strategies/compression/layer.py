@@ -30,7 +30,7 @@ HELD: Final = "held-back/"
 
 
 class Compression(Layer):
-    """The layer for compression. Its client half compresses and decompresses; the server's rounds stay unchanged."""
+    """The layer (code around the rounds) for compression. All its work is in its client half, ``ClientCompression``."""
 
     reserved: ClassVar[str] = HELD
 
@@ -55,14 +55,14 @@ class Compression(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's client half, which compresses updates on clients, and decompresses them on the server."""
+        """Return a ``ClientCompression``, which compresses updates on clients, and decompresses them on the server."""
         del algorithm, model
         return ClientCompression(Packing(experiment.compress, experiment.seed))
 
 
 @dataclass(frozen=True)
 class ClientCompression(ClientLayer):
-    """The client half: it compresses payloads whose tensors have the names and shapes of the model's parameters."""
+    """Compresses payloads whose tensors have the names and shapes of the model's parameters, and decompresses them."""
 
     packing: Packing
 
@@ -74,7 +74,7 @@ class ClientCompression(ClientLayer):
         return replace(task, state={name: group for name, group in task.state.items() if not name.startswith(HELD)})
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the compressed update. The client state also stores the tensors of compression, such as the error."""
+        """Return the compressed update. The client state also stores the compressor's tensors, such as the error."""
         payloads, packed, held = self.packing.pack(
             update.payloads, task.params, held_in(came.state), task.client, task.server_round
         )
@@ -132,15 +132,15 @@ def check_compression(experiment: Choices) -> None:
 
 
 def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return the client state ``state`` with the tensors of compression added.
+    """Return the client state ``state`` with the compressor's own tensors added.
 
-    ``held``: the tensors of compression, as {payload name: tensors}.
+    ``held``: the compressor's own tensors, such as the compression error, as {payload name: tensors}.
     """
     return {**state, **{f"{HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
 
 
 def held_in(state: Payloads) -> dict[str, Payloads]:
-    """Return the tensors of compression in the client state ``state``, as {payload name: tensors}."""
+    """Return the compressor's own tensors in the client state ``state``, as {payload name: tensors}."""
     held = dict[str, Payloads]()
     for name, value in state.items():
         if name.startswith(HELD):
