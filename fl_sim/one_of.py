@@ -91,7 +91,10 @@ class OneOf:
         return OurKinds(self.group) if self.group else kinds(annotation)
 
     def names(self, annotation: Any) -> list[str]:
-        """Return the names that a user may choose: those of fl-sim and, if there is a ``group``, of other packages."""
+        """Return the names that a user may choose for this field: the names of fl-sim's own variants.
+
+        If the field has a ``group``, the names that other packages define are included.
+        """
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
@@ -415,7 +418,7 @@ def _in_checkout() -> list[EntryPoint]:
 
 
 def _in_metadata(seen: set[str]) -> Iterator[EntryPoint]:
-    """Yield the entry points of all installed packages, except the packages in ``seen``.
+    """Yield the entry points of all installed packages. Packages with names in ``seen`` are left out.
 
     If a package is installed twice, only the first installation is used.
     """

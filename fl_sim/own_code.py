@@ -176,7 +176,7 @@ def remember(module: str) -> None:
 
 
 def _with_imports(modules: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
-    """Yield (name, file) of each module of the user in ``modules``, and of each module of the user that they import."""
+    """Yield (name, file) of the user's modules in ``modules``, and of the user's modules that they import."""
     waiting, seen = sorted(set(modules)), set[str]()
     while waiting:
         name = waiting.pop(0)

@@ -73,7 +73,10 @@ def check_own_loss(model: nn.Module, *asked: Any) -> None:
 
 
 class _Calling(nn.Module):
-    """A module whose ``forward`` calls a model's ``loss_of``, so that ``functional_call`` can replace parameters."""
+    """A module whose ``forward`` calls a model's ``loss_of``.
+
+    PyTorch's ``functional_call``, which replaces parameters, calls only ``forward``.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

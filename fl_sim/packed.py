@@ -37,7 +37,7 @@ class Compressor(Protocol):
 
     @property
     def keeps_error(self) -> bool:
-        """True for error feedback: later rounds send the unsent part of an update, so no part is lost."""
+        """True for error feedback: a client stores what compression removes from an update, and sends it later."""
 
     def size(self, layout: Layout) -> Size:
         """Return the size of a compressed update. The size may depend only on ``layout``, its names and shapes."""

@@ -88,7 +88,7 @@ def payload_vector(payloads: Payloads, template: Payloads) -> torch.Tensor:
 
 
 def payloads_in(vector: torch.Tensor, template: Payloads) -> Payloads:
-    """Return float32 payloads (groups of tensors) from the numbers in ``vector``: the inverse of ``payload_vector``."""
+    """Return payloads (groups of float32 tensors) with the numbers in ``vector``: the inverse of ``payload_vector``."""
     layouts = {group: layout_of(params) for group, params in template.items()}
     parts = vector.float().split_with_sizes([num_in(layout) for layout in layouts.values()])
     return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
@@ -410,7 +410,7 @@ class WriteGuard:
         return cls(tuple(tensors), tuple(writes), tuple(sums))
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if PyTorch has counted a write to a tensor.
+        """Raise RunError if PyTorch has counted a write to one of the guarded tensors.
 
         ``methods``: the methods that may have written to it; the message names them.
         """

@@ -46,8 +46,8 @@ def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
 class _Images:
     """A network for images (discriminator or generator) that compiled code computes.
 
-    Its weights must lie one after another in the memory of one vector, and must not be moved. Raises ValueError for
-    other weights.
+    Its weights must be consecutive parts of one vector in memory, and must keep their memory addresses. Raises
+    ValueError for other weights.
     """
 
     prefix: ClassVar[str] = "image_"

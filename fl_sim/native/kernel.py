@@ -32,7 +32,7 @@ class PreparedTraining:
     """The training of several clients, prepared in memory for one call of the library.
 
     ``params``, ``buffers``: the tensors that receive the trained parameters and momentum buffers of each client.
-    ``held``: the object that owns the memory behind the pointers in ``requests``. ``function``: the C function to call.
+    ``held``: the object that owns the memory to which ``requests`` point. ``function``: the C function to call.
     """
 
     stack: Stack
@@ -190,7 +190,7 @@ class Kernel:
 
 @lru_cache(maxsize=1)
 def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
-    """Load the compiled trainer. Return (kernel, ""), or (None, reason) if this machine cannot use the kernel.
+    """Load the compiled trainer. Return (kernel, ""), or (None, reason) if this machine cannot use the trainer.
 
     ``path``: the library file; None means the result of ``find_library``. The kernel uses the widest vectors that this
     processor has.

@@ -119,7 +119,7 @@ def shapes_of(stack: Stack) -> list[tuple[int, int, int]]:
 
 
 def products_in_output(row: dict[str, int]) -> int:
-    """Return the number of multiplications for one output number of a layer.
+    """Return the number of multiplications that a layer needs for one number of its output.
 
     The result is 0 for layers other than convolutions and linear layers.
     """

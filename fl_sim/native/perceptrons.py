@@ -13,7 +13,7 @@ from torch import nn
 from fl_sim.native.kernel import Kernel
 
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_STRANGE = 3  # the error code (``Outcome`` in gan.cpp) for indices of rows or classes that do not exist
+_STRANGE = 3  # an error code (see ``Outcome`` in gan.cpp): an index of a row or class does not exist
 
 _LEAST = 1e-8  # the constant epsilon of Adam
 
@@ -197,7 +197,7 @@ class TwoWays:
 
 
 def call(kernel: Kernel, name: str, *arguments: Any) -> None:
-    """Call the C function ``fl_sim_NAME`` of the library. Other Python threads can run meanwhile.
+    """Call the C function ``fl_sim_NAME`` of the library. Other Python threads can run during the call.
 
     Raises MemoryError if memory runs short, and IndexError for rows or classes that do not exist.
     """

@@ -121,7 +121,7 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
 
 
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
-    """Return the joint Renyi curve of several releases: the sum of their curves, at ``ORDERS``."""
+    """Return the joint Renyi curve of several releases: at each order in ``ORDERS``, the sum of their divergences."""
     total = np.zeros(len(ORDERS))
     with np.errstate(over="ignore"):  # a divergence that overflows becomes ``inf``: no guarantee
         for event, count in single_steps(counts).items():
@@ -232,8 +232,8 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    This release is an upper bound: any set of unsampled Gaussian releases that jointly cost at most ``target_epsilon``
-    costs less than this release.
+    The release bounds the cost of others: if several unsampled Gaussian releases jointly cost at most
+    ``target_epsilon``, they cost less than this single release.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -245,9 +245,9 @@ def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant 
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:
-    """Return the largest number of releases that cost at most ``target_epsilon``, each with the event ``event``.
+    """Return the largest number of releases that jointly cost at most ``target_epsilon``.
 
-    Return 0 if one release costs more.
+    ``event``: the privacy event of each release. Return 0 if even one release costs more.
     """
     return most_that_fit(lambda steps: {event: steps}, target_epsilon, delta, accountant=accountant)
 
@@ -259,10 +259,10 @@ def most_that_fit(
     *,
     accountant: Accountant = "rdp",
 ) -> int:
-    """Return the largest n with which all releases in ``charges(n)``, {event: number}, cost at most ``target_epsilon``.
+    """Return the largest number n for which the releases ``charges(n)`` jointly cost at most ``target_epsilon``.
 
-    ``charges``: a function that returns the releases for a number n, such as n rounds. ``charges(0)`` must cost at most
-    ``target_epsilon``.
+    ``charges``: a function that returns all releases for n, such as those of n rounds, as {event: number of releases}.
+    ``charges(0)`` must cost at most ``target_epsilon``.
     """
     _check_target(target_epsilon)
     fits = _most(lambda number: epsilon_of_counts(charges(number), delta), target_epsilon, start=0)

@@ -42,10 +42,10 @@ All shares are fixed in advance, and each gives a bound. So the bounds have a Bo
 class ProfileAudit:
     """The result of a privacy-profile audit: at each epsilon, the claimed delta and a proven lower bound on delta.
 
-    ``epsilons``: the audited epsilons. ``claimed``: the claimed deltas. ``lower_bounds``: proven lower bounds on
-    delta, which hold jointly at the confidence of the audit. ``estimates``: estimated deltas, without confidence.
-    ``epsilon_lower_bound``: a lower bound on epsilon at the delta of the audit, proven at the same confidence; 0
-    where nothing is proven.
+    ``epsilons``: the audited epsilons. ``claimed``: the claimed delta at each of these epsilons. ``lower_bounds``:
+    proven lower bounds on delta, which hold jointly at the confidence of the audit. ``estimates``: estimated deltas,
+    without confidence. ``epsilon_lower_bound``: a lower bound on epsilon at the delta of the audit, proven at the same
+    confidence; 0 where nothing is proven.
     """
 
     epsilons: tuple[float, ...]
@@ -98,8 +98,8 @@ def audit_profile(
     half = len(without) // 2
     score = _likelihood_ratio(without[:half], with_unit[:half])
     fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
-    # Bonferroni correction. Each epsilon has 4 confidence bounds: of P0 and P1, for high and for low scores. The lower
-    # bound on epsilon has 4, too.
+    # Bonferroni correction. For each epsilon, 4 probabilities get a confidence bound: P0 and P1, for high and for low
+    # scores. The lower bound on epsilon needs 4 further bounds.
     level = (1 - confidence) / (4 * (len(epsilons) + 1))
     bounds, estimates = [], []
     for epsilon in epsilons:
@@ -258,7 +258,10 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 
 
 def power_limit(num_canaries: int, delta: float) -> float:
-    """Return the largest epsilon that one run with canaries can refute: its result if all guesses are correct."""
+    """Return the largest epsilon that an audit of one run with canaries can refute.
+
+    This is its result if all guesses are correct.
+    """
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
 
@@ -307,7 +310,9 @@ def _likelihood_ratio(
 
 
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
-    """Test one set of outputs E: return (lower bound on P1(E), upper bound on P0(E), estimated delta).
+    """Test the claim at one ``epsilon`` on a set of outputs E: return (lower bound on P1, upper bound on P0, estimate).
+
+    The estimate is that of delta, P1 - e^epsilon P0, without confidence.
 
     E is the set of outputs whose score exceeds a threshold, which is chosen on the scores ``fit`` of one half of the
     runs. P0 and P1 are the probabilities of E in world 0 and world 1. Their bounds come from the scores ``judge`` of

@@ -5,8 +5,8 @@ A bill contains releases that were made and releases that are planned.
 An adversary may see all releases about the same records, from runs with any epsilon and seed. So the cost for a record
 is the joint cost of all these releases. The largest epsilon of a single run would be too small.
 
-A release that several runs use, such as a pool of synthetic records or the labels of PATE, counts once. A release that
-protects a client protects each record of this client. So the release counts in the bill of a record, too
+If several runs use one release, such as a pool of synthetic records or the labels of PATE, it counts once. A release
+that protects a client protects each record of this client. So the release counts in the bill of a record, too
 (``payments_of_unit``). A release that protects records protects no client.
 """
 
@@ -63,10 +63,11 @@ class Payment:
 class RunPayments:
     """The payments for all releases of one run.
 
-    ``data``: the name of the data set, "" if it is unknown. ``clients``: the partition, as a text.
-    ``payments``: None if the releases are unknown. ``bare``: True if the run published something about the records
-    without a guarantee. ``content``: a digest of the records, whatever the data set's name is; "" if it is unknown.
-    ``by_name``: True if these records can be compared with those of other runs only by the name ``data``.
+    ``data``: the name of the data set, "" if it is unknown. ``clients``: the partition, as a text. ``payments``: one
+    for each privacy statement of the run; None if the run's releases are unknown. ``bare``: True if the run published
+    something about the records without a guarantee. ``content``: a digest of the records, whatever the data set's name
+    is; "" if it is unknown. ``by_name``: True if these records can be compared with those of other runs only by the
+    name ``data``.
     """
 
     data: str
@@ -214,10 +215,11 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 
 
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return all payments of a run that count for one ``unit``. Each printed cost of a run is computed from these.
+    """Return all payments of a run that count for one privacy unit, ``unit``.
 
-    If the unit is a record, payments for clients count, too: a changed record changes the data of its client.
-    ``clients``: the partition of the records, if the unit is the client.
+    The privacy costs that a report shows for this run are computed from these payments. If the unit is a record,
+    payments for clients count, too: a changed record changes the data of its client. ``clients``: the partition of the
+    records, if the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
     if unit != "record":
@@ -283,7 +285,10 @@ def _under_replacement(counts: Counts) -> Counts:
 
 
 def _replaced(epsilon: float, delta: float) -> tuple[float, float]:
-    """Convert (epsilon, delta) from add-or-remove-one to replace-one adjacency, by group privacy for two units."""
+    """Convert (epsilon, delta) from add-or-remove-one to replace-one adjacency.
+
+    Group privacy for two units gives the result, because a replacement is a removal and an addition.
+    """
     return 2 * epsilon, delta * (1 + math.exp(min(epsilon, 700.0)))
 
 
@@ -418,9 +423,9 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
 
 
 def _least(counts: Counts, delta: float) -> float:
-    """Return the smaller of the RDP epsilon and the PLD epsilon.
+    """Return the joint epsilon of the releases ``counts``: the smaller of the RDP epsilon and the PLD epsilon.
 
-    If a forecast has no time for a PLD, return the RDP epsilon.
+    If a forecast has no time to compute a PLD, return the RDP epsilon.
     """
     try:
         return bounds(counts, delta).least

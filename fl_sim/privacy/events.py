@@ -153,9 +153,9 @@ def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
 
 
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
-    """Return the adjacency of the privacy event ``event``.
+    """Return the adjacency under which the privacy event ``event`` states a cost.
 
-    The result is None if the event holds under both adjacencies: a zCDP bound, or an event without guarantee.
+    The result is None if the event is valid under both adjacencies: a zCDP bound, or an event without guarantee.
     """
     match unrolled(event)[0]:
         case dp_event.TruncatedSubsampledGaussianDpEvent():

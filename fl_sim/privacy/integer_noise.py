@@ -30,7 +30,7 @@ LEAST_DELTA: Final = 1e-12
 VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
-_DIGITS: Final = 127  # number of binary digits of each probability in a ``NoiseTable``
+_DIGITS: Final = 127  # number of binary digits of a probability in a ``NoiseTable``
 _WORKING: Final = 320  # number of binary digits of the arithmetic that computes a ``NoiseTable``
 _MASK: Final = 2**64 - 1
 _TAIL: Final = 100.0  # the probability of numbers beyond the table is below 2 exp(-_TAIL) < 2^-130

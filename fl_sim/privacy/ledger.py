@@ -133,7 +133,7 @@ class Ledger:
 
     @property
     def epsilon(self) -> float | None:
-        """Return the epsilon of all charges so far: 0 before the first charge, None where there is no guarantee."""
+        """Return the joint epsilon of all charges so far: 0 before the first charge, None if there is no guarantee."""
         return self._spent
 
     def affords(self, event: dp_event.DpEvent) -> bool:
@@ -142,7 +142,7 @@ class Ledger:
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def catch_up(self) -> None:
-        """Read the charges that other processes have added to the charge log, to include them in ``epsilon``."""
+        """Read the charges that other processes have added to the charge log. Then ``epsilon`` includes their costs."""
         with self._up_to_date():
             pass
 
@@ -279,7 +279,7 @@ class ChargeLog:
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt of all charges that this object has read or written."""
+        """Return the receipt (the proof) of all charges that this object has read from the log or written to it."""
         return Receipt(self.id, len(self._digests) - 1, self._digests[-1])
 
     @contextmanager
@@ -456,6 +456,6 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _digest(before: list[str], value: Mapping[str, Any]) -> str:
-    """Return the chain digest of the line ``value``: the SHA-256 of the last digest in ``before`` and this line."""
+    """Return the chain digest of a line of the log: the SHA-256 of the last digest in ``before`` and this line."""
     unchained = {key: part for key, part in value.items() if key != "chain"}
     return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()

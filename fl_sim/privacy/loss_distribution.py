@@ -144,7 +144,7 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
 
 
 def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Return ``event``, or an event in its place that dp_accounting's PLD supports and that costs at least as much.
+    """Return ``event``, or a replacement that dp_accounting's PLD supports and that costs at least as much.
 
     A bounded-range release is replaced by the geometric mechanism of the same epsilon. The loss of that mechanism
     is +epsilon or -epsilon, the largest loss of all mechanisms of this pure epsilon.

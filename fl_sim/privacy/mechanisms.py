@@ -208,7 +208,7 @@ class Noise:
         return steps
 
     def _exactly(self, law: Law, ratio: float, number: tuple[int, int, int], purpose: str, server_round: int) -> float:
-        """Return one number of a stream in grid steps, rounded exactly.
+        """Return one noise number of a random stream in grid steps, rounded exactly to a whole number.
 
         ``number``: (index of the number in the stream, first of its two random words, count of all numbers).
         """
@@ -349,9 +349,9 @@ def next_clipping_norm(
 
 
 def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Compute a noise number from each of ``words``, round it to whole grid steps, and write it to ``out``.
+    """Compute a noise number from each random word in ``words``, and write it, in whole grid steps, to ``out``.
 
-    Return the indices of the numbers whose rounding may be wrong.
+    Return the indices of the numbers whose rounding may be wrong. The caller must compute these numbers exactly.
     """
     found = (words >> np.uint64(1)).astype(np.float64)
     found += 0.5

@@ -178,7 +178,7 @@ def share_of(
 
 
 def rotated(values: NDArray[np.float64], grid: SumGrid, *, seed: int, server_round: int) -> NDArray[np.float64]:
-    """Return a client's vector ``values``, clipped, rotated and scaled; shape (padded,)."""
+    """Return a client's vector ``values`` after clipping, padding with zeros, rotation and scaling; shape (padded,)."""
     factor = clip_factor(float(np.linalg.norm(values)), grid.clipping_norm)
     padded = np.zeros(grid.padded)
     if factor:
@@ -205,7 +205,7 @@ def rounded_to_grid(scaled: NDArray[np.float64], grid: SumGrid, noise: Noise, se
 def mean_of_sum(
     total: NDArray[np.int64], present: int, grid: SumGrid, *, seed: int, server_round: int
 ) -> NDArray[np.float64]:
-    """Return the mean of the vectors of ``present`` clients, shape (dimension,).
+    """Return the noisy mean of the vectors of ``present`` clients, shape (dimension,): the server's result of a round.
 
     ``total``: the sum modulo 2^bits of the numbers that these clients sent (``share_of``), shape (padded,).
     """

@@ -106,7 +106,9 @@ def prices(delta: float) -> NDArray[np.float64]:
 
 
 def checked(curve: Curve) -> Curve:
-    """Return ``curve`` with values in [-1e-9, 0) set to 0. Raises ArithmeticError for NaN or lower values.
+    """Return the Renyi curve ``curve``, with values in [-1e-9, 0) set to 0.
+
+    Such values are rounding errors. Raises ArithmeticError for lower values and for NaN.
 
     Without this check a NaN would turn into an epsilon of 0.
     """
@@ -193,7 +195,7 @@ def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArra
     below = np.floor(orders)
     share = orders - below
     line = (1 - share) * scaled(below) + np.where(share > 0, share * scaled(below + 1), 0.0)
-    # NaN is the product of 0 and a number that overflowed to infinity. The divergence then has no finite bound.
+    # NaN comes from 0 times a number that overflowed to infinity. The divergence then has no finite bound.
     return np.where(np.isnan(line), math.inf, line / (orders - 1))
 
 

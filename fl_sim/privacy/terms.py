@@ -1,4 +1,4 @@
-"""Terms of a privacy guarantee (unit, adjacency, delta, budget), and the printed form of an epsilon."""
+"""Terms of a privacy guarantee (its unit, adjacency, delta and budget), and the printed form of an epsilon."""
 
 import math
 from dataclasses import dataclass

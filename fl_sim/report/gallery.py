@@ -3,7 +3,7 @@
 The gallery has a folder for each table. The file ``about.toml`` in this folder (class ``About``) is written by hand.
 The files ``table.json`` and ``table.csv`` are copies of the files that ``fl-sim table`` wrote; ``table.csv`` is
 optional. If a folder has no ``table.json``, the runs of its table are still missing. The file ``leaderboard.toml``
-defines the leaderboard: the questions that its tables answer.
+defines the leaderboard page: a list of questions, which tables of the gallery answer.
 """
 
 import csv
@@ -80,7 +80,7 @@ class About(_FileModel):
 
 @dataclass(frozen=True)
 class Entry:
-    """One table of the gallery.
+    """One table of the gallery, with its results if its runs are finished.
 
     ``name``: name of the table's folder. ``table``: None if the runs of the table are missing. ``hours``: the total
     time of all runs in hours, as text; empty if the time is unknown.

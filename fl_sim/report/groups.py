@@ -69,7 +69,10 @@ class SeedGroup:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return the settings that all runs of the group share. No two groups have equal settings."""
+        """Return the settings that all runs of the group share, and by which runs are grouped.
+
+        No two groups have equal settings.
+        """
         return _compared_of(self.runs[0])
 
     def reached(self, accuracy: float) -> list[Reached]:

@@ -152,7 +152,7 @@ def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None
 
 
 def area_under(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the area under the curve of test accuracy over rounds, divided by the length of the curve in rounds.
+    """Return the mean height of the curve of test accuracy: the area under it, divided by its length in rounds.
 
     The curve begins with the first evaluated round. Between evaluated rounds the curve is linear. The result is None if
     no round was evaluated.

@@ -300,7 +300,7 @@ def _megabytes(count: int | None) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values; None if any value is None."""
+    """Return the mean of the ``values``; None if any of them is None (unknown)."""
     every = list(values)
     known = [value for value in every if value is not None]
     return _short(sum(known) / len(known)) if len(known) == len(every) else None
@@ -346,7 +346,10 @@ def _clients(one: SeedGroup) -> dict[str, Any] | None:
 
 
 def _accuracy(values: Sequence[float | None]) -> list[float | str | None]:
-    """Return [mean, standard deviation, text "mean ± standard deviation"] in percent. ``values``: shares in [0, 1]."""
+    """Return a list for the page's script: mean and standard deviation in percent, and both as text.
+
+    ``values``: accuracies in [0, 1].
+    """
     shares = [as_percent(value) for value in values]
     return [*_mean_deviation(shares, 4), mean_text(shares)]
 

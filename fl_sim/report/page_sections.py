@@ -179,7 +179,7 @@ class HtmlColumn:
 
 
 def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
-    """Return an HTML table, and a line below it with the values of the columns whose cells are all equal.
+    """Return an HTML table of ``columns``. A line below it states the values of columns whose cells are all equal.
 
     ``bounds``: for each row, True if the row is centralized training.
     """

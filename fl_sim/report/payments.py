@@ -111,9 +111,9 @@ def _payment(statement: PrivacyStatement, made: StageResult) -> Payment:
 
 
 def _charged_by_client(made: StageResult) -> tuple[Counts, ...]:
-    """Return the privacy events for which the clients' ledgers were charged when the clients made synthetic records.
+    """Return the privacy costs of the synthetic records: the events that were charged to the clients' ledgers.
 
-    A privacy event is a kind of noisy output, and is counted with its number of occurrences. Clients with equal events
+    A privacy event describes a noisy output, and is counted with its number of occurrences. Clients with equal events
     are returned once. The result is empty if the events of any client are unknown.
     """
     shares = made.clients

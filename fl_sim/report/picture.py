@@ -150,7 +150,7 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Return a distinct text for each title, which may be used in a file name."""
+    """Return a text for each title that can be a part of a file name. All these texts are different."""
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"

@@ -280,9 +280,9 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return the text ``before`` and the estimated remaining time, such as "; about 30 s left".
+        """Return a text with the estimated remaining time, such as "; about 30 s left". It begins with ``before``.
 
-        The text is empty if the time is unknown, or if any run is private: times of private runs are hidden.
+        The text is empty if the time is unknown, or if any run is private, because times of private runs are hidden.
         """
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:

@@ -122,8 +122,8 @@ class Grid:
 class Comparison:
     """The comparison of the rows in one column with a reference row.
 
-    ``row``: the reference row; None if there is none. ``others``: {row: difference to the reference row, paired by
-    seed}. A difference is None if too few seeds finished in the row and in the reference row.
+    ``row``: the reference row; None if the column has no such row. ``others``: {row: difference to the reference row,
+    paired by seed}. A difference is None if too few seeds finished in the row and in the reference row.
     """
 
     row: str | None
@@ -210,7 +210,7 @@ def most_seeds(table: Table) -> int:
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return (name, cells) of each row of the table. A cell is (text, True if bold).
+    """Return (name, cells) of each row of the table. A cell is (text, True if the text is bold).
 
     Each column has two cells: the accuracy after the last round, and in the best round.
     """

@@ -259,7 +259,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _fitted(heads: Sequence[str], lines: Sequence[str], num_columns: int) -> list[str]:
-    """Return the lines of a LaTeX ``tabular``. LaTeX scales it down if it is wider than the text."""
+    """Return the lines of a LaTeX ``tabular``. LaTeX scales the table down if it is wider than the text."""
     return [
         r"\setbox0=\hbox{%",
         rf"\begin{{tabular}}{{l{'r' * num_columns}}}",

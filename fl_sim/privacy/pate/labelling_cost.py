@@ -104,7 +104,7 @@ class AnswerCost(Cost):
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
         """Return the Renyi curve of each query, computed from its ln(q). Each value is the smaller of two bounds.
 
-        The first bound is the theorem in the mechanism's paper. The second bound is ``worst_case``, for any votes.
+        The first bound is a theorem in the paper of the mechanism. The second bound is ``worst_case``, for any votes.
         """
 
     def dependent(self, counts: Counts, orders: Floats) -> Floats:
@@ -122,7 +122,7 @@ class AnswerCost(Cost):
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
-        """Return the Renyi curve of a query on which all teachers agree. Such a query has the lowest cost."""
+        """Return a lower bound on the Renyi curve of a query: the curve if all teachers agree."""
         return np.asarray(self.dependent(np.array([[teachers] + [0] * (classes - 1)]), orders)[0])
 
 
@@ -137,7 +137,7 @@ class LNMaxCost(AnswerCost):
 
     @property
     def pure_epsilon(self) -> float:
-        """Return 2 gamma: one record changes two counts by 1 each, and each change costs an epsilon of gamma."""
+        """Return 2 gamma. One record changes two vote counts by 1 each, and each change costs an epsilon of gamma."""
         return 2 * self.gamma
 
     def worst_case(self, orders: Floats) -> Floats:
@@ -188,7 +188,7 @@ class GNMaxCost(AnswerCost):
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return one Gaussian mechanism. The L2 sensitivity of the vote counts is sqrt 2."""
+        """Return the event of one Gaussian mechanism. The L2 sensitivity of the vote counts is sqrt 2."""
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
@@ -224,7 +224,10 @@ class ConfidentCost(Cost):
 
     @property
     def test(self) -> GNMaxCost:
-        """Return the cost of the test: that of a GNMax query whose Renyi curve is order / (2 sigma_threshold^2)."""
+        """Return the cost of the test of a query, as the cost of a GNMax query.
+
+        At each order, the Renyi divergence of this GNMax query is order / (2 sigma_threshold^2).
+        """
         return GNMaxCost(np.sqrt(2) * self.sigma_threshold)
 
     @property
@@ -339,7 +342,7 @@ def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int
 
 
 def least_epsilon(cost: Cost, teachers: int, classes: int, delta: float) -> float:
-    """Return the smallest possible data-dependent epsilon of one answered query: a lower bound for any votes."""
+    """Return a lower bound, for any votes, on the data-dependent epsilon of one answered query."""
     return float(epsilon_of_curves(cost.least(teachers, classes, _ORDERS)[None], delta)[0])
 
 
@@ -423,10 +426,10 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
 
 
 def _gaps_to_the_top(counts: Counts) -> Floats:
-    """Return the difference between the largest count and the count of each class, shape (queries, classes).
+    """Return the gap of each class, shape (queries, classes): the largest vote count minus the count of the class.
 
-    The value of the class with the most votes is ``inf``. If several classes have the most votes, only the first of
-    them gets ``inf``.
+    The gap of the class with the most votes is set to ``inf``. If several classes have the most votes, only the first
+    of them gets ``inf``.
     """
     top = counts.argmax(axis=1)[:, None]
     gaps = (np.take_along_axis(counts, top, axis=1) - counts).astype(np.float64)

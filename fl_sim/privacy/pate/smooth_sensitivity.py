@@ -37,7 +37,7 @@ Answered: TypeAlias = NDArray[np.bool_]
 PublishableCost: TypeAlias = AnswerCost | ConfidentCost
 
 _CELLS_PER_VOTE: Final = 8
-# One changed vote changes a gap by at most this number of cells. One cell more than 2 votes allows for rounding.
+# One changed vote changes a gap by at most 2 votes, and so by at most this number of cells. One cell is for rounding.
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1
 # The function ``planned`` tries all these values: Renyi orders, products of order and smoothness, and noise.
 _ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)
@@ -112,9 +112,10 @@ class PublishedCost:
 
 
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
-    """Return the terms of publication that give the smallest epsilon if all teachers agree on every query.
+    """Return the settings (terms) of a publication, chosen for a small epsilon without looking at the votes.
 
-    The terms do not depend on the votes. All queries are assumed to be answered.
+    Of all values that are tried, they give the smallest epsilon if all teachers agree on every query, and if all
+    queries are answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 

@@ -90,7 +90,7 @@ class Row:
 
     @property
     def epsilon(self) -> float:
-        """Return the privacy budget: the epsilon in the run's settings."""
+        """Return the privacy budget of the run: the epsilon in its settings."""
         return float(self.settings["epsilon"])
 
 
@@ -314,7 +314,9 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
 
 
 def _identity(run: SavedRun, samples: Samples) -> str:
-    """Return a SHA-256 digest that shows whether stored images belong to the synthetic feature vectors in ``samples``.
+    """Return a SHA-256 digest of the synthetic feature vectors in ``samples`` and of the image search.
+
+    Stored images belong to these vectors if they have the same digest.
 
     The digest depends on the vectors, on the run's feature transform, and on the version of the image search.
     """

@@ -119,7 +119,7 @@ def _timed(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
-    """Return {label of a method: line style}. Each method has the same line style in every figure."""
+    """Return {label of a method: line style}, so that each method has the same line style in every figure."""
     names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
     return dict(zip(names, styled(names), strict=True))
 

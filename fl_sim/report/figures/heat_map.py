@@ -91,7 +91,7 @@ def _text(results: list[SeedResult], mean: float | None) -> str:
 
 
 def _range(table: Table) -> tuple[float, float]:
-    """Return the ends of the colour scale: the lowest and the highest mean in all heat maps of the table."""
+    """Return the two ends of the colour scale: the lowest and the highest mean in all heat maps of the table."""
     means = [
         mean
         for one in table.heat_maps

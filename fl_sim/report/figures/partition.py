@@ -61,7 +61,7 @@ def _bubbles(counts: NDArray[np.int64], title: str) -> "Figure":
     axes.set(xlim=(-0.5, num_clients - 0.5), ylim=(-0.5, num_classes - 0.5), xlabel="client", ylabel="class")
     axes.set_xticks(range(num_clients))
     axes.set_yticks(range(num_classes))
-    # Grid lines are between the cells, because lines through the centres would hide the numbers.
+    # Grid lines are drawn between the cells: lines through the cells' centres would hide the numbers.
     axes.set_xticks(np.arange(num_clients + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(num_classes + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="0.9", linewidth=0.7)
@@ -106,7 +106,7 @@ def _heat_map(counts: NDArray[np.int64], title: str) -> "Figure":
         np.ma.masked_equal(counts.T, 0),
         aspect="auto",
         origin="lower",
-        interpolation="nearest",  # draw cells with sharp edges, not blurred
+        interpolation="nearest",  # the cells get sharp edges
         cmap="Blues",
         norm=PowerNorm(0.5, vmin=0, vmax=int(counts.max())),
     )

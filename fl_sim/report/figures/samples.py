@@ -113,7 +113,10 @@ def about_noise(number: int, shown: int) -> list[str]:
 
 
 def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
-    """Return one image with all tiles in ``rows``, ``gap`` white pixels apart. A tile that is None is left white."""
+    """Return one image with all tiles in ``rows``: small images, ``gap`` white pixels apart.
+
+    A place whose tile is None stays white.
+    """
     height, width = next(tile.shape[:2] for row in rows for tile in row if tile is not None)
     across = max(len(row) for row in rows)
     sheet = np.full((len(rows) * (height + gap) - gap, across * (width + gap) - gap, 3), _PAPER, dtype=np.uint8)
@@ -168,7 +171,7 @@ class Samples:
 
     @property
     def nothing(self) -> Tile:
-        """Return a grey tile, which is shown in place of a missing image."""
+        """Return a grey tile in the size of an image. A figure shows it in place of a missing image."""
         (black,) = images(np.zeros((1, *self.inputs.shape[1:]), dtype=np.uint8))
         return np.full_like(black, EMPTY)
 
