@@ -238,7 +238,7 @@ class Budgeted(Protocol):
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
         """Raise UserError if the privacy budget is too small for the first private output.
 
-        The run calls this method before any training. It takes a few seconds at most. ``records``: the number of
+        The run calls this method before any training. The call takes a few seconds at most. ``records``: the number of
         records of each client.
         """
 

@@ -88,7 +88,7 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
         lambda: {part: vectors_of(getattr(dataset, part).inputs, features) for part in _PARTS},
         lambda found: [found[part].shape for part in _PARTS] == shapes and _is_float32(found),
         f"the {features} features of {count:,} images",
-        private=is_own(dataset.name),  # features of the user's own records are private, as the records are
+        private=is_own(dataset.name),  # only the user may read features of own records
     )
     return made["train"], made["test"]
 

@@ -225,7 +225,7 @@ def _domain_hint(path: Path) -> str:
 
 
 def _subfolders(split: Path, what: str = "class") -> dict[str, Path]:
-    """Return {class: its folder}, sorted by class. Class names are in Unicode's NFC form, so that they can be compared.
+    """Return {class: its folder}, sorted by class. Names are in Unicode's NFC form, so that equal names compare equal.
 
     ``what``: the noun for error messages, class or domain.
     """

@@ -186,7 +186,7 @@ def download(known: KnownSet, data_root: Path | None) -> DataSource:
     stall = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision itself sets no timeout for downloads
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for the result of the command
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the command's result only
             for split in splits:
                 dataset(root, download=True, **split)
     except (OSError, RuntimeError, HTTPException) as error:

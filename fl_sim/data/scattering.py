@@ -208,7 +208,7 @@ def whitening_of(shape: tuple[int, int, int]) -> Whitening:
 def public_images(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Return the artificial images from which the whitening transform is computed.
 
-    Their seed is public and fixed, so all processes compute the same images and the same transform.
+    The seed of the images is public and fixed, so all processes compute the same images and the same transform.
     """
     return made_images(shape, _NUM_MADE, _MADE_SEED)
 
@@ -484,7 +484,7 @@ def _covered(
 
     A leaf is a disc with probability 1/2, else a rotated rectangle.
 
-    ``down`` and ``right``: the distances of each pixel from the leaf's centre.
+    ``down`` and ``right``: the vertical and horizontal distances of each pixel from the leaf's centre.
     """
     angle, flatness = generator.uniform(0, np.pi, radius.shape), generator.uniform(0.3, 1, radius.shape)
     along, across = np.cos(angle) * right + np.sin(angle) * down, np.cos(angle) * down - np.sin(angle) * right

@@ -174,7 +174,7 @@ def survey(files: Iterable[TableReader], columns: Mapping[str, ColumnContent]) -
 def is_category(seen: ColumnContent) -> bool:
     """Return True if a feature column contains categories, False if it contains numbers.
 
-    Raises UserError, with row and column, if the column contains both or neither.
+    Raises UserError, with row and column, if the column contains both categories and numbers, or neither.
     """
     name = seen.name
     if seen.declared in {"time", "other"}:

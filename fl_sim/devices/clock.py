@@ -66,7 +66,8 @@ class Clock:
     def asking_seconds(self, client: int, server_round: int) -> float:
         """Return the simulated seconds in which ``client`` downloads the model and evaluates it on its own records.
 
-        The evaluation of a record takes a third of the time of training, because there is only a forward pass.
+        Some samplers ask clients for the loss of the model. The evaluation of a record takes a third of the time of
+        training, because evaluation is only a forward pass.
         """
         fleet, (traffic, work), size = self.fleet, self.load_of(client), int(self.sizes[client])
         taken = float(traffic.down / fleet.download[client] + size * work * fleet.record_seconds[client] / 3)

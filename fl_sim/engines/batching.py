@@ -188,7 +188,7 @@ class Exchange(Generic[Call]):
         if self.stack > 1:
             return [self._next() for _ in range(min(self.stack, len(self.fresh)))]
         known = [1 / max(seconds, _TINY) for seconds in (step_seconds, *others) if seconds < math.inf]
-        typical = sum(known) / len(known) if known else 1.0  # the assumed speed of a worker whose speed is unknown
+        typical = sum(known) / len(known) if known else 1.0  # a worker of unknown speed is assumed to have this speed
         speeds = [1 / max(one, _TINY) if one < math.inf else typical for one in (step_seconds, *others)]
         share = speeds[0] / sum(speeds)
         guided, fair = math.ceil(self._left * share / 2), math.ceil((self._left + self._under_way) * share)

@@ -175,7 +175,7 @@ class InProcessGrid(LocalGrid):
         def take() -> list[Message] | None:
             """Remove and return the next batch; None if no batch is left or the deadline has passed.
 
-            Any thread may call this function.
+            Several threads may call this function at the same time.
             """
             try:
                 return waiting.popleft() if time.monotonic() < deadline else None
@@ -189,7 +189,7 @@ class InProcessGrid(LocalGrid):
                     replies[reply.metadata.reply_to_message_id] = reply
                     self._on_reply(len(replies))
         finally:
-            waiting.clear()  # after Ctrl-C, threads finish their present batch and begin no other
+            waiting.clear()  # after Ctrl-C, threads finish the batch that they compute, and begin no further batch
             stopped.set()
         late = f"no answer within {timeout or 0:g} s: the client was not started in that time"
         return [replies.get(sent.metadata.message_id) or failure(sent, TOO_LATE, late) for sent in messages]

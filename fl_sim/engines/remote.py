@@ -64,14 +64,14 @@ class DriverStore(Protocol):
     """Stores the states and files of clients that run on other machines, on the disk of the driver."""
 
     def before(self, message: Message) -> Parcel | Message:
-        """Return the parts of ``message`` to send to a worker, or the client's answer if no worker is needed.
+        """Return the ``Parcel`` to send to a worker for ``message``, or the answer itself if no worker is needed.
 
         If a message is sent again, this method is called again and must return an equal result.
         """
         ...
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Remove and store the client state in a worker's answer, and return the answer for the server."""
+        """Move the client state from a worker's answer to the storage, and return the other content for the server."""
         ...
 
 

@@ -164,7 +164,7 @@ class Job:
 
     @cached_property
     def placed(self) -> Placed:
-        """The tensors of the initial model that were not copied from the file of weights, such as a new head."""
+        """The differences between the initial model and the file of weights, such as a new head."""
         return self._first[1]
 
     @cached_property
@@ -259,8 +259,8 @@ class _Preparation:
     """A function that copies weights into a new model, adds adapters, and freezes the parameters that are not trained.
 
     ``settings``: the settings of the model and of the algorithm as text. If two preparations have equal settings, they
-    differ only in the random values of adapters. ``placed``: for each prepared model, the tensors that differ from the
-    file of weights.
+    differ only in the random values of adapters. ``placed``: for each prepared model, its differences from the file of
+    weights.
     """
 
     settings: tuple[str, str]
