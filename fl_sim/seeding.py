@@ -5,11 +5,17 @@ A generator depends only on a seed, a purpose (a text such as "batches") and int
 An experiment has several seeds. If only one seed changes between runs, such as the seed of the partition, the variance
 from this seed can be measured. The purposes of each seed are:
 
-``partition_seed``: "partition", "validation", PATE's "public pool", and two purposes of partitions that change records:
-"feature-noise" (also for test and validation records) and "client groups". ``model_seed``: "model" for initial weights,
-and "teacher" for the initial weights of PATE's networks. ``sampling_seed``: "sampler". ``seed``: all other purposes,
-such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server epochs", "class gaussians", a
-forest's "teacher" and students; and seeded noise. Secret noise and the cohorts of Global DP do not come from a seed.
+``partition_seed``: "partition" (the assignment of records to clients), "validation" (the choice of validation records)
+and "public pool" (the choice of PATE's public records). Partitions that change records also use "feature-noise" (also
+for test and validation records) and "client groups".
+
+``model_seed``: "model" (initial weights) and "teacher" (initial weights of PATE's networks).
+
+``sampling_seed``: "sampler" (the choice of clients in each round).
+
+``seed``: all other purposes, such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server
+epochs", "class gaussians", and the "teacher" and students of PATE's random forests. Noise that the user chose to be
+seeded also depends on ``seed``. Secret noise and the cohorts of Global DP do not come from a seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. These generators are seeded for the
 purposes above, and for "data set" (with the seed 0). In a round, they are seeded before an algorithm's methods ``plan``

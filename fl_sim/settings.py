@@ -221,7 +221,7 @@ TRAINABLE: Final = ("all", "head", "bias", "norm", "last:K", "lora")
 def model_line(written: Mapping[str, Any]) -> str:
     """Return a model's settings as one line of text: the names of architectures, then the other settings.
 
-    ``written``: the model's settings. The digest of the weights file is left out of the line.
+    ``written``: the settings in the group ``model``. The line leaves out the digest of the weights file.
     """
     options = [f"{name}={value}" for name, value in written.items() if name not in {"name", "others", "digest"}]
     return ", ".join([" + ".join([str(written.get("name", "")), *written.get("others", ())]), *options])
@@ -276,7 +276,8 @@ def flat(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of nested tables.
 
-    ``is_value``: a function that returns False for an inner table. Its entries are then yielded.
+    ``is_value``: a function of an entry. If it returns False, the entry is an inner table, and the entries of this
+    inner table are yielded in its place.
 
     >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
     {'rounds': 3, 'local.epochs': 1}

@@ -61,7 +61,7 @@ ROUNDING = 1e-4
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 (named after the finding)
-    """An algorithm, compressor or run breaks a law of ``check``, ``check_compressor`` or ``check_run``.
+    """Raised if an algorithm, compressor or run breaks a law of ``check``, ``check_compressor`` or ``check_run``.
 
     The message names the law.
     """

@@ -53,7 +53,7 @@ def ledgers_root() -> Path:
 
 
 def ledger_path(job: Job, client: int) -> Path:
-    """Return the path of the privacy ledger of the client with the ID ``client``."""
+    """Return the path of the file with the privacy ledger of the client with the ID ``client``."""
     name, earlier = f"client-{client}.jsonl", _earlier_deal(job)
     if (earlier / name).exists():
         _link_earlier(_folder(job), earlier.parent)

@@ -395,7 +395,8 @@ def _changes_records(experiment: Experiment) -> bool:
 def _as_held(examples: Examples, parts: Parts, job: Job) -> Examples:
     """Return ``examples`` with the inputs and labels that the partition gives to each client, without feature noise.
 
-    ``examples``: the records of all ``parts``, in the order of clients.
+    ``parts``: the records of each client, as indices. ``examples``: the records of all clients, in the order of
+    clients.
     """
     if not _changes_records(job.experiment):
         return examples

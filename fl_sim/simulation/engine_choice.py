@@ -240,7 +240,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
 
 
 def _not_native(job: Job) -> str:
-    """Return a phrase with the settings of ``job`` that the native (compiled C++) trainer lacks; may be empty."""
+    """Return a phrase with the settings of ``job`` that the native (compiled C++) trainer does not support, or ""."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):

@@ -142,7 +142,7 @@ class Measuring:
         """Return the user's own metrics, {name: number}, of the model with the parameters ``params``.
 
         Each metric function receives its own copy of the model, and only the public test records. Raises RunError if
-        two functions use the same name, and for all reasons of ``measured_by``.
+        two functions return a metric with the same name, or if a function fails (see ``measured_by``).
         """
         found: dict[str, float] = {}
         for what, metrics in self.own_metrics.items():

@@ -324,7 +324,10 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return the prefixes of measures that a round has only if it is the last round of the run, such as ``test_``."""
+    """Return the prefixes of names of measures that ``server_round`` has only if it is the run's last round.
+
+    An example is ``test_``.
+    """
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
     return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED

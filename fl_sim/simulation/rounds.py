@@ -183,7 +183,7 @@ class Rounds(Procedure):
         return {**self.job.fixed, **self._model(server, reported_by(self.algorithm, server))}
 
     def _model(self, server: ServerState, params: Params) -> Params:
-        """Return all tensors of the model, with ``params`` as the parameters of the server."""
+        """Return all tensors of the model. ``params``: the trained parameters at the server."""
         return replace(server, params=self._whole(params)).model
 
     def _whole(self, params: Params) -> Params:
@@ -210,7 +210,7 @@ class Rounds(Procedure):
         halves = [client_layers(one.experiment, self.algorithm, one.model) for one in jobs]
         if len(jobs) == 1:
             return halves
-        alike = list(zip(*halves, strict=True))  # each element has one layer's objects for all architectures
+        alike = list(zip(*halves, strict=True))  # each element: one layer's objects, for all architectures
         return [tuple(half.beside(others) for half, others in zip(mine, alike, strict=True)) for mine in halves]
 
     def work(self) -> Sequence[Work]:
@@ -230,7 +230,7 @@ class Rounds(Procedure):
         """Return the bytes of all rounds and of each stage, {purpose: bytes}.
 
         ``updates``: the number of client updates in all rounds. ``more_sent``: the number of further models that the
-        server sends, for which no update comes back.
+        server sends without an update in return, for example to ask for a loss.
         """
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(

@@ -67,19 +67,19 @@ class RunLog:
 
     ``engine``: the kind of the engine. ``trainer``: a description of the clients' trainer. ``stopped``: the reason if
     the run ended early. ``stopped_by_observer``: the reason if an observer ended the run. ``measured``: the measures of
-    the last measured model. ``measured_again``: the measures of a model that changed, or was first tested, after the
-    last round. ``pooled``: the synthetic records that all clients train on. ``released``: the synthetic records that
-    the server has received, even if clients do not train on them. ``layer``: the outermost layer. A layer, such as
-    Global DP, is code that takes part in every round. ``layer_states``: {name of a layer: its state in the checkpoint}.
-    ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the bytes of all
-    clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on private records.
-    ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure writes itself.
-    ``seal``: the checksum of the client states. ``records``: a digest of the user's own records, for the checkpoint.
-    ``versions``: {round: digest} of the models that clients still train. ``counts_holders``: True if an algorithm that
-    divides by the number of clients counts only clients with records. ``fixed``: the tensors of the model that are not
-    trained. They are saved with the server's tensors. ``chain``: the hash chain over the settings and rounds.
-    ``identity``: digests of the user's own records and code. ``doubts``: warnings that the user's records or code have
-    changed, or could not be compared with those at the start of the run.
+    the last measured model. ``measured_again``: the measures of the final model, if it changed or was first tested
+    after the last round. ``pooled``: the synthetic records that all clients train on. ``released``: the synthetic
+    records that the server has received, even if clients do not train on them. ``layer``: the outermost layer. A layer,
+    such as Global DP, is code that takes part in every round. ``layer_states``: {name of a layer: its state in the
+    checkpoint}. ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the
+    bytes of all clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on
+    private records. ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure
+    writes itself. ``seal``: the checksum of the client states. ``records``: a digest of the user's own records, for the
+    checkpoint. ``versions``: {round: digest} of the models on which clients of an asynchronous run still train.
+    ``counts_holders``: True if an algorithm that divides by the number of clients counts only clients with records.
+    ``fixed``: the tensors of the model that are not trained. They are saved with the server's tensors. ``chain``: the
+    hash chain over the settings and rounds. ``identity``: digests of the user's own records and code. ``doubts``:
+    warnings that the user's records or code have changed, or could not be compared with those at the start of the run.
     """
 
     server: ServerState

@@ -34,7 +34,7 @@ class BackdoorSuccess(Stage):
     def warnings(self) -> list[str]:
         """Return a warning if no hostile client holds a record that the attack targets."""
         experiment, job = self.job.experiment, self.job
-        if experiment.is_private:  # such a warning would reveal facts about the clients' records
+        if experiment.is_private:  # the warning would reveal facts about private records
             return []
         hostile = hostile_clients(self._attack, experiment.num_clients, experiment.seed)
         if any(self._attack.is_held(job.dataset.train.take(job.shards[client])) for client in sorted(hostile)):

@@ -103,7 +103,7 @@ class Calibration(Stage):
         settings, num_features = settings_of(self.job), self.job.num_features
         if (protection := settings.protection) is None:
             return class_gaussians(moments, num_features)
-        # clients without records add no noise
+        # each client with records adds its own noise to the sum of all moments
         std = protection.std * math.sqrt(np.count_nonzero(self.job.shards.sizes))
         return [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
 

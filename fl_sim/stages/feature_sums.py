@@ -39,8 +39,8 @@ PUBLIC: Final = "The number of a client's records is treated as public."
 class FeatureSums(Protocol):
     """Settings that define sums of a client's features.
 
-    ``released``: a description of the sums, for the privacy ledger. ``of_initial_model``: True if the initial model
-    computes the features. In this case the server need not send a model to clients.
+    ``released``: a description of the sums, which is written into the privacy ledger. ``of_initial_model``: True if the
+    initial model computes the features. In this case the server need not send a model to clients.
     """
 
     released: ClassVar[str]
@@ -175,7 +175,7 @@ def release_name(experiment: Experiment, sums: FeatureSums, client: int, params:
 
 
 def payments_of(sums: FeatureSums) -> "Iterator[Payment]":
-    """Yield the privacy cost of the clients' noisy sums. Yield nothing if the sums have no noise."""
+    """Yield the planned privacy cost of the clients' noisy sums. Yield nothing if the sums have no noise."""
     if (protection := sums.protection) is None:
         return
     from fl_sim.privacy.bill import payment_of  # noqa: PLC0415

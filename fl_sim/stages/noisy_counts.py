@@ -70,13 +70,13 @@ class NoisyCounts:
         return CountPrivately(measuring, self.protection, self.times, digest_of(self.job.experiment))
 
     def payments(self) -> Iterator[Payment]:
-        """Yield the planned privacy cost of all counts together. The privacy unit is a test record."""
+        """Yield the planned privacy cost of all counts together. The cost is for one test record (the privacy unit)."""
         yield payment_of(self._terms, {self.event: self.times}, "", is_simulated=self._is_seeded)
 
     def statement(self, run: str, done: int) -> dict[str, object]:
         """Return the privacy statement for ``result.json``.
 
-        ``run``: the random name of the run. ``done``: the number of measurements so far.
+        ``run``: the random name of the run. ``done``: the number of measurements of clients' models so far.
         """
         coverage = Coverage(_COVERS, _DOES_NOT_COVER, self._is_seeded)
         charges = [(f"{COUNTED} {number}", self.event) for number in range(done)]

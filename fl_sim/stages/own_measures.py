@@ -1,8 +1,9 @@
 """Statistics over clients, such as the mean accuracy of the clients' own models.
 
 They are computed from the counts of records and predictions in the clients' answers. ``OwnMeasures`` stores the answers
-of all clients after one round. A client tests up to four models (see ``clients.evaluate``): "received" from the server,
-its "own", "trained" for one more round, and "fine_tuned".
+of all clients after one round. A client tests up to four models (see ``clients.evaluate``). "received": the model from
+the server. "own": the client's own model, such as a personal model. "trained": the received model after one more round
+of local training. "fine_tuned": the own model after some epochs of plain SGD.
 """
 
 from collections.abc import Mapping, Sequence

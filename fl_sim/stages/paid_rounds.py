@@ -71,7 +71,7 @@ class PaidRoundsBill(Stage):
     @property
     @abstractmethod
     def terms(self) -> Terms:
-        """Return the privacy unit, adjacency and delta of the privacy statement."""
+        """Return the terms of the privacy statement: privacy unit (record or client), adjacency and delta."""
 
     @cached_property
     @abstractmethod
@@ -164,7 +164,7 @@ class PaidRoundsBill(Stage):
         return protection
 
     def rounds_of(self, group: PayingClients) -> int:
-        """Return the number of rounds that the clients' budget allows, but not more than the rounds of the run."""
+        """Return the number of rounds that the budget of a client in ``group`` allows, at most those of the run."""
         rounds, most = self.job.experiment.rounds, group.cost.most_rounds
         return rounds if most is None else min(rounds, most)
 

@@ -43,7 +43,7 @@ class PrivateStepsBill(PaidRoundsBill):
 
     @property
     def terms(self) -> Terms:
-        """Return the privacy unit, adjacency and delta of the privacy statement."""
+        """Return the terms of the privacy statement: privacy unit (a record), adjacency and delta."""
         return Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:

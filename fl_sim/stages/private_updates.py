@@ -34,7 +34,7 @@ class PrivateUpdatesBill(PaidRoundsBill):
 
     @property
     def terms(self) -> Terms:
-        """Return the privacy unit, adjacency and delta of the privacy statement."""
+        """Return the terms of the privacy statement: privacy unit (a client), adjacency and delta."""
         return Terms("client", Adjacency.REPLACE_ONE, self.settings.delta)
 
     def warnings(self) -> list[str]:

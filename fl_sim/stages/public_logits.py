@@ -33,7 +33,8 @@ class PublicRecords(Stage):
     def before(self, run: Run) -> None:
         """Draw the public records from the seed, and write them into the run directory.
 
-        Raises UserError for a proxy with too few records, and for a model that does not predict classes.
+        The records come from the data set ``proxy``. Raises UserError if it has too few records, or if the model does
+        not predict classes.
         """
         settings: Any = self.job.experiment.algorithm
         if not self.job.predicts_classes:

@@ -123,7 +123,7 @@ class RidgeHead(Stage):
 
     @property
     def _num_holders(self) -> int:
-        return int(np.count_nonzero(self.job.shards.sizes))  # only clients with records add noise
+        return int(np.count_nonzero(self.job.shards.sizes))  # each client with records adds its own noise to the sum
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the given privacy statements ``others``, and the privacy statement about the noisy sums."""

@@ -21,7 +21,7 @@ class SecureSumFacts(Stage):
         self._layer: SecureRounds | None = None
 
     def before(self, run: Run) -> None:
-        """Store the run's layer of secure aggregation, which counts the drop-outs."""
+        """Store the run's layer of secure aggregation. It counts drop-outs (clients without an answer in a round)."""
         self._layer = found_in(run.strategy.layer, SecureRounds)
 
     def work(self) -> Sequence[Work]:

@@ -86,7 +86,7 @@ class TstrProcedure(Procedure):
             observer.preparing(f"classifier {classifier.name}: {100 * accuracy:.2f} % on held-out synthetic records")
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
-        # Of several classifiers with the best accuracy, ``max`` chooses the first one.
+        # If several classifiers have the best accuracy, ``max`` chooses the first of them.
         chosen = max(found, key=lambda one: one.held_out.accuracy)
         log.facts["tstr"] = {
             "chosen": chosen.name,

@@ -93,7 +93,7 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     with readable_os_errors(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
-        # Until the whole state is written, a header of zeros marks the slot as empty.
+        # While the state is being written, a header of zeros marks the slot as empty.
         _write(file, place, bytes(_HEAD.size))
         _write(file, place + _HEAD.size, numbers.data)
         _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
@@ -242,7 +242,7 @@ def _next_data(file: FileIO, place: int) -> int:
 
     If there are only holes after ``place``, return the size of the file, or ``place`` if ``place`` is larger.
     """
-    if not hasattr(os, "SEEK_DATA"):  # some systems, such as Windows, cannot search for data in a sparse file
+    if not hasattr(os, "SEEK_DATA"):  # some systems, such as Windows, cannot skip the holes of a sparse file
         return place
     try:
         return os.lseek(file.fileno(), place, os.SEEK_DATA)

@@ -111,7 +111,7 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose best value is near an end of their search space, which may then be too narrow."""
+        """Return the settings whose best value is near an end of the search space: such a space may be too narrow."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 

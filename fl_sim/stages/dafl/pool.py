@@ -390,7 +390,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
 
 
 def _is_at(path: Path, receipt: Receipt) -> bool:
-    """Return True if the file ``path`` is the privacy ledger to which ``receipt`` belongs."""
+    """Return True if the file ``path`` is the privacy ledger for which ``receipt`` (a proof of a charge) was made."""
     try:
         return path.exists() and open_ledger(path).identity == receipt.ledger
     except (RunError, UserError):

@@ -99,7 +99,7 @@ def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
 
 
 def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | None:
-    """Return the data-dependent epsilon of the labels, which is PRIVATE; None if there is no guarantee."""
+    """Return the epsilon of the labels for the actual votes, which is PRIVATE; None if there is no guarantee."""
     labelled = released.labelled
     if isinstance(settings.labelling.mechanism, NoNoise) or not labelled.num_asked:
         return None
@@ -151,8 +151,9 @@ def _published(
 def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
     """Return a Renyi curve that bounds the privacy cost of the labels.
 
-    The result is the minimum of two bounds. The first is the curve of the events ``certain``. The second follows from
-    the privacy budget: tests and answers of queries are Gaussian mechanisms, and all of them together stay within the
+    The result is the minimum of two bounds. The first bound is the curve of the events ``certain``, {privacy event:
+    count}: the largest possible cost of the queries, for any votes. The second bound follows from the privacy budget:
+    the threshold tests and the answers of queries are Gaussian mechanisms, and all of them together stay within the
     budget. So they cost less than a single Gaussian mechanism that exceeds the budget. The curve of this mechanism is
     the second bound.
     """
