@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 class FedOV(FedDF):
     """Models have a further class "unknown", for inputs unlike a client's own; the server lets the models vote.
 
-    Each step of a client lowers the sum of four cross-entropies over C + 1 classes (section 4): of the records with
-    their labels; of the records with the label "unknown", after their own class is left out; of outliers (images of the
-    batch that are cut, pasted, turned, blurred or erased) with the label "unknown"; and of these outliers after
-    ``adversarial_steps`` steps of ``adversarial_rate`` along the sign of the gradient, towards a class that is known.
-    The vote for class c is the sum of all models' softmax at c, without the column "unknown".
+    Each step of a client lowers the sum of four cross-entropies over C + 1 classes (section 4). The first is that of
+    the records with their labels. The other three have the label "unknown". They are those of the records without their
+    own class; of outliers (images of the batch that are cut, pasted, turned, blurred or erased); and of these outliers
+    after ``adversarial_steps`` steps along the sign of the gradient, towards a known class. The vote for class c is the
+    sum of all models' softmax at c, without the column "unknown".
 
     The accuracy of the vote is a table of its own: an upper bound that keeps the models of all clients. The method's
     own accuracy is that of one model, which never predicts "unknown": the mean model, or, with ``proxy``, the mean
-    model after ``steps`` steps of FedDF towards the vote. The paper evaluates the vote; take ``rounds=1``.
+    model after ``steps`` steps of FedDF towards the vote. The paper has one round (``rounds=1``), and evaluates the
+    vote.
 
-    ``adversarial_rate``: in units of normalised inputs; the released code has .002 of the range of pixels. ``proxy``,
-    ``steps``, ``distillation_rate``, ``distillation_batch``: those of ``feddf``. Deviations: clients use SGD, not Adam;
-    no mixture of features is trained as "unknown" (weight .01 in the released code).
+    ``adversarial_rate``: the size of these steps, in units of normalised inputs; the released code has .002 of the
+    pixel range. ``proxy``, ``steps``, ``distillation_rate``, ``distillation_batch``: as in ``feddf``. Deviations:
+    clients use SGD, not Adam; no mixture of features is trained as "unknown" (weight .01 in the released code).
     """
 
     kind: Literal["fedov"] = "fedov"  # type: ignore[assignment]  # another kind than its base class

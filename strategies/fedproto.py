@@ -26,9 +26,9 @@ class FedProto(Averaging):
 
     A prototype is the mean of z over all records of a class, computed by the clients' trained models. A class without
     records in a round keeps its old prototype. In the released code all clients that have a class have the same weight
-    in the prototype, which is computed from features during the last epoch. In the paper clients send only prototypes,
-    and every client's own model is evaluated (``fedproto-local``). Here clients send their models, too, and the mean of
-    these models is evaluated.
+    in its prototype, and z comes from the last epoch of training. In the paper clients send only prototypes, and every
+    client's own model is evaluated (``fedproto-local``). Here clients send their models, too, and the mean of these
+    models is evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"

@@ -264,7 +264,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def num_members(self) -> int:
-        """Return the number of clients that may take part in rounds."""
+        """Return the number of clients that may take part in rounds; clients held out of training may not."""
         return self.num_clients if self.members is None else len(self.members)
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
@@ -418,7 +418,7 @@ class _Innermost(Layer):
 
 
 def _both(groups: Payloads, more: Payloads) -> Payloads:
-    """Return one mapping with the payloads ``groups`` and a layer's payloads ``more``.
+    """Return one mapping with an algorithm's payloads ``groups`` and a layer's payloads ``more``.
 
     Raises RunError if a name occurs in ``groups`` and in ``more``.
     """

@@ -302,8 +302,8 @@ class GlobalDP(Settings):
         ``template``: the payload template; its values are not read. All clients have the same weight, whatever their
         num_examples is. The update of a client counts as zeros if the client is missing or answered twice. It also
         counts as zeros if a payload is not finite or differs from the template in names or shapes. Noise and
-        denominator (``cohort.expected_size``, public) stay the same, also for an empty cohort. Noise is drawn from the
-        streams of ``cohort.server_round``: so never release two different cohorts with the same key and round.
+        denominator (``cohort.expected_size``, public) stay the same, also for an empty cohort. The noise depends only
+        on the key and on ``cohort.server_round``. So never release two different cohorts with the same key and round.
         ``correlated``: the state of the correlated noise, carried from round to round; None if ``noise_bands`` is 1.
         """
         correlated = CorrelatedNoise(1) if correlated is None else correlated

@@ -45,9 +45,10 @@ class HeteroFL(Averaging):
     paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
     then diverge easily, so ``scaler`` is false by default. ``masked``: if true, the softmax leaves out the classes that
     a client lacks, and the client is left out of the mean of these classes' rows in the last layer. For this the client
-    sends a mask of its classes. In the released code such logits are 0 and stay in the softmax, and all clients have
-    the same weight. nn.GroupNorm keeps its number of channels per group, if it divides the small model's number of
-    channels. The paper's BatchNorm, whose statistics come from a final pass over all clients, is not implemented.
+    sends a mask of its classes. In the released code the logits of absent classes are 0 and stay in the softmax, and
+    all clients have the same weight. nn.GroupNorm keeps its number of channels per group, if it divides the small
+    model's number of channels. The paper's BatchNorm, whose statistics come from a final pass over all clients, is not
+    implemented.
     """
 
     kind: Literal["heterofl"] = "heterofl"

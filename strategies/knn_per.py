@@ -27,10 +27,10 @@ class KNNPer(Averaging):
     exp(-distance / ``scale``) over the records of class c in N, divided by the same sum over all records in N.
     Distances are between features z, the inputs of the last layer. ``distance``: "norm" is ||z - z'||, as in the paper;
     "mean" is ||z - z'||^2 / d for d features, as in the released code. ``neighbours``: 10 in the paper. ``scale``: 1 in
-    the released code. ``weight``: from 0, which is FedAvg, to 1. "validation" takes for each client the best of 0, 0.1,
-    ..., 1 on its own validation records, as in the paper, and the smallest of equally good weights; 0 for a client
-    without such records. The released code reports the accuracy of every weight on test records. A client without
-    training records uses only the model's prediction.
+    the released code. ``weight``: from 0, which is FedAvg, to 1. With "validation" each client takes the weight among
+    0, 0.1, ..., 1 that is best on its own validation records, as in the paper; of equally good weights, the smallest. A
+    client without validation records takes 0. The released code reports the accuracy of every weight on test records. A
+    client without training records uses only the model's prediction.
     """
 
     kind: Literal["knn-per"] = "knn-per"

@@ -81,9 +81,9 @@ class Drawn:
 class Beginning:
     """Facts about a run before its first round. Each layer's ``check`` reads them.
 
-    ``plan``: an example of a local plan. ``sent``: the payloads that a client without records sends. ``kept``: tensors
-    with the names and shapes of the algorithm's client state. ``whole``: names of stages that train the whole model at
-    the server.
+    ``plan``: an example of a local plan (a client's objective in a round). ``sent``: the payloads that a client without
+    records sends. ``kept``: tensors with the names and shapes of the algorithm's client state. ``whole``: names of
+    stages that train the whole model at the server.
     """
 
     server: ServerState

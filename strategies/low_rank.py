@@ -28,7 +28,7 @@ class Factors(NamedTuple):
 
 
 def factors_in(names: Collection[str]) -> list[Factors]:
-    """Return the pairs of factors A and B among ``names``, in order. A factor without its partner is left out."""
+    """Return the adapters (pairs of factors A and B) among the parameter ``names``. Single factors are left out."""
     found = []
     for name in names:
         if (match := _FACTOR.match(name)) and match["side"] == "A":
@@ -39,7 +39,7 @@ def factors_in(names: Collection[str]) -> list[Factors]:
 
 
 def is_factor(name: str, sides: str = "AB") -> bool:
-    """Return True if ``name`` is the name of a factor. ``sides``: the letters to look for, such as "AB"."""
+    """Return True if ``name`` names a factor of an adapter. ``sides``: the factors to look for, "A", "B" or "AB"."""
     match = _FACTOR.match(name)
     return match is not None and match["side"] in sides
 

@@ -21,7 +21,7 @@ MIXTURE: Final = "mixture"
 
 
 class Mixture(Layer):
-    """Stores the weight lambda of each client that has sent an update, and adds the weights to the replies."""
+    """Stores the weight lambda of each client that has sent an update. Adds these weights to replies, for the mean."""
 
     def __init__(self, rate: float, weights: Mapping[int, float]) -> None:
         self._rate, self.weights = rate, dict(weights)
@@ -34,9 +34,9 @@ class Mixture(Layer):
         return cls(experiment.algorithm.mixture_learning_rate, known)
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the mean of the updates with weights lambda.
+        """Return the mean of the updates with weights lambda. Then update lambda for the next round.
 
-        Then raise lambda in proportion to the clients' losses.
+        The update raises each lambda in proportion to the client's loss, and projects all lambda to sum 1.
         """
         trained = [reply for reply in cohort.replies if reply.num_examples]
         self._admit([reply.client for reply in trained])

@@ -56,6 +56,9 @@ class QFFL(SendingLoss):
         return [(loss / max(losses)) ** self.q for loss in losses]
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: x plus the step. Both sums of the step are divided by sum_i F_i^q."""
+        """Return the next server state: x plus the step.
+
+        The step's numerator and denominator are divided by sum_i F_i^q, because the aggregate is a weighted mean.
+        """
         curvature = max(0.0, float(aggregate.payloads["curvature"]["norm"]))
         return ServerState(add(server.params, aggregate.payloads["delta"], 1 / (1 + self.q * curvature)))

@@ -62,7 +62,7 @@ def is_weighted(settings: SecureSum, algorithm: Algorithm) -> bool:
 
 
 def names_of(cohort: Sequence[int]) -> Params:
-    """Return the client IDs of a cohort as a float32 tensor, which is exact for IDs up to 2^24."""
+    """Return the client IDs of a cohort as a float32 tensor. It is exact for client IDs up to 2^24."""
     return {"clients": torch.tensor(list(cohort), dtype=torch.float32)}
 
 
@@ -246,7 +246,7 @@ class ClientMasks(ClientLayer):
         settings, bits = self.settings, self.settings.bits
         cohort = [int(one) for one in came.broadcast[GROUP]["clients"].tolist()]
         values = payload_vector(update.payloads, self.template).double().cpu().numpy()
-        if not np.abs(values).max(initial=0.0) <= settings.clipping_range:  # "not <=" refuses NaN, too; ">" would not
+        if not np.abs(values).max(initial=0.0) <= settings.clipping_range:  # "not <=" also refuses NaN; ">" would not
             raise RunError(
                 f"its update has a number beyond aggregator.clipping_range={settings.clipping_range:g}: training "
                 "diverged, or a larger clipping_range is needed"

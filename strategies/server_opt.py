@@ -67,7 +67,7 @@ class FedAdagrad(Averaging):
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: a step that divides each coordinate by the root of its sum of squares v."""
+        """Return the next server state. The step divides each coordinate by the root of v, its sum of squares."""
         return _adaptive_step(
             server, aggregate, lambda v, delta: v + delta**2, self.beta_1, self.tau, self.server_learning_rate
         )
@@ -92,7 +92,7 @@ class FedAdam(Averaging):
         return _adaptive_start(params, self.tau)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state, after a step whose coordinates are divided by the root of v (mean squares)."""
+        """Return the next server state. The step divides each coordinate by the root of v, its mean square."""
         beta = self.beta_2
         return _adaptive_step(
             server,

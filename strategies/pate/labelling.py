@@ -249,7 +249,7 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries whose cost ``planned`` contains. It is known before the teachers vote."""
+        """Return the number of queries whose cost ``planned`` contains. It does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:

@@ -54,9 +54,9 @@ class Pate(Settings):
 
     ``teachers``: the model that clients train, networks or forests. ``labelling``: the rule that turns the clients'
     votes into noisy labels, and its privacy budget. ``student``: the model that learns from these labels. ``queries``:
-    the number of records of the public pool that teachers vote on, within the labelling's budget. ``asking``
-    "representative": first the records that resemble many others, chosen by looking only at the pool. Teachers agree on
-    most of these records, and a student learns more from them. "in-order": in the pool's order, as in the papers.
+    the number of records of the public pool that teachers vote on, within the labelling's budget. ``asking``: the order
+    of queries. With "representative" the records that resemble many others in the pool come first. Teachers agree on
+    most of these records, and a student learns more from them. "in-order" is the pool's order, as in the papers.
     ``public`` "test": the pool is the first ``public_records`` test records, and the other test records are for
     evaluation; "train": the pool is drawn from the training records before these are split. ``public_records``: the
     size of the pool; None: nine tenths of the test records, or a fifth of the training records. ``overlap``: what

@@ -1,10 +1,11 @@
 """PATE's students: models that are trained only on a public pool, of which a few records have noisy labels.
 
-This module holds functions for training, and the students that use only the labelled records: ``Supervised``;
-``ResidualStudent``, the student of Diff-RN (residual networks: He et al. 2016, section 4.2, three stages on small
-images; bottleneck blocks: their figure 5), trained by momentum SGD with step decay; ``ForestStudent``, a random forest
-held as tensors, so that no pickle is needed. All training is post-processing of the labels and costs no epsilon. All
-records that a student sees are public, and so are their statistics. So BatchNorm does not affect privacy here.
+This module holds functions for training, and the students that use only the labelled records. ``Supervised`` is a small
+network. ``ResidualStudent``, the student of Diff-RN, is a residual network (He et al. 2016, section 4.2: three stages
+on small images; figure 5: bottleneck blocks). It is trained by momentum SGD with step decay. ``ForestStudent`` is a
+random forest. It is held as tensors, so that no pickle is needed. All training is post-processing of the labels and
+costs no epsilon. All records that a student sees are public, and so are their statistics. So BatchNorm does not affect
+privacy here.
 """
 
 from __future__ import annotations
