@@ -149,7 +149,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # a call with only keyword arguments is by the model's own code, and stays unchanged
+        if not given:  # only the model's own code calls with keyword arguments alone: these stay unchanged
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)

@@ -226,7 +226,7 @@ class ReadingFurther(Protocol):
     def further_data(self) -> str:
         """Return the name of the second data set; "" for none.
 
-        If this data set is the user's own and its records have changed, an unfinished run cannot be resumed.
+        An unfinished run cannot be resumed if this data set is the user's own, and its records have changed.
         """
         ...
 

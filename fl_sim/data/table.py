@@ -103,7 +103,8 @@ class TestPart:
     def described(self, column: str, *, by_client: bool) -> str:
         """Describe the selection of test records, for ``Dataset.note``.
 
-        ``column``: the name of the split column, if any. ``by_client``: the share is drawn from each client's records.
+        ``column``: the name of the split column, if any. ``by_client``: True if the share is drawn from each client's
+        records.
         """
         if self.other:
             return f"tested on {self.other}"

@@ -203,7 +203,7 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Process the answer ``call`` of a starting worker. The worker sends software versions, or that it is ready.
+        """Process the answer ``call`` of a starting worker. It sends its software versions, and later None (ready).
 
         Returns an empty string, or the reason why no worker can start on the node.
         """

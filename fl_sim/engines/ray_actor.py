@@ -1,4 +1,4 @@
-"""The message handler of a Ray actor. It starts only on nodes with the software versions of the main process."""
+"""The message handler of a Ray actor. Nodes need the software versions of the driver."""
 
 import time
 from collections.abc import Callable, Mapping

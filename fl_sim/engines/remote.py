@@ -200,7 +200,7 @@ class Signer:
         return cls(secrets.token_bytes(32))
 
     def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
-        """Return a Flower record with the signed ticket. The caller adds it to one client's message.
+        """Return a Flower record with the signed ticket. The caller adds this record to one client's message.
 
         ``kind``: the name of the client task, such as "synthesize". ``content``: the content of the message without the
         ticket. The signature covers ``kind``, ``client`` and ``content``.

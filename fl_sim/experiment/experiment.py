@@ -1,4 +1,4 @@
-"""The class ``Experiment``: one frozen value with all settings of data, partition, model and method."""
+"""The class ``Experiment``: one immutable object with all settings of data, partition, model and method."""
 
 import copy
 import re

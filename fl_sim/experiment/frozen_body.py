@@ -46,7 +46,7 @@ Older cache files are then ignored.
 
 @dataclass(frozen=True, eq=False)
 class FrozenBody:
-    """A model's frozen body, followed by its trained head.
+    """A model whose body (all layers before the head) is frozen. Only the head is trained.
 
     ``model``: the whole model, in evaluation mode, on the device that computes features. ``head``: only the head, on
     the CPU; its parameters have the same names as in ``model``. ``size``: the number of features of a record.

@@ -54,8 +54,8 @@ class Model(Settings):
     only the adapters. A model that already has adapters (names with lora_) gets no further adapters. Names of
     parameters or modules are possible, too; several are separated by commas. "all" is all parameters that the model
     itself does not freeze. ``rank``: the rank r of an adapter. An adapter has two matrices: B with r columns, and A
-    with r rows. It changes the weights W of its layer to W + alpha / r * B A. ``alpha``: the factor alpha of an
-    adapter. ``dropout``: the dropout rate of an adapter's inputs in training. ``target_modules``: the layers with
+    with r rows. The adapter changes the weights W of its layer to W + alpha / r * B A. ``alpha``: the factor alpha of
+    an adapter. ``dropout``: the dropout rate of an adapter's inputs in training. ``target_modules``: the layers with
     adapters, by name or by the end of their names, such as "query,value". Left out: all layers that can have an
     adapter.
     """

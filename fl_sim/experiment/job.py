@@ -104,7 +104,7 @@ class Job:
     @property
     def num_validated(self) -> int:
         """The number of validation records: those of the data set, or else those that clients hold out."""
-        # if the data set has validation records, they are in use: otherwise job_of raises an error
+        # job_of has refused a data set whose validation records are not used
         given = self.dataset.validation
         return len(self.validation.records) if given is None else len(given)
 
@@ -131,7 +131,7 @@ class Job:
 
     @cached_property
     def body(self) -> FrozenBody | str:
-        """The frozen body of the model, or a text with the reason why its features cannot be stored.
+        """The ``FrozenBody`` of the model, or a text: the reason why its features cannot be stored.
 
         The value is "" if the model has no frozen body.
         """
@@ -680,7 +680,8 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
 
     The client with the ID ``client`` holds all training records of this data set. ``facts``: the result of
     ``public_facts`` for the server's data set. The node's records are normalised by the constants in ``facts``. Raises
-    UserError for records of another shape or with other classes, and for validation records.
+    UserError for records of another shape or with other classes. Also raises UserError if the data set has validation
+    records, because a node evaluates no models.
     """
     if experiment.evaluate.measures_clients:
         raise UserError(
