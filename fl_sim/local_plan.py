@@ -31,7 +31,7 @@ class Mix:
     linearise: bool
 
     def __post_init__(self) -> None:
-        """Raise RunError if the numbers of records and of labels in the pool differ."""
+        """Raise RunError if the pool does not have as many rows of labels as averaged records."""
         if len(self.inputs) != len(self.labels):
             raise RunError(
                 f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
@@ -171,7 +171,7 @@ class Phase:
     epochs: float
 
     def settings(self, local: LocalSettings) -> LocalSettings:
-        """Return the settings of local training in this phase. ``local``: the settings of the round."""
+        """Return the settings of local training in this phase. ``local``: the round's settings of local training."""
         return replace(local, epochs=self.epochs, steps=0)
 
 

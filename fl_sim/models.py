@@ -275,7 +275,7 @@ def _build_own(
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         logits, has_loss = _logits(path, model, trial), isinstance(model, OwnLoss)
         logits = logits if has_loss else take_logits(path, model, logits, num_classes)
-        # a library's model is tested only once, because a test takes seconds
+        # the model of a library is tested only once, because such a test takes seconds
         if not is_tried(path, input_shape, num_classes, batch_norm, vocabulary, prepare):
             _check_logits(path, logits, () if has_loss else (num_classes,))
             if before:
@@ -286,7 +286,7 @@ def _build_own(
                 _check_drawn(path, before, other)
             if vocabulary:
                 _check_vocabulary(path, model, trial, vocabulary)
-            # this check comes last, because the checks of buffers have clearer error messages
+            # this check of a second call comes last, because the checks of buffers have clearer error messages
             _check_again(path, model, trial, logits)
             _TRIED.add((source, input_shape, num_classes, batch_norm, vocabulary, prepare))
         with torch.no_grad():

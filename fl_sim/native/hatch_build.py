@@ -25,11 +25,11 @@ class NativeTrainer(BuildHookInterface[Any]):
         """Compile the trainer before Hatchling collects the files."""
         del version
         compiling = _compiling()
-        compiling.LIBRARY.unlink(missing_ok=True)  # an old library must not get into the wheel
+        compiling.LIBRARY.unlink(missing_ok=True)  # a library from an earlier build must not get into the wheel
         if compiling.main() == 0:
             build_data["artifacts"].append(f"/fl_sim/native/{compiling.LIBRARY.name}")
             build_data["pure_python"] = False
-            # auditwheel later replaces "linux" by the supported versions of Linux.
+            # The tool auditwheel later replaces "linux" by the supported versions of Linux.
             build_data["tag"] = f"py3-none-linux_{platform.machine()}"
 
 

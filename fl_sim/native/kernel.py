@@ -19,7 +19,7 @@ from fl_sim.types import Precision, Trained
 
 Rows: TypeAlias = Literal["logits", "features"]
 
-_TOGETHER = 64  # records per forward pass of ``Kernel.infer``; a pass loads the weights once for all its records
+_TOGETHER = 64  # records per forward pass of ``Kernel.infer``: a pass loads the weights once for all these records
 
 _LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """The expected result of the C function fl_sim_layout. A different result means a different structure ``Request``."""

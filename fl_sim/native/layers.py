@@ -294,7 +294,7 @@ def _add_window(row: dict[str, int], window: nn.Conv2d | nn.MaxPool2d) -> bool:
 
 def _plain_parameters(model: nn.Module) -> bool:
     parameters = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
-    # the compiled trainer supports neither shared parameters nor buffers
+    # the compiled trainer supports no buffers, and no parameters that several layers share
     if len(parameters) > len(list(model.parameters())) or any(True for _ in model.buffers()):
         return False
     return all(

@@ -36,7 +36,7 @@ _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-_SPARE = 16  # padding after the last parameter: the compiled code reads and writes up to 16 numbers at once
+_SPARE = 16  # zeros after the last parameter: the compiled code reads and writes up to 16 numbers at once
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ _MOST_STEPS: Final = 10**8
 
 
 def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Accountant = "rdp") -> float:
-    """Return the joint epsilon of all ``events`` at ``delta``: 0 without events, ``inf`` without a guarantee.
+    """Return the joint epsilon at ``delta`` of all releases: 0 without releases, ``inf`` without a guarantee.
+
+    ``events``: the privacy event of each release.
 
     Raises UserError where ``events`` have different adjacencies, or where the PLD accountant does not support an
     event.
@@ -123,7 +125,7 @@ def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
     """Return the joint Renyi curve of several releases: at each order in ``ORDERS``, the sum of their divergences."""
     total = np.zeros(len(ORDERS))
-    with np.errstate(over="ignore"):  # a divergence that overflows becomes ``inf``: no guarantee
+    with np.errstate(over="ignore"):  # a divergence that overflows becomes ``inf``, which means no guarantee
         for event, count in single_steps(counts).items():
             total += float(count) * rdp_curve(event)
     return checked(total)
@@ -316,7 +318,8 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    # The noise ``high`` meets the target. But exp(log(high)) may be slightly smaller, by rounding, and miss the target.
+    # The noise ``high`` meets the target. But by rounding, exp(log(high)) may be slightly smaller than ``high`` and
+    # miss the target.
     if gap(math.log(high)) >= 0:
         return high
     found = math.exp(brentq(gap, math.log(low), math.log(high), xtol=_TOLERANCE / 4) + _TOLERANCE / 4)

@@ -56,7 +56,7 @@ class ProfileAudit:
 
     @property
     def refuted(self) -> bool:
-        """Return True if the audit proves, at its confidence, that the claim is false."""
+        """Return True if the audit proves, at its confidence, that the claim is false: a claimed delta is too small."""
         return any(bound > claim for bound, claim in zip(self.lower_bounds, self.claimed, strict=True))
 
     @property
@@ -297,7 +297,8 @@ def _likelihood_ratio(
     without: NDArray[np.float64], with_unit: NDArray[np.float64]
 ) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     means = without.mean(axis=0), with_unit.mean(axis=0)
-    # The smallest variance of a coordinate. It keeps the likelihood ratio finite if a coordinate has no noise.
+    # The smallest variance that is used for a coordinate. It keeps the likelihood ratio finite for coordinates without
+    # noise.
     floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
     variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
 

@@ -118,7 +118,7 @@ class Bill:
 
     @property
     def epsilon(self) -> float | None:
-        """Return the smallest proven joint epsilon of all releases, at ``delta``; None for no guarantee."""
+        """Return the smallest epsilon that is proven for all releases together, at ``delta``; None for no guarantee."""
         return None if self.bare or self.unknown else none_if_infinite(self._together[0])
 
     @property
@@ -248,7 +248,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # all planned releases, or fewer if the budget allows only fewer
+        # all planned releases, or only as many as the budget allows
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget

@@ -41,7 +41,7 @@ from fl_sim.store.files import sync_folder
 
 _FORMAT: Final = 2
 _LONGEST_LINE: Final = 64 * 1024  # maximum length of a line in bytes; a line of fl-sim has a few hundred bytes
-_PAUSE: Final = 0.01  # seconds between two attempts to lock the log
+_PAUSE: Final = 0.01  # seconds between two attempts to lock the charge log
 _LARGEST: Final = 256 * 1024**2  # maximum size of the charge log in bytes, enough for about a million charges
 _CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which is charged again"
 
@@ -128,7 +128,7 @@ class Ledger:
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """Return all charges (entries) of the ledger so far, the oldest first."""
+        """Return all charges (entries) of the ledger so far, in the order in which they were made."""
         return tuple(self._charges.values())
 
     @property
@@ -240,7 +240,7 @@ class Ledger:
             for charge in news:
                 self._check_adjacency(charge.event)
                 self._take(charge)
-            if news:  # the epsilon in the log is not trusted: it is computed from the events
+            if news:  # the epsilon that the log states is not trusted: the ledger computes it from the events
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
                 self._spent = none_if_infinite(spent)
             yield append

@@ -36,7 +36,7 @@ _may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", defa
 
 
 class NoTimeError(Exception):
-    """Raised if a forecast has no time left to compute a PLD."""
+    """Raised if a forecast of a privacy cost has no time left to compute a PLD (privacy loss distribution)."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def rounding_error(steps: Steps) -> float:
 
 
 def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
-    """Return the reason why no PLD of the releases ``steps`` is computed, or "" where a PLD is computed.
+    """Return the reason why no PLD of the releases ``steps`` is computed, or "" if it is computed.
 
     ``by_rdp``: the epsilon of ``steps`` by the RDP accountant.
     """
@@ -118,7 +118,7 @@ def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDA
 
 
 def merged(steps: Steps) -> Steps:
-    """Return ``steps`` with all unsampled Gaussian releases merged into one Gaussian release.
+    """Return ``steps`` with all Gaussian releases without sampling merged into one Gaussian release, to save time.
 
     The merged release has exactly the same cost: the values 1 / z^2 of the noise multipliers z add up.
     """

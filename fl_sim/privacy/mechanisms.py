@@ -1,6 +1,7 @@
 """Clipping and noise in float64.
 
-Noise comes from one ChaCha20 stream for each purpose and round; sum and noise are rounded to the same grid.
+Noise comes from one ChaCha20 stream of random bits for each purpose and round. Sum and noise are rounded to the same
+grid.
 
 The noise is rounded exactly, so a release is the exact mechanism's result, rounded, and as private as that result.
 Plain float64 noise has no such proof: the low bits of its numbers can distinguish sums (Mironov 2012, "On significance
@@ -58,7 +59,7 @@ U is above ``DECIDED``, so the digits after its 63rd digit change it by a relati
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations of the noise
 _GUARD: Final = 32  # the probability of a boundary is computed to this many more binary digits than U has
-_BLOCK: Final = 2**15  # noise numbers are computed in blocks of this size, which fit into the processor's cache
+_BLOCK: Final = 2**15  # noise numbers are computed in blocks of this length, which fit into the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest noise multiplier; its epsilon is already above 10^11
 _ZEROS: Final = memoryview(bytes(2**19))  # zero bytes: their ChaCha20 ciphertext is the random stream
 _BLOCK_WORDS: Final = 8  # number of 64-bit words in a block of ChaCha20, whose counter counts such blocks

@@ -159,8 +159,8 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
-    # Two equal formulas: ``small`` avoids cancellation for small exponents, and ``large`` avoids overflow for large
-    # exponents.
+    # The divergence by two equal formulas: ``small`` avoids cancellation for small exponents, and ``large`` avoids
+    # overflow for large exponents.
     few = np.minimum(exponent, 1.0)
     small = np.log1p(2 * np.sinh(few / 2) ** 2 + math.tanh(epsilon / 2) * np.sinh(few))
     large = np.logaddexp(log_expit(epsilon) + exponent, log_expit(-epsilon) - exponent)
@@ -284,7 +284,7 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
         )
     noise, rate = event.noise_multiplier, event.truncated_batch_size / event.dataset_size
     plain = 4 * _gaussian_curve(noise)
-    if rate == 1 or noise < 1e-3:  # amplification by sampling is negligible if there is so little noise
+    if rate == 1 or noise < 1e-3:  # with so little noise, amplification by sampling is negligible
         return plain
     return np.minimum(plain, [_mixture_divergence(order, rate, 2 / noise) for order in ORDERS])
 
@@ -311,9 +311,10 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 
 @contextmanager
 def _quiet_excluded_orders() -> Iterator[None]:
-    """Silence dp_accounting's log messages about orders that it leaves out, because a series does not converge.
+    """Silence dp_accounting's log messages about Renyi orders that it leaves out.
 
-    The epsilon stays an upper bound: it is the minimum over all remaining orders.
+    It leaves out an order if a series does not converge there. The epsilon stays an upper bound, because it is the
+    minimum over all remaining orders.
     """
 
     def is_other_notice(record: logging.LogRecord) -> bool:

@@ -33,7 +33,7 @@ _NEIGHBOURS: Final = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """The outputs that a privacy statement covers.
+    """The outputs of a run that a privacy statement covers, and those that it does not cover.
 
     ``covers``: the covered outputs, in words. ``does_not_cover``: the outputs that are not protected, in words.
     ``simulation_only``: True if the noise is seeded, so that anybody with the seed can subtract it.
@@ -86,7 +86,7 @@ class UncoveredFacts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: UncoveredFacts) -> list[dict[str, Any]]:
-    """Return copies of the privacy statements, with further sentences in ``does_not_cover``.
+    """Return copies of the privacy statements, with further sentences in their field ``does_not_cover``.
 
     The further sentences state ``facts``, and the cost for a person whose data belong to several privacy units.
     """
@@ -142,9 +142,10 @@ def statement(
 class _Account:
     """The releases of one ledger: those charged so far, and those fixed before the run, each with their epsilon.
 
-    ``spent``: all charges so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases that were fixed
-    beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only a budget was
-    fixed. ``again``: the number of repeated charges. A repeated charge is for a release that was charged before.
+    ``spent``: all charges (paid releases) so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases
+    that were fixed beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only
+    a budget was fixed. ``again``: the number of repeated charges. A repeated charge is for a release that was charged
+    before.
     """
 
     spent: _Counts

@@ -71,7 +71,7 @@ def delta_advice(delta: float, units: float) -> str | None:
 
 
 def none_if_infinite(epsilon: float) -> float | None:
-    """Return ``epsilon``, or None if it is infinite. In results and logs, None means that there is no guarantee."""
+    """Return ``epsilon``, or None if it is infinite. None means, in results and logs, that there is no guarantee."""
     assert not math.isnan(epsilon)
     return None if math.isinf(epsilon) else epsilon
 

@@ -214,7 +214,7 @@ def _entry(place: Path) -> Entry:
 
 
 def _hours(runs: Path) -> str:
-    """Return the total hours of all finished runs as text; empty if the time of any run is unknown.
+    """Return the total time of all finished runs in hours, as text; empty if the time of any run is unknown.
 
     ``runs``: the path of ``table.csv``. The time of a run is the larger of ``seconds.total`` and ``seconds.train``. In
     older files, ``seconds.total`` of a resumed run covers only the time since the last resume. ``seconds.train`` covers
@@ -250,7 +250,7 @@ def _check(names: Iterable[str], known: Sequence[str], what: str, question: str)
 
 
 def _progress(table: Table | None) -> str:
-    """Return the numbers of finished, planned and failed runs as text, such as "6", or "5 of 6, 1 failed"."""
+    """Return the numbers of finished, planned and failed runs as text: "6" if all 6 finished, or "5 of 6, 1 failed"."""
     if table is None:
         return "to be run"
     runs = {one.directory: one.status for one in table.results}

@@ -307,7 +307,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest epsilon of several runs, rounded up; None if any epsilon is None."""
+    """Return the largest epsilon of several runs, rounded up; None if any run has no epsilon."""
     every = list(values)
     known = [value for value in every if value is not None]
     largest = float(rounded_up(max(known))) if known and len(known) == len(every) else math.inf

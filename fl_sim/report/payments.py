@@ -40,7 +40,7 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = run.result.records if run.result else ""
         by_name = not content and ":" in run.config.data
         paid.append(RunPayments(called(run.config.data), clients, payments, _is_bare(run), content, by_name))
-    # A digest of records depends on a machine's secret key, so digests from different machines cannot be compared.
+    # A digest of records depends on a machine's secret key, so only digests from the same machine can be compared.
     if len({one.content.partition(":")[0] for one in paid if one.content}) > 1:
         paid = [replace(one, by_name=one.by_name or ":" in one.data) for one in paid]
     paid += [RunPayments("", "", None, bare=False)] * found.num_unread

@@ -54,7 +54,7 @@ class SavedRun:
 
     @property
     def voted(self) -> bool:
-        """Return True for a run of PATE. The rounds of such a run are training epochs of the student model."""
+        """Return True for a run of PATE, where teachers vote. Its rounds are training epochs of the student."""
         return self.result is not None and self.result.pate is not None
 
     @property

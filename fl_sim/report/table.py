@@ -298,7 +298,7 @@ def further(table: Table) -> list[Grid]:
     """
     grids: list[Grid] = []
     shown = str(table.settings.get("measure", ""))
-    # if the table shows the clients' own models, the measures of the global model are left out
+    # if the table shows a measure of the clients' own models, the measures of the global model are left out
     section = shown.rpartition(".")[0]
     for name, title in {**_FURTHER, **(table.titles or {})}.items():
         if "*" in name:
@@ -335,7 +335,7 @@ def _by_part(table: Table, pattern: str, title: str) -> list[Grid]:
 def _grid(table: Table, title: str, heads: Sequence[str], places: Sequence[tuple[str, str]]) -> Grid:
     """Return a further table: for each row of ``table``, the mean over seeds of several measures.
 
-    ``places``: for each heading in ``heads``, (column, name of the measure).
+    ``places``: for each heading in ``heads``, the pair (column of ``table``, name of the measure) that it shows.
     """
     rows = [
         (table.label(row), [_mean_of(name, table.at(row, column)) for column, name in places]) for row in table.rows
@@ -399,9 +399,9 @@ def _highest(table: Table, column: str) -> str | None:
 
 
 def _cost(results: Sequence[SeedResult], target: str) -> str:
-    """Return as text the mean costs of the runs that reached ``target``: rounds, virtual seconds and MB.
+    """Return as text the mean costs (rounds, MB, virtual seconds) of the runs that reached a target accuracy.
 
-    ``target``: the prefix of the measures of a target accuracy, such as "reached.90" for 90 %.
+    ``target``: the prefix in the names of these costs, such as "reached.90" for the target accuracy 90 %.
     """
     there = [one.measures for one in results if f"{target}.round" in one.measures]
     if not there:

@@ -161,10 +161,11 @@ class Watcher:
 
 
 def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = False) -> RenderableType:
-    """Return the display: a table of the runs that fit into ``height`` lines, and a line that counts runs by state.
+    """Return what ``fl-sim watch`` shows: a table of the runs that fit into ``height`` lines, and counts of all runs.
 
-    The first runs of ``watched`` are shown, grouped by data set and partition. ``height``: the number of lines; None
-    shows all runs. ``is_plain``: True draws the curves with ASCII characters only.
+    The first runs of ``watched`` are shown, grouped by data set and partition. The last line counts the runs in each
+    state. ``height``: the number of lines; None shows all runs. ``is_plain``: True draws the curves with ASCII
+    characters only.
     """
     shown = _fitting(watched, height)
     further = {

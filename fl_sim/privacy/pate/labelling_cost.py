@@ -112,7 +112,7 @@ class AnswerCost(Cost):
         return self.divergence(self.log_q(counts), orders)
 
     def chance_of_answer(self, counts: Counts) -> Floats:
-        """Return an array of ones, shape (queries,), because every query is answered."""
+        """Return the probability 1 for each query, shape (queries,), because this mechanism answers every query."""
         return np.ones(len(counts))
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
@@ -151,11 +151,11 @@ class LNMaxCost(AnswerCost):
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
-        """Return two Laplace mechanisms of sensitivity 1, because one record changes two counts by 1 each."""
+        """Return the events of two Laplace mechanisms of sensitivity 1: one record changes two counts by 1 each."""
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln(q) of each query: the union bound in lemma 4 of the 2017 paper, limited to ln(1 - 1/classes)."""
+        """Return ln(q) of each query: the union bound in lemma 4 of the 2017 paper, at most ln(1 - 1/classes)."""
         gaps = self.gamma * _gaps_to_the_top(counts)
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isinf(gaps), -np.inf, _log_beaten(gaps))
@@ -192,7 +192,7 @@ class GNMaxCost(AnswerCost):
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln(q) of each query: the bound in proposition 7 of the 2018 paper, limited to ln(1 - 1/classes)."""
+        """Return ln(q) of each query: the bound in proposition 7 of the 2018 paper, at most ln(1 - 1/classes)."""
         gaps = _gaps_to_the_top(counts)
         return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
@@ -416,7 +416,7 @@ def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
         log_a = log_stays - np.log1p(-np.exp((log_q + epsilon_2) * (1 - 1 / mu_2)))
         log_b = epsilon_1 - log_q / (mu_1 - 1)
         holds = (mu_2 > 1) & (log_q <= steepest) & (log_q + epsilon_2 < 0)
-    # If q is so small that it underflows, theorem 6 is not applied, and the curve is 0.
+    # If q is so small that it underflows to 0, theorem 6 is not applied, and the Renyi curve is 0.
     holds &= np.isfinite(log_a) & np.isfinite(log_b)
     stays, q, a, b, most = (np.where(holds, value, 0.0)[:, None] for value in (log_stays, log_q, log_a, log_b, mu_1))
     less = orders - 1
@@ -450,7 +450,7 @@ def _capped(log_q: Floats, num_classes: int) -> Floats:
 
 
 def _log_of_sum(first: Floats, second: Floats) -> Floats:
-    """Return ln(e^first + e^second), with high precision if the sum is close to 1."""
+    """Return ln(e^first + e^second), with high precision even if e^first + e^second is close to 1."""
     small = np.maximum(first, second) < 0.5
     near = np.expm1(np.where(small, first, 0.0)) + np.exp(np.where(small, second, 0.0))
     return np.where(small, np.log1p(near), np.logaddexp(first, second))

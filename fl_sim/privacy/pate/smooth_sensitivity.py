@@ -158,7 +158,7 @@ def release(
 def smooth_sensitivity(
     counts: Counts, cost: PublishableCost, terms: PublicationTerms, answered: Answered | None = None
 ) -> float:
-    """Return the smooth sensitivity S, at ``counts``, of the data-dependent cost B of all queries. PRIVATE.
+    """Return the smooth sensitivity S of the data-dependent cost B of all queries. It is PRIVATE, like the votes.
 
     B is the sum of the queries' Renyi divergences at the order of ``terms``. S is the maximum over d of e^(-kappa
     d) times a bound on the local sensitivity of B within d votes of ``counts``. ``answered``: as in ``release``.

@@ -185,7 +185,7 @@ def draw(
         _draw_panel(axes, panel, measure, styles, names, own, over_time=over_time)
         _scale(axes, measure, spanned, full_axis=full_axis)
         entries = {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if entries:  # the axis may extend beyond the last round, for error bars, but has no ticks there
+        if entries:  # for error bars, the axis may extend beyond the last round, but has no ticks there
             last = max(float(line.get_xdata()[-1]) for line in entries.values())
             axes.set_xticks([tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= last])
         handles |= entries

@@ -80,7 +80,7 @@ def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     try:
         counts = counted(statement.planned_events)
         is_known = bounds(counts, delta).pld is not None
-    # damaged statements are not reported here, because the privacy bill of all runs reports them
+    # a damaged statement gets no message here, because the privacy bill of all runs reports it
     except (RunError, UserError, KeyError, TypeError, ValueError):
         return None
     if not is_known:

@@ -183,7 +183,7 @@ class Samples:
         return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
 
     def noise(self, label: int, most: int) -> list[bool]:
-        """Return a flag for each image that ``some`` returns for this class: True if the image looks like noise."""
+        """Return a flag for each image that ``some`` returns for the class ``label``: True if it looks like noise."""
         found: list[bool] = noise(self.inputs[np.searchsorted(self.places, self.first(label, most))]).tolist()
         return found
 
