@@ -107,7 +107,8 @@ def train_together(
                 for job, message in zip(jobs, messages, strict=True)
             ]
             for job in {id(job.guards[0]): job for job in jobs}.values():
-                job.check_bits()  # one check is enough for all clients that share a broadcast
+                # look for illegal writes to the broadcast tensors; one check covers all clients that share them
+                job.check_bits()
             return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:
@@ -122,7 +123,7 @@ def train_together(
 
 
 def answer_together(runtime_of: RuntimeFactory) -> GroupHandler:
-    """Return a function that computes the answers of several clients together, for a task of type ``Grouped``."""
+    """Return a function that executes a task of type ``Grouped`` for several clients in one computation."""
     reader = _Reader(runtime_of)
 
     def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
@@ -169,7 +170,7 @@ def client_of(context: Context) -> int:
 
 
 def owner_of(context: Context) -> Owner | None:
-    """Return the owner's settings from the node's configuration; None if this configuration names no data set."""
+    """Return the owner's settings from the node's configuration; None if the node has no data set of its own."""
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
@@ -180,9 +181,9 @@ def owner_of(context: Context) -> Owner | None:
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """Let the client answer a message, without paths and records in error messages to the server.
 
-    The function is a Flower mod: it wraps the handling of every message. A node (a machine with one client) may have
-    its own data set. Only then are paths and records removed from its error messages; the node's log contains the full
-    error. A node without its own data set sends its error messages unchanged.
+    The function is a Flower mod (middleware): it wraps the handling of every message. A node (a machine with one
+    client) may have its own data set. Only then are paths and records removed from its error messages; the node's log
+    contains the full error. A node without its own data set sends its error messages unchanged.
     """
     if owner_of(context) is None:
         return call_next(message, context)

@@ -83,7 +83,10 @@ class ClientLayer:
     only_sums: ClassVar[bool] = False
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return ``task`` with this layer's changes, for the algorithm. The next outer layer returned ``task``."""
+        """Return ``task`` with this layer's changes.
+
+        ``task`` comes from the next outer layer. The result goes to the next inner layer, or to the algorithm.
+        """
         return task
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
@@ -116,7 +119,7 @@ class ClientLayer:
         return None
 
     def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
-        """Return the arguments for the algorithm's method ``finish``: the task and the result of training.
+        """Return the pair (task, result of training), the arguments of the algorithm's method ``finish``.
 
         ``came``: the task before this layer changed it in ``received``.
         """
@@ -169,7 +172,7 @@ class ClientLayer:
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
         """Return the layer for a run whose clients have models of different architectures.
 
-        ``others``: the layers that were built for each architecture. In such a run, the tensors of all client states
+        ``others``: a list of such layers, one for each architecture. In such a run, the tensors of all client states
         must have the same names and shapes.
         """
         del others

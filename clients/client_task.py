@@ -185,9 +185,9 @@ class ClientTask(Protocol):
     Stages (code before or after the rounds) and algorithms may add tasks.
 
     ``reads_records``: True if the answer depends on the client's records and the task adds no noise. A client's policy
-    must allow such a task. ``reads_state``: True if the task uses ``Client.state``. The client state is then sent to
-    workers without access to the disk. ``runs_in_threads``: True if several clients may run the task at the same time
-    in threads of one process.
+    must allow such a task. ``reads_state``: True if the task uses ``Client.state`` (tensors from the client's last
+    round). The client state is then sent to workers without access to the disk. ``runs_in_threads``: True if several
+    clients may run the task at the same time in threads of one process.
     """
 
     reads_records: ClassVar[bool]
@@ -269,7 +269,7 @@ class ClassCountsOf(Protocol):
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """Everything that a worker needs to execute any client of an experiment.
+    """Everything that a worker (a thread or process) needs to execute any client of an experiment.
 
     A client runtime is built once per process and experiment.
 
@@ -330,7 +330,7 @@ class ClientRuntime:
         return self.by_architecture[number % len(self.by_architecture)] if self.by_architecture else self
 
     def sized(self, task: LocalTask) -> "ClientRuntime":
-        """Return the client runtime for the size of the client's model. A model of full size uses ``self``."""
+        """Return the client runtime for the size of the client's model: ``self`` for a model of full size."""
         algorithm = self.algorithm
         if not isinstance(algorithm, Resizing) or (size := algorithm.size_in(task)) == 1:
             return self

@@ -252,8 +252,9 @@ class OwnRecords(Protocol):
 
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
-    """Return the numbers of records, of predictions and of correct predictions of each class, shape (3, classes)."""
-    if scores.counts is not None:  # if a record has several predictions, all of them are counted for the record's class
+    """Return for each class the numbers of records, predictions and correct predictions, shape (3, classes)."""
+    # some models make several predictions per record: all of them count for the record's class
+    if scores.counts is not None:
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)
     right = scores.labels[scores.labels == scores.predicted]

@@ -1,9 +1,9 @@
-"""Sums of a client's feature products. From these sums, a server computes a linear head in closed form.
+"""Sums of a client's feature products. From all clients' sums, the server computes a linear head in closed form.
 
-A record's vector z is its feature, followed by a constant for the intercept. The norm of z is at most 1. A client sends
-G = sum z z' and B = sum z y', where y is the one-hot label (Zhuang et al. 2025, AFL, section 3). The numbers in z are
-multiples of ``STEP``, so both sums are exact. Any partition of the records and any order of clients give the same bits.
-``clients.private_gram`` adds noise.
+A record's vector z is its feature vector, followed by a constant for the intercept. The norm of z is at most 1. A
+client sends G = sum z z' and B = sum z y', where y is the one-hot label (Zhuang et al. 2025, AFL, section 3). The
+numbers in z are multiples of ``STEP``, so both sums are exact. Any partition of the records and any order of clients
+give the same bits. ``clients.private_gram`` adds noise.
 """
 
 import math
@@ -36,7 +36,7 @@ def num_products(num_features: int, num_classes: int) -> int:
 
 
 def scale_of(num_features: int, longest: float = 1.0) -> float:
-    """Return the norm to which vectors are scaled. After rounding, their norm is at most ``longest``."""
+    """Return the norm to which vectors are scaled before rounding. After rounding, the norm is at most ``longest``."""
     return longest - math.sqrt(num_features + 1) * STEP / 2
 
 

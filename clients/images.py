@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from clients.moments import Array
 from fl_sim.importing import torch
 
-_CORNER: Final = 2.0  # a frequency, in half periods per image; below it, the public spectrum is nearly flat
-_COLOUR: Final = 3  # one frequency step along the channels counts as this many half periods per image
+# below this frequency, the public spectrum is nearly flat; the unit is half periods per image side
+_CORNER: Final = 2.0
+_COLOUR: Final = 3  # one step along the channel axis (colour) counts as this frequency, in half periods per image side
 
 _TURN: Final = math.radians(10)
 _STRETCH: Final = 0.1  # the largest scaling, as a fraction of a side's length

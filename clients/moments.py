@@ -50,10 +50,10 @@ def symmetric(triangle: Array, size: int) -> Array:
 
 
 def shrunk(noisy: Array, std: float, dimension: int) -> Array:
-    """Return ``noisy``, numbers with noise, shrunk towards 0 by the estimator of James and Stein (1961).
+    """Return the noisy numbers ``noisy`` shrunk towards 0 by the estimator of James and Stein (1961).
 
-    The function multiplies by a factor in [0, 1]. The factor is near 0 if noise of standard deviation ``std`` on
-    ``dimension`` numbers explains ``noisy``.
+    The function multiplies by a factor in [0, 1]. The factor is near 0 if ``noisy`` is hardly larger than noise of
+    standard deviation ``std`` on ``dimension`` numbers.
     """
     kept: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
     return kept

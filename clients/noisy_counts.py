@@ -37,7 +37,7 @@ _FILE: Final = "count.json"
 
 
 def counting_cost(protection: ClientProtection, times: int) -> RoundCost:
-    """Return the privacy cost of one noisy count, in a run that releases ``times`` counts of each client.
+    """Return the privacy cost of one noisy count, in a run that publishes ``times`` counts of each client.
 
     ``protection.noise_multiplier``: the standard deviation of the noise on a count; None means the least noise with
     which all counts together cost at most epsilon, by the RDP accountant. Raises UserError if no noise is enough for
@@ -70,7 +70,8 @@ class CountPrivately:
     protection: ClientProtection
     times: int
     run_digest: str
-    reads_records: ClassVar[bool] = False  # the answer has noise, and the client's policy limits the privacy cost
+    # False because the answer has noise; a client's policy limits its privacy cost instead
+    reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = True
     runs_in_threads: ClassVar[bool] = True
 
@@ -111,7 +112,8 @@ class CountPrivately:
 
 
 def _answer(num_records: int, right: int) -> RecordDict:
-    counts = [num_records, num_records, right]  # for all classes together: records, predictions, correct predictions
+    # sums over all classes: numbers of records, of predictions, and of correct predictions
+    counts = [num_records, num_records, right]
     return RecordDict({"counts": MetricRecord({f"{OWN}/{TESTED}": counts})})
 
 

@@ -81,7 +81,7 @@ class RoundCost:
 
 
 def cost_of_round(protection: ClientProtection, sensitivity: float, rate: float, rounds: int, steps: int) -> RoundCost:
-    """Return the cost of a round of ``steps`` noisy steps, in a run of ``rounds`` rounds.
+    """Return the privacy cost of one round of ``steps`` noisy steps, in a run of ``rounds`` rounds.
 
     ``sensitivity``: the sensitivity of a step's sum, in units of the clipping norm. ``rate``: the probability with
     which a record joins a step. If ``protection`` has no noise multiplier, the round has the least noise with which all
@@ -124,9 +124,9 @@ class Releases:
     run_digest: str
 
     def num_charged(self, ledger: Ledger, run: str, client: int) -> int:
-        """Return the number of charges for rounds of a run in the ledger of ``client``.
+        """Return the number of rounds of a run that are charged in the ledger of ``client``.
 
-        A repeated round counts again. ``run``: the random name of the run.
+        A round that was repeated and charged again counts twice. ``run``: the random name of the run.
         """
         return sum(one.release.startswith(self._rounds(run, client)) for one in ledger.charges)
 
@@ -175,7 +175,10 @@ def ticket_of(noise: Noise) -> Ticket:
 
 
 def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
-    """Return the round of a client that has no records or may not use them. The client sends zeros without training."""
+    """Return the private round of a client that has no records, or may not use them.
+
+    The client does not train, and sends zeros.
+    """
     idle = {
         name: replace(job, records=job.records.none(), task=replace(job.task, num_examples=0))
         for name, job in jobs.items()

@@ -34,7 +34,7 @@ RELEASED: Final = "local steps"
 def round_cost(
     protection: ClientProtection, settings: LocalSettings, num_records: int, rounds: int, num_steps: int
 ) -> RoundCost:
-    """Return the cost of a round of a client with ``num_records`` records, in a run of ``rounds`` rounds.
+    """Return the privacy cost of one round for a client with ``num_records`` records, in a run of ``rounds`` rounds.
 
     ``num_steps``: the number of private steps in a round, of all models of the client together. The sensitivity of a
     step's sum is one clipping norm. Raises UserError if no noise is enough for epsilon.
@@ -132,7 +132,7 @@ class ClientPrivateSteps(ClientLayer):
 
 
 def refused(fields: list[str], name: str = "") -> str:
-    """Return an error message: private steps do not support ``fields`` of a local plan or of local settings."""
+    """Return the error message that private steps do not support ``fields`` of a local plan or of local settings."""
     whose = f" of its model {name}" if name else ""
     return (
         f"the algorithm's local plan{whose} uses {', '.join(fields)}, which local.privacy=dp-sgd does not support: the "

@@ -38,7 +38,9 @@ SENSITIVITY: Final = 2.0
 
 
 def update_cost(protection: ClientProtection, rounds: int) -> RoundCost:
-    """Return the cost of one update, in a run of ``rounds`` rounds. Adjacency: all records of the client are replaced.
+    """Return the privacy cost of one update, in a run of ``rounds`` rounds.
+
+    Adjacency: all records of the client are replaced by others.
 
     This cost is an upper bound of the cost for each record of the client. Raises UserError if no noise is enough for
     epsilon.
@@ -55,8 +57,8 @@ def noise_std(protection: ClientProtection, cost: RoundCost) -> float:
 class ClientPrivateUpdates(ClientLayer):
     """Writes the cost of a client's update into its privacy ledger, and then clips the update and adds noise.
 
-    ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run. ``template``: the payload
-    template of the algorithm.
+    ``run_digest``: a digest of the experiment. ``rounds``: the number of rounds of the run. ``template``: the names and
+    shapes of the tensors in the algorithm's update.
     """
 
     protects: ClassVar[bool] = True
@@ -66,7 +68,10 @@ class ClientPrivateUpdates(ClientLayer):
     template: Payloads
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return ``task`` with weight 1 for a client with records, so that the weight is no fact about the records."""
+        """Return ``task`` with weight 1 for every client that has records.
+
+        The usual weight, the exact number of records, would reveal a fact about the records.
+        """
         return replace(task, num_examples=min(1, task.num_examples))
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound:

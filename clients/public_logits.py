@@ -26,7 +26,7 @@ class TellLogits:
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the logits, (records, classes), of the public records in the pool of the task."""
+        """Return the message with the model's logits, (records, classes), on the task's public records."""
         training = TrainingJob.of(client, trains=False)
         task, trainer = training.job.task, client.runtime.sized(training.job.task).trainer
         inputs = task.pool["inputs"].to(training.job.records.tensors()[0].device)

@@ -74,7 +74,7 @@ class TrainingJob:
 
     @property
     def ticket(self) -> remote.Ticket | None:
-        """Return the proof that the cost of the round is in the client's privacy ledger, for a worker without disk.
+        """Return the proof (ticket) that the round's cost is in the client's privacy ledger, for a worker without disk.
 
         The result is None if no layer protects the client.
         """
@@ -82,7 +82,7 @@ class TrainingJob:
 
     @classmethod
     def of(cls, client: Client, *, trains: bool = True) -> TrainingJob:
-        """Return the training job for the message to ``client``, with the algorithm's local plan.
+        """Return the training job for the message to ``client``, with the algorithm's local plan (local objective).
 
         ``trains``: False for a job whose models are only measured. Such a job has no privacy cost and no noise. Raises
         RunError if the algorithm's code wrote to its arguments.
@@ -167,15 +167,16 @@ class TrainingJob:
         return update
 
     def check(self, *methods: Callable[..., Any]) -> None:
-        """Raise RunError if the algorithm wrote to a tensor that it must only read, as counted by PyTorch.
+        """Raise RunError if the algorithm wrote to a tensor that it must only read.
 
-        ``methods``: the functions of the algorithm that ran since the last check.
+        PyTorch counts the writes to each tensor, and this method compares the counts. ``methods``: the functions of the
+        algorithm that ran since the last check.
         """
         for guard in self.guards:
             guard.check(*methods)
 
     def check_bits(self) -> None:
-        """Raise RunError if a guarded tensor's bits changed. This also finds writes that PyTorch does not count."""
+        """Raise RunError if a read-only tensor changed. This finds writes that PyTorch does not count, too."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)
 

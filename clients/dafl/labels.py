@@ -259,7 +259,7 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
 
 def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
-    """Return one number j in {0..length-1} for each uniform coin, with probability proportional to exp(-rate j)."""
+    """Return for each number in ``coins`` a j in {0..length-1}, drawn with probability proportional to exp(-rate j)."""
     lost = np.exp(-rate * lengths)
     # Draw a real x with density proportional to exp(-rate x); j is x rounded down. ``reached`` is exp(-rate x).
     reached = coins + (1 - coins) * lost

@@ -324,8 +324,8 @@ def _joint_bill(
 
     Two mechanisms with the noise multipliers z_1 and z_2 cost the same as one with z^-2 = z_1^-2 + z_2^-2. This is true
     even if the second mechanism depends on the result of the first (Dong, Roth, Su 2022, corollary 3.3). ``fewest``: a
-    function from z to the least number of records. With fewer records, the noise would hide the mean. ``mean``: the
-    name of this mean in messages.
+    function from z to the least number of records with which the noise does not hide the mean. ``mean``: the name of
+    this mean in error messages.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 

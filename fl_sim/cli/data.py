@@ -147,7 +147,7 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return ``value``, for printing, with each text in it as a single line.
+    """Return ``value`` for printing: each text in it becomes a single line.
 
     Names from files, such as class names, may contain line breaks.
     """

@@ -126,7 +126,7 @@ def _percent(share: float) -> str:
 def show_labels(run: Path, clients: int, at: str, data_root: Path | None, *, json_output: bool) -> None:
     """Print how accurately an attacker estimates the number of records that a client has of each class.
 
-    The attacker sees the gradient of one batch, or the update of one round. Also print the run's epsilon.
+    The attacker sees the gradient of one batch, or the update of one round. The function also prints the run's epsilon.
     """
     with importing():
         from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415 (slow, only here)

@@ -37,9 +37,9 @@ _ROUGH: Final = (
 class PlanReport:
     """The output of ``fl-sim plan``: forecasts of all runs and of their unfinished hyperparameter searches.
 
-    ``jobs``: the number of parallel runs. ``bills``: the total privacy costs of all runs, one bill for each data set
-    and privacy unit. ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any epsilon in
-    ``bills`` was computed by the RDP accountant alone, without the tighter PLD accountant.
+    ``jobs``: the number of parallel runs. ``bills``: the total privacy cost of all runs for each data set and privacy
+    unit (client or record). ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any
+    epsilon in ``bills`` was computed by the RDP accountant alone, without the tighter PLD accountant.
     """
 
     runs: Sequence[Forecast]

@@ -250,7 +250,8 @@ def _say_rates(members: Judged, others: Judged, finished: FinishedRun) -> None:
 def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> None:
     """Print a lower bound on the epsilon of ``run``, and the epsilon that the run claims.
 
-    The bound follows from guesses which records (canaries) the run used for training.
+    The records are canaries: an attacker guesses which of them the run used for training. The bound follows from the
+    number of right guesses.
     """
     with importing():
         from fl_sim.threats.canaries import audit  # noqa: PLC0415 (slow, only here)

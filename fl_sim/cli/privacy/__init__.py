@@ -103,7 +103,7 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
       fl-sim privacy global-dp --clients 1000 --groups 10 --noise-bands 10 --rounds 100 --epsilon 8
     """
     if groups is None or sampling_rate is not None or cohort is not None:
-        # _sampling raises an error if --sampling-rate, --cohort and --clients contradict each other
+        # the function _sampling raises an error for contradictory options --sampling-rate, --cohort and --clients
         _sampling("client", sampling_rate, cohort, clients)
     rounds_of = load_object("strategies.private_plan:global_rounds", "planner")
     sampling = rounds_of(

@@ -42,7 +42,7 @@ class Sampling:
     population: int | None
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the description of one step for the accountant: the mechanism ``event`` on randomly sampled units."""
+        """Return one step as an event for the accountant: the mechanism ``event`` on randomly sampled units."""
         if self.rate is not None:
             return amplify_poisson(event, self.rate)
         assert self.cohort is not None
@@ -50,7 +50,7 @@ class Sampling:
         return amplify_fixed_size(event, self.cohort, self.population)
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
-        """Return the description of ``steps`` steps for the accountant, as {mechanism: number of its releases}.
+        """Return ``steps`` steps as events for the accountant: {event: number of repetitions}.
 
         ``noise``: the noise multiplier.
         """
@@ -85,10 +85,10 @@ class PlannedReleases(Protocol):
         """The number of all privacy units; None if it is unknown."""
 
     def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
-        """Return the description of one step for the accountant: the mechanism ``event`` on randomly sampled units."""
+        """Return one step as an event for the accountant: the mechanism ``event`` on randomly sampled units."""
 
     def charges(self, noise: float, steps: int) -> Mapping[dp_event.DpEvent, int]:
-        """Return the description of ``steps`` steps for the accountant, as {mechanism: number of its releases}."""
+        """Return ``steps`` steps as events for the accountant: {event: number of repetitions}."""
 
     def least_noise(self, steps: int, target: float, delta: float, accountant: Accountant) -> float:
         """Return the smallest noise multiplier with which all releases cost at most epsilon ``target``."""
@@ -104,9 +104,9 @@ class PlannedReleases(Protocol):
 class BudgetRequest:
     """The quantities of a privacy plan.
 
-    ``sampling``: the planned releases, including the sampling of privacy units. ``noise``: the noise multiplier.
-    ``target``: the largest allowed epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None. The plan
-    then computes this quantity from the other two.
+    ``sampling``: the planned releases (noisy outputs), including the sampling of privacy units. ``noise``: the noise
+    multiplier. ``target``: the largest allowed epsilon. At most one of ``noise``, ``steps`` and ``target`` may be None.
+    The plan then computes this quantity from the other two.
     """
 
     sampling: PlannedReleases
