@@ -120,7 +120,7 @@ def _output_of(experiment: Experiment, out: Path) -> _Output:
 
 
 def _comparable(told: Any) -> Any:
-    """Return JSON values without the fields that may differ between two runs of one experiment, such as times."""
+    """Return JSON values without the fields, such as times, that may differ if one experiment is run twice."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
         return {name: _comparable(value) for name, value in told.items() if name not in passing}

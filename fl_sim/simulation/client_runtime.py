@@ -76,8 +76,8 @@ def runtime_for(
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path), job.read)
-        # A client's own records and the synthetic records form one tensor, so both need the same type.
-        # If the partition has a feature skew, the type is float32; otherwise it is the type of the data set.
+        # A client's own records and the synthetic records are put into one tensor, so both need the same number type.
+        # This type is float32 if the partition has a feature skew, and otherwise the type in the data set.
         if _is_skewed(experiment):
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
@@ -349,8 +349,9 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 def validation_records(job: Job) -> Source:
     """Return the validation records on the job's device.
 
-    If they are held-out records of clients, the partition changes them like the clients' training records. Validation
-    records that come with the data set belong to no client, and are treated like test records.
+    Validation records may be held out from clients. The partition then changes them in the same way as the clients'
+    training records. Validation records that come with the data set belong to no client, and are treated like test
+    records.
     """
     if job.records.validation is not None:
         return _as_evaluated(job, job.records.validation, "validation feature-noise")

@@ -213,7 +213,7 @@ def _records_key(job: Job) -> str:
 
 
 def _check_records(out: Path, log: RunLog, now: Identity) -> None:
-    """Raise UserError if the run to be resumed began with other records or other code."""
+    """Raise UserError if the run to be resumed began with records or code other than the present ones."""
     checkpoint = read_checkpoint(out, log.server)
     if checkpoint is not None or (out / run_directory.START).exists():
         _check_same(out, now)
@@ -394,8 +394,9 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
         for name in stays:
             if (out / name).exists():
                 shutil.copy2(out / name, aside)
-        # The result is moved first and the checkpoint last. If the process is killed in between, the next start either
-        # finds a complete run or refuses the files. In another order, it could take the run as unstarted and delete it.
+        # The result is moved first and the checkpoint last. If the process is killed between two moves, the next start
+        # either finds a complete run or refuses the files. In another order, the next start could believe that the run
+        # has no finished round, and delete its files.
         moved = sorted({path.name for path in out.iterdir()} - stays - {LOCK, run_directory.RESULT, CHECKPOINT})
         for name in (run_directory.RESULT, *moved, CHECKPOINT):
             if (out / name).exists():

@@ -174,7 +174,7 @@ class Stage:
     def before(self, run: Run) -> None:
         """Execute the stage before the first round.
 
-        A resumed run calls this method again. The stage must then use its stored result, and not compute it again.
+        A resumed run calls this method again. The stage must then use the result that it stored in the first call.
         """
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
@@ -237,11 +237,11 @@ class Stage:
         return []
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the fields that the stage adds to ``result.json``. Their names must differ from all other fields.
+        """Return the fields that the stage adds to ``result.json``. No other field may have the same name.
 
-        If a field is a dictionary with the key ``in_words``, ``fl-sim run`` prints this text at the end. The key
-        ``by_client`` is for lists with one number in [0, 1] for each client: {name: list}. In a list, None stands for
-        an unknown number.
+        If a field is a dictionary, two of its keys have a special meaning. ``in_words``: a text that ``fl-sim run``
+        prints at the end. ``by_client``: {name: list of one number in [0, 1] for each client}. In a list, None stands
+        for an unknown number.
         """
         return {}
 

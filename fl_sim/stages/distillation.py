@@ -1,7 +1,7 @@
 """The stage of methods such as FedDF, whose server learns from the client models of each round.
 
-The stage loads the server's training records. After each round it calls the method's training at the server. The
-methods are in ``strategies``; their base class is ``OnEnsemble``.
+The stage loads the server's training records. After each round, the stage trains the global model at the server, as the
+method defines. The methods are in ``strategies``, as subclasses of ``OnEnsemble``.
 """
 
 from functools import partial

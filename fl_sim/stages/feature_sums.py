@@ -93,8 +93,8 @@ class Summarise:
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
         inputs, labels = client.records.tensors()
-        # In a user's own model, the features of a record may depend on the other records of its batch. For private
-        # sums, each batch then has only one record.
+        # In a user's own model, the features of one record may depend on the other records in the batch. For sums with
+        # noise, each batch of such a model has only one record, so that a record changes only its own features.
         at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
         features = features_of(client.runtime.model, self._model(client), inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()
@@ -138,7 +138,7 @@ class Summarise:
         return answer
 
     def release(self, client: Client) -> "MomentsRelease":
-        """Return the name of a client's noisy sums, the folder that stores them, and their privacy ledger."""
+        """Return the ``MomentsRelease`` of a client's noisy sums: their name, their folder and their privacy ledger."""
         from clients.private_moments import MomentsRelease  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 

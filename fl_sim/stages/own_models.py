@@ -45,7 +45,7 @@ _BEST: Final = tuple(
 
 
 class OwnModels(Stage):
-    """The stage at the server: it asks every client for its counts, and computes accuracies over all clients."""
+    """The stage at the server: it asks every client for counts of correct predictions, and computes accuracies."""
 
     titles: ClassVar[Mapping[str, str]] = TITLES
 
@@ -269,10 +269,10 @@ def _in_words(measures: Mapping[str, float], how: str) -> str:
 
 
 def _check_held_out(job: Job) -> None:
-    """Raise UserError unless at least one client is held out, and at least one client takes part.
+    """Raise UserError if the setting ``evaluate.held_out_clients`` holds out no client or all clients.
 
-    UserError is also raised if another setting sends requests to all clients, because held-out clients take no part in
-    the run until their final test.
+    UserError is also raised if another setting sends requests to all clients. Such a setting does not work with
+    held-out clients, which take no part in the run until their final test.
     """
     experiment = job.experiment
     if not (share := experiment.evaluate.held_out_clients):

@@ -1,4 +1,4 @@
-"""The stage of aggregators such as FLTrust: the server, too, trains a model, on its own records."""
+"""The stage of aggregators such as FLTrust, in which the server also trains a model, on records of its own."""
 
 from collections.abc import Mapping
 from dataclasses import replace

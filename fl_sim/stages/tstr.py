@@ -103,7 +103,7 @@ class TstrProcedure(Procedure):
         observer.finished_round(record)
 
     def _trained(self, pool: Examples) -> Iterator[Classifier]:
-        """Train the classifiers that the settings name on ``pool``, in order; yield each one after its training."""
+        """Train all chosen classifiers on the records in ``pool``, one after another; yield each trained classifier."""
         order = rng(self.job.experiment.seed, "holdout").permutation(len(pool))
         held_out, kept = np.split(order, [round(self.settings.holdout * len(pool))])
         own, rest = pool.take(kept), pool.take(held_out)

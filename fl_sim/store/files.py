@@ -1,7 +1,8 @@
 """Atomic writing of files, messages with cures for errors of the operating system, and locks on folders.
 
-A lock is a file ``.lock`` in the folder; it names the process that holds the lock. The operating system releases the
-lock when that process ends, for any reason. Only the owner may read the file, and no symbolic link to it is followed.
+A lock is a file ``.lock`` in the folder. The file names the process that holds the lock. The operating system releases
+the lock when that process ends, for any reason. Only the user who created the lock file may read it. If ``.lock`` is a
+symbolic link, it is refused.
 """
 
 import errno
@@ -117,8 +118,8 @@ def user_folder(variable: str, base_variable: str, base: str, name: str) -> Path
     """Return the user's permanent folder for ``name``.
 
     It is the value of the environment variable ``variable``, if set. Otherwise it is ``fl-sim/NAME`` below the value of
-    the environment variable ``base_variable`` (such as XDG_CACHE_HOME). If this is not set either, it is
-    ``fl-sim/NAME`` below ``base``.
+    the environment variable ``base_variable`` (such as XDG_CACHE_HOME). If neither variable is set, it is
+    ``fl-sim/NAME`` below the folder ``base``.
     """
     named, below = os.environ.get(variable), os.environ.get(base_variable) or base
     return (Path(named) if named else Path(below) / "fl-sim" / name).expanduser().absolute()

@@ -201,10 +201,10 @@ def log_chain(out: Path) -> str:
 
 
 def truncate_log(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
-    """Return rounds 1 to ``last_round``, and remove the next round from ``rounds.jsonl``, if it is there.
+    """Return rounds 1 to ``last_round``, and remove the line of round ``last_round + 1`` from ``rounds.jsonl``.
 
-    A crash can leave this one round without a checkpoint. Raises UserError for any other difference: missing or added
-    rounds, or a round that has changed since the hash chain ``chain`` was computed.
+    A crash can leave one such line, of a round without a checkpoint. Raises UserError for any other difference: missing
+    or added rounds, or a round that has changed since the hash chain ``chain`` was computed.
     """
     lines, records = _whole_lines(out), read_rounds(out)
     numbers = [record.round for record in records]
@@ -378,7 +378,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
 
     ``digest``: the SHA-256 that ``write_state`` returned, empty if unknown. ``like``: the initial state of the run's
     model and algorithm. Raises UserError for a damaged file, and for tensors with other names, shapes or types than
-    ``like``. This check is needed because compiled code would read outside of tensors with other shapes.
+    ``like``. The shapes are checked because compiled code would read outside of tensors that are smaller than expected.
     """
     content = read_whole(path)
     try:

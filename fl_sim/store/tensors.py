@@ -169,8 +169,8 @@ def delete_states_from(state_dir: Path, num_clients: int, server_round: int) -> 
 class StateChecksum:
     """The checksum of all client states: a sum of one hash per client.
 
-    If one client's state changes, only this state is read to update the sum. The checksum covers the states on this
-    machine (``save_state``), not those of clients on other machines.
+    If one client's state changes, only this state is read to update the sum. The checksum covers the client states on
+    this machine (see ``save_state``), but no client states on other machines.
     """
 
     def __init__(self, state_dir: Path, num_clients: int, last_round: int) -> None:
@@ -220,7 +220,7 @@ class StateChecksum:
 def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, state: Payloads) -> StateChecksum:
     """Return the checksum of the client states of a run that continues after ``last_round`` (0: a new run).
 
-    ``state``: names and shapes of one client's state. Raises UserError if the client states in the folder are not those
+    ``state``: names and shapes of one client's state. Raises UserError if the folder does not have the client states
     after ``last_round``. States of later rounds are deleted.
     """
     if not last_round:

@@ -300,7 +300,7 @@ def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weight
     """Raise UserError if constants or tied parameters in ``weights`` contradict the model.
 
     A constant buffer must have the same values as in ``model``. All names of one tied parameter must have equal values.
-    The check of the constants is needed because a run does not save them: they come from the model's architecture.
+    The constants are checked because a run does not save constants: it takes them from the model's architecture.
     """
     norms = all_norms_in(model)
     for name, buffer in model.named_buffers():

@@ -1,4 +1,4 @@
-"""Earlier runs on disk, when a table is filled: read their results, extend them, or decide to repeat them."""
+"""Functions for a table's earlier runs on disk: they read results, extend runs, or find runs that must be repeated."""
 
 import shutil
 import tempfile

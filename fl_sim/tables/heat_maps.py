@@ -33,7 +33,7 @@ class HeatMapAxes(Settings):
 
 
 class MappedRow(NamedTuple):
-    """A row of the table. ``method``: its method, or the user's label. ``values``: {setting in [grid]: its value}."""
+    """A row of the table. ``method``: the row's method, or the user's label. ``values``: {setting in [grid]: value}."""
 
     name: str
     method: str

@@ -377,9 +377,9 @@ def _results(
 ) -> list[TrialResult]:
     """Execute ``trials`` on their next rung (stage), and return the results of these trials.
 
-    ``earlier``: the results of previous rungs. Trials that differ only in the number of rounds share one run, as long
-    as the longest of these trials. The results of the shorter trials are read from the first rounds of this run. Raises
-    RunError, with the reason, for a failed trial.
+    ``earlier``: the results of previous rungs. Trials that differ only in the number of rounds share one run. It has as
+    many rounds as the longest of these trials. The results of the shorter trials are read from the run's first rounds.
+    Raises RunError, with the reason, for a failed trial.
     """
     last = {one.trial: one for one in earlier}
     entries = [_entry_of(settings, trial, last.get(trial), folder, data_root) for trial in trials]

@@ -230,7 +230,7 @@ class _Worker:
     def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
         """Send a run to the worker process. If the process died earlier, start a new one first.
 
-        If the process dies before it receives the run, ``next_event`` reports this.
+        If the worker process dies before it receives the run, ``next_event`` reports the failure.
         """
         seconds = None if budget is None else budget.left
         self.name = name

@@ -1,7 +1,7 @@
 """The privacy cost of DA-FL's pool of synthetic records, and the privacy statement about it.
 
-The clients' records are disjoint, and each client pays only for its own records. So the pool costs a record at most the
-highest cost of any client.
+A record belongs to only one client, and only the outputs of this client reveal something about the record. So the
+privacy cost of the pool, for any record, is at most the highest cost of a client.
 """
 
 import json

@@ -225,7 +225,7 @@ class SynthesisStage(Stage):
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
-        """Return a forecast of bytes: clients send float32 records; if they train on the pool, they receive it."""
+        """Return a forecast of bytes: clients send float32 records. They receive the pool if they train on it."""
         del params
         numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
         sizes, how_often = np.unique(released, return_counts=True)

@@ -72,8 +72,9 @@ class Votes:
 def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Votes:
     """Return the votes of the job's teachers on its public pool: those of an earlier run, or new ones.
 
-    If the votes are to get noise, a failed teacher counts as a vote for class 0 in every query (``ask_teachers``). If
-    not, RunError is raised for a failed teacher. Raises UserError if the stored votes are damaged.
+    If noise will be added to the votes, a failed teacher counts as a vote for class 0 in every query (see
+    ``ask_teachers``). Without noise, a failed teacher raises RunError. Raises UserError if the stored votes are
+    damaged.
     """
     folder = pools_root() / votes_key(job)
     public = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
