@@ -115,7 +115,9 @@ class TestPart:
 
 
 def test_part_by_setting(own: OwnName) -> TestPart:
-    """Return the rule for test records from the settings ``data.test``, ``data.test_seed`` and ``data.test_file``.
+    """Return the ``TestPart`` of the settings ``data.test``, ``data.test_seed`` and ``data.test_file``.
+
+    The result is the rule that selects the test records.
 
     Raises UserError for an invalid share or seed.
     """

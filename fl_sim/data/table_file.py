@@ -330,7 +330,7 @@ def in_order(text: str) -> tuple[float, str]:
 
 
 def texts_of(cells: Any) -> Any:
-    """Convert a pyarrow array to texts. If a text is a whole number with ``.0``, such as 1.0, it becomes 1.
+    """Convert a pyarrow array to texts. A whole number with ``.0``, such as 1.0, becomes the text 1.
 
     So a class or client has the same name in every table, whether a column has integers, floats or texts.
     """

@@ -25,7 +25,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Computes the simulated seconds of clients' turns. They do not depend on trained values or on real time.
+    """Computes the simulated seconds of clients' turns. These do not depend on trained values or on real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
     ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client ID, and

@@ -211,7 +211,7 @@ def whole_number(value: object, largest: int, what: str) -> int:
 
 
 def _arrived(shape: tuple[int, ...], numbers: bytes | bytearray | NDArray[Any]) -> TensorArray:
-    """Rebuild a TensorArray when it is unpickled. Read-only numbers, such as numbers in Ray's memory, are copied."""
+    """Rebuild a pickled TensorArray. Read-only numbers, such as those in Ray's memory, are copied."""
     values = np.frombuffer(numbers, np.float32).reshape(shape)
     return TensorArray(torch.from_numpy(values if values.flags.writeable else values.copy()))
 

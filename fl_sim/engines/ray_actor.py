@@ -1,4 +1,4 @@
-"""The message handler of a Ray actor. Nodes need the software versions of the driver."""
+"""The message handler of a Ray actor. Each actor answers messages in a process of its own."""
 
 import time
 from collections.abc import Callable, Mapping

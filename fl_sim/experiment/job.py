@@ -563,9 +563,9 @@ def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
 def _without_some(experiment: Experiment, shards: Parts) -> Parts:
     """Return ``shards`` without the records that the setting ``left_out`` leaves out.
 
-    A random number decides for each record. It depends on the seed and the record's index, not on the partition. Raises
-    UserError if no record is left. Also raises UserError if a run promises privacy for the user's own records, because
-    its published seed would reveal which records were left out.
+    A random number decides for each record. This number depends on the seed and the record's index, not on the
+    partition. Raises UserError if no record is left. Also raises UserError if a run promises privacy for the user's own
+    records, because its published seed would reveal which records were left out.
     """
     if not experiment.left_out:
         return shards
