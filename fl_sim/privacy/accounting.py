@@ -43,7 +43,7 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 
     ``events``: the privacy event of each release.
 
-    Raises UserError where ``events`` have different adjacencies, or where the PLD accountant does not support an
+    Raises UserError if ``events`` have different adjacencies, or if the PLD accountant does not support an
     event.
     """
     return epsilon_of_counts(Counter(events), delta, accountant=accountant)
@@ -80,7 +80,7 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 class Bounds:
     """The epsilons of some releases by the RDP and the PLD accountant. Both are upper bounds, so the smaller one holds.
 
-    ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None where no PLD was
+    ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None if no PLD was
     computed. ``reason``: the reason why no PLD was computed.
     """
 

@@ -45,7 +45,7 @@ class ProfileAudit:
     ``epsilons``: the audited epsilons. ``claimed``: the claimed delta at each of these epsilons. ``lower_bounds``:
     proven lower bounds on delta, which hold jointly at the confidence of the audit. ``estimates``: estimated deltas,
     without confidence. ``epsilon_lower_bound``: a lower bound on epsilon at the delta of the audit, proven at the same
-    confidence; 0 where nothing is proven.
+    confidence; 0 if nothing is proven.
     """
 
     epsilons: tuple[float, ...]
@@ -151,7 +151,7 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
     ``claims`` maps a noise multiplier to the claims of the same mechanism with this noise: a delta for each of
     ``audit.epsilons``. A noise multiplier is too large if the audit refutes its claims. So the audited mechanism
     protects at most as well as one with the returned noise multiplier. An accountant turns this noise multiplier into a
-    lower bound on epsilon. Nasr et al. 2023 fit the mechanism's trade-off curve in the same way.
+    lower bound on epsilon. Nasr et al. 2023 fit a mechanism's trade-off curve in the same way.
 
     The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity if the
     claim for 100 times this noise is not refuted, and a quarter of this noise if the claim for a quarter is refuted.
@@ -224,7 +224,7 @@ def guess(
 
 
 def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
-    """Return the largest epsilon that the canaries' guesses refute at ``delta``; 0 where none is refuted.
+    """Return the largest epsilon that the canaries' guesses refute at ``delta``; 0 if none is refuted.
 
     ``guesses``: the number of guesses. ``correct``: the number of correct guesses. An epsilon is refuted if an
     (epsilon, delta)-DP run has so many correct guesses with a probability below ``level``.

@@ -83,7 +83,7 @@ class Total:
     """The joint privacy cost of ``releases`` (a number) under one adjacency, as two valid pairs (epsilon, delta).
 
     ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``: epsilon and delta from the composition
-    of all events; equal to ``plain`` where the composition gives no bound.
+    of all events; equal to ``plain`` if the composition gives no bound.
     """
 
     adjacency: Adjacency
@@ -100,8 +100,8 @@ class Bill:
     releases, one for each adjacency. ``bare``: the number of runs that published something without a guarantee.
     ``elsewhere``: the number of runs whose releases protect only other units. ``unknown``: the number of runs whose
     releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``: other names
-    of the data set with these records. ``by_name``: the number of runs that identify their records only by name, 0
-    where all runs are about the same records.
+    of the data set with these records. ``by_name``: the number of runs that identify their records only by name, 0 if
+    all runs are known to be about the same records.
     """
 
     data: str

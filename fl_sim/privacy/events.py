@@ -170,7 +170,7 @@ def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
 
 
 def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
-    """Return the common adjacency of ``events``. Raises UserError where two events have different adjacencies.
+    """Return the common adjacency of ``events``. Raises UserError if two events have different adjacencies.
 
     Where all events hold under both adjacencies, the result is add-or-remove-one.
     """

@@ -5,7 +5,7 @@ release. The ledger charges or refuses each cost before the release is made.
 
 The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
 fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
-``charge`` returns. So a crash can lose a release whose charge is stored. But no release is made without a stored
+``charge`` returns. So after a crash, a stored charge may be without its release, but no release is without a stored
 charge. All processes that use one log share one budget.
 
 The first line of the log holds a random id and the terms. Every further line holds a charge and its chain digest: the
@@ -92,10 +92,10 @@ class Receipt:
 class Ledger:
     """The privacy ledger of one privacy unit: adds up the costs of all releases, and refuses costs beyond the budget.
 
-    ``path``: the charge log, which is read, or created where none exists; None for a ledger in memory. ``receipt``: a
+    ``path``: the charge log, which is read, or created if none exists; None for a ledger in memory. ``receipt``: a
     receipt of the charges with which the log must begin. ``holder``: a name, for error messages, of the results that
-    these charges paid for, such as "the checkpoint of round 7". Raises UserError where the log has other terms. Raises
-    RunError where the log is missing, cut, edited or damaged.
+    these charges paid for, such as "the checkpoint of round 7". Raises UserError if the log has other terms. Raises
+    RunError if the log is missing, cut, edited or damaged.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Ledger:
         charge with the same name and key is free, because it publishes the same bits. With another key it is a second
         release, which costs again.
 
-        Raises BudgetExhausted, and charges nothing, where the cost would exceed the budget. Raises UserError where the
-        adjacency of ``event`` is not the ledger's. Raises RunError where the ledger holds another event under the same
+        Raises BudgetExhausted, and charges nothing, if the cost would exceed the budget. Raises UserError if the
+        adjacency of ``event`` is not the ledger's. Raises RunError if the ledger holds another event under the same
         name and key.
         """
         self._check_adjacency(event)
@@ -201,7 +201,7 @@ class Ledger:
         """Return the privacy statement as JSON values, for results and reports.
 
         In the result, ``epsilon`` is the guarantee, and ``epsilon_realised`` is the epsilon of all charges so far.
-        ``planned``: {event: number of releases} for all releases that were fixed beforehand; None where only the budget
+        ``planned``: {event: number of releases} for all releases that were fixed beforehand; None if only the budget
         limits the releases. ``Coverage`` explains the other arguments. A call takes seconds, because it computes the
         PLD.
         """
@@ -247,7 +247,7 @@ class Ledger:
 
 
 class ChargeLog:
-    """The charge log at ``path``, created where none exists.
+    """The charge log at ``path``, created if none exists.
 
     ``terms``: the terms of the ledger as plain JSON values; a log with other terms is refused. ``receipt``: with a
     receipt, the log must exist and must begin with the charges of this receipt. ``holder``: a name, for error messages,
@@ -286,7 +286,7 @@ class ChargeLog:
     def locked(self) -> Iterator[tuple[list[Charge], Callable[[Charge], None]]]:
         """Lock the log; yield the charges since the last call, and a function that appends one charge.
 
-        When the yielded function returns, the charge is on the disk. Raises RunError where earlier lines of the log
+        When the yielded function returns, the charge is on the disk. Raises RunError if earlier lines of the log
         have changed since the last call.
         """
         with self._opened() as file:

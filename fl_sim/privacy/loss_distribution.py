@@ -88,7 +88,7 @@ def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: f
     """Return the epsilon of the releases ``steps`` at ``delta`` by PLD; ``inf`` if the PLD proves no epsilon.
 
     ``reason_against`` must return "" for the same arguments. ``by_rdp``: the epsilon of ``steps`` by RDP. Raises
-    NoTimeError where ``begun_only_if`` forbids the computation.
+    NoTimeError if ``begun_only_if`` forbids the computation.
     """
     if (may_begin := _may_begin.get()) is not None and not may_begin():
         raise NoTimeError

@@ -104,7 +104,7 @@ class Noise:
     """A source of random numbers: one independent ChaCha20 stream per (purpose, round), all from one 32-byte key.
 
     The key is a secret: its owner can subtract the noise. No representation, log or result contains the key.
-    ``simulation_only``: True where the key comes from a seed and can be guessed, so that no real person is protected.
+    ``simulation_only``: True if the key comes from a seed and can be guessed, so that no real person is protected.
     ``normals``: a faster generator of normal numbers, or None. Numbers that are rounded to the grid are exactly the
     same with and without this generator.
     """
@@ -245,8 +245,8 @@ class Noise:
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
     """Return the mask of the units that Poisson sampling draws; ``coins`` has one ``uniform`` number for each unit.
 
-    The numbers in ``coins`` are multiples of 2^-53, so the rate is rounded down to such a multiple. Without this
-    rounding, a unit could take part slightly more often than the privacy accountant assumes.
+    The numbers in ``coins`` are multiples of 2^-53, so the rate is rounded down to such a multiple. If the rate were
+    not rounded down, a unit could take part slightly more often than the privacy accountant assumes.
     """
     return coins < _limit(sampling_rate) * 2.0**-53
 
@@ -269,7 +269,7 @@ def grid_spacing(std: float) -> float:
 
 
 def clip_factor(norm: float, clipping_norm: float) -> float:
-    """Return the factor that scales a vector of ``norm`` down to ``clipping_norm``; 1 where no scaling is needed.
+    """Return the factor that scales a vector of ``norm`` down to ``clipping_norm``; 1 if no scaling is needed.
 
     The factor is 0 for a vector that is not finite, which counts as the zero vector. The caller must leave it out of
     the sum instead of multiplying it by 0, because 0 * nan is nan.
@@ -287,7 +287,7 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
     grid step in each number. Errors of float64, with u = 2^-53: a norm is too small by at most (dimension / 2 + 4) u L,
     including the errors of its factor and of the products; a sum is off by at most u times the norms of all its partial
     sums and products, (n^2 / 2 + n) u L, in each of two neighbouring worlds. Twice the float64 error is subtracted, to
-    cover the terms quadratic in u. Raises UserError where L would be at most half of ``clipping_norm``.
+    cover the terms quadratic in u. Raises UserError if L would be at most half of ``clipping_norm``.
     """
     if std == 0:
         return clipping_norm
@@ -327,7 +327,7 @@ def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
 
     With this noise multiplier, the noisy updates and the noisy clipping counts together cost as much as one release
     with noise multiplier z. ``count_std`` is sigma_b, the standard deviation of the noise on the sum of (b_i - 1/2),
-    whose sensitivity is 1/2. Raises UserError where the noisy counts by themselves would cost more than z allows.
+    whose sensitivity is 1/2. Raises UserError if the noisy counts by themselves would cost more than z allows.
     """
     if not 2 * count_std > noise_multiplier > 0:
         raise UserError(

@@ -119,8 +119,8 @@ class SumGrid:
     def event(self, present: int) -> dp_event.DpEvent:
         """Return the privacy event of a sum that contains the noise of ``present`` clients.
 
-        The noise of at most ``shares`` clients is counted. The privacy unit is a client. Adjacency: all data of one
-        client are removed, but the client still takes part.
+        If more than ``shares`` clients are present, only the noise of ``shares`` clients is counted. The privacy unit
+        is a client. Adjacency: all data of one client are removed, but the client still takes part.
         """
         assert present > 0
         counted = min(present, self.shares)
@@ -141,8 +141,8 @@ class SumGrid:
 def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the smallest noise multiplier with which ``rounds`` sums cost at most ``epsilon`` at ``delta``.
 
-    Every sum contains the noise of all clients: no client drops out. The noise multiplier in ``grid`` is ignored.
-    Raises UserError if no noise is enough for ``epsilon``.
+    It is assumed that no client drops out, so every sum contains the noise of all clients. The noise multiplier in
+    ``grid`` is ignored. Raises UserError if no noise is enough for ``epsilon``.
     """
 
     def spent(noise_multiplier: float, accountant: object) -> float:

@@ -1,8 +1,8 @@
 """The privacy statement of one privacy unit: the guarantee and the epsilon spent, which are two different numbers.
 
 A guarantee is an epsilon that was fixed before the data were read. The epsilon spent by a run is no guarantee, because
-the moment at which the run ends may depend on its published results. For example, a budget may not be used up, queries
-may not be answered, or a user may interrupt the run. The cost up to such a moment is no upper bound.
+the moment at which the run ends may depend on its published results. For example, the budget may not be used up, some
+queries may get no answer, or a user may interrupt the run. The cost up to such a moment is no upper bound.
 
 The cost of ALL planned releases is a guarantee. If a run ends earlier, it publishes only some of these releases, and to
 drop the others is post-processing. A budget is a guarantee, too: it is a privacy filter (Feldman, Zrnic 2021).
@@ -143,7 +143,7 @@ class _Account:
     """The releases of one ledger: those charged so far, and those fixed before the run, each with their epsilon.
 
     ``spent``: all charges (paid releases) so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases
-    that were fixed beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None where only
+    that were fixed beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None if only
     a budget was fixed. ``again``: the number of repeated charges. A repeated charge is for a release that was charged
     before.
     """

@@ -268,8 +268,8 @@ class ConfidentCost(Cost):
     def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
         """Return the sum of the smallest Renyi curve of an answer and the smallest Renyi curve of a test.
 
-        The curve of an answer is smallest where all teachers agree. The curve of a test is smallest where its
-        outcome is most certain: where the largest count has its largest or its smallest possible value.
+        The curve of an answer is smallest if all teachers agree. The curve of a test is smallest if the outcome of the
+        test is most certain: if the largest vote count has its largest or its smallest possible value.
         """
         tests = self.test_curves(np.array([[teachers], [-(-teachers // classes)]]), orders)
         return np.asarray(tests.min(axis=0) + self.answer.least(teachers, classes, orders))
@@ -387,8 +387,8 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
     """Return data-dependent Renyi curves by theorem 3 of the 2017 paper; ``inf`` where the theorem does not hold.
 
     Shape: (queries, orders). The theorem holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) + 1).
-    The paper's script also applies it to larger q, where the result can be too small. The paper states log moments. A
-    log moment is (order - 1) times the Renyi divergence.
+    The script of the paper also applies the theorem to larger q. Its results can then be too small. The paper states
+    log moments. A log moment is (order - 1) times the Renyi divergence.
     """
     holds = log_q < -np.logaddexp(0.0, 2 * gamma)
     inside = np.where(holds, log_q, -1 - 2 * gamma - np.log(2))[:, None]
