@@ -60,7 +60,10 @@ def drawn_until(
 
 
 def check_sizes(num_records: int, num_partitions: int) -> None:
-    """Raise ImpossibleSplit if there is no client, or if there are fewer records than clients (``num_partitions``)."""
+    """Raise ImpossibleSplit if there is no client, or if there are fewer records than clients.
+
+    ``num_partitions``: the number of clients.
+    """
     if num_partitions < 1:
         raise ImpossibleSplit(f"{num_partitions} clients: at least 1 is needed")
     if num_partitions > num_records:

@@ -24,7 +24,7 @@ class AggregatorMemory(Layer):
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the aggregator has a memory."""
+        """Return True if the aggregator keeps tensors from round to round."""
         return isinstance(experiment.aggregator, Robust) and experiment.aggregator.has_memory
 
     @classmethod

@@ -26,9 +26,9 @@ class AgnosticFL(SendingLoss):
     false, the last model is evaluated. The mean contains the first models, so for many rounds the mean is worse than
     the last model. In the paper a client makes one step in a round; here clients make their usual local steps.
 
-    All clients must take part in every round, as each weight depends on all losses. If a client is late, it keeps its
-    weight, and the updates of all other clients are averaged in proportion to their weights. The server sees every F_i.
-    Some papers use the name AFL for another method, analytic federated learning.
+    All clients must take part in every round, because each weight depends on all losses. If a client is late, it keeps
+    its weight, and the updates of all other clients are averaged in proportion to their weights. The server sees every
+    F_i. Some papers use the name AFL for another method, analytic federated learning.
     """
 
     kind: Literal["agnostic-fl"] = "agnostic-fl"

@@ -133,7 +133,7 @@ def content_of(replies: Sequence[Message]) -> RecordDict:
 
 
 def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
-    """Return the error that ends a run because of one client's answer.
+    """Return the error (a ``RunError``) that ends a run because of one client's invalid answer.
 
     ``quoted``: True if this error may quote the client's error message. If False, that message goes to a private file.
     """

@@ -53,7 +53,10 @@ class APFL(Averaging):
         return [off(f"algorithm.alpha={self.alpha:g} with algorithm.adaptive=false", why)]
 
     def course(self, job: LocalJob) -> Course:
-        """Train the global model w and the own model v together: each batch gives one step of w and one step of v."""
+        """Yield the training jobs of one client.
+
+        On each batch, the global model w and the client's own model v make one step.
+        """
         from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
 
         w, settings, losses = job.task.params, job.task.settings, list[float]()

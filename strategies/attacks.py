@@ -420,13 +420,19 @@ class HostileUpdates(Layer):
     reserved: ClassVar[str] = RESERVED
 
     def __init__(self, attack: Attack, hostile: frozenset[int], seed: int, expected: float = 0.0) -> None:
-        """Create the layer. ``expected``: the public, expected number of clients in a round."""
+        """Create the layer.
+
+        ``expected``: the public, expected number of clients in a round.
+        """
         self._attack, self._hostile, self._seed, self._expected = attack, hostile, seed, expected
         self._idle, self._is_due = False, True
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
-        """Return the layer that replaces updates. The hostile clients are drawn with the experiment's seed."""
+        """Return the layer (code around the rounds) that replaces updates of hostile clients.
+
+        The hostile clients are drawn with the experiment's seed.
+        """
         del out, progress
         attack, seed = experiment.attack, experiment.seed
         return cls(attack, hostile_clients(attack, experiment.num_clients, seed), seed, cohort_size(experiment))
@@ -523,7 +529,7 @@ class HostileUpdates(Layer):
         return replies
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate of the round. Forged updates replace those of hostile clients."""
+        """Return the aggregate of the round, in which forged updates replace the updates of hostile clients."""
         replies = self._with_forged(cohort, algorithm, server)
         return self.inner.aggregate(replace(cohort, replies=replies), algorithm, server)
 

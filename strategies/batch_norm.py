@@ -140,7 +140,10 @@ class ClientBatchNorm(ClientLayer):
         return self.broadcast(server)
 
     def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
-        """Return names and shapes of client state, with BatchNorm tensors added if BatchNorm layers are personal."""
+        """Return a template (names and shapes) of client state.
+
+        It includes BatchNorm tensors if BatchNorm layers are personal.
+        """
         del template
         return {**state, LAYERS: server.layers} if self.chosen == "personal" else state
 

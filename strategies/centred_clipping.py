@@ -16,7 +16,7 @@ from strategies.algorithm import Weighting
 class CentredClipping(Robust):
     """v <- v + mean of (d_i - v) min(1, tau / |d_i - v|) over the updates d_i, several times.
 
-    v begins as the aggregate of the last round, and as 0 in the first round. The checkpoint contains v. A single
+    v begins as the aggregate of the last round; in the first round it begins as 0. The checkpoint contains v. A single
     hostile client in a round of n clients changes the result by at most 2 tau / n in one iteration. In the paper's
     theory, clients keep their momentum over all rounds. Here momentum restarts from 0 in every round. Every client has
     the same weight. No privacy guarantee.

@@ -65,7 +65,7 @@ class CFL(Averaging):
         return "clusters may be too small for it, and their updates must differ" if self.num_models > 1 else ""
 
     def note(self) -> str:
-        """Return the note for tables: one sentence on the evaluated model."""
+        """Return the note below tables: one sentence that says which model is evaluated."""
         return "CFL: the first cluster's model is evaluated, and evaluate.clients measures each client's cluster model."
 
     @property

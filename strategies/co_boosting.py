@@ -100,7 +100,7 @@ class CoBoosting(OnMadeImages):
     ) -> torch.Tensor:
         """Return the direction, up or down, in which each pixel is moved.
 
-        It is the sign of the gradient of a random combination of the ensemble's class probabilities.
+        The direction is the sign of the gradient of a random combination of the ensemble's class probabilities.
         """
         moved = images.detach().clone().requires_grad_()
         soft = (ensemble_logits(models, moved, lesson.logits_of, weights) / _DIRECTIONS_TEMPERATURE).softmax(1)

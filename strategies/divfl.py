@@ -1,4 +1,4 @@
-"""DivFL: a cohort whose updates stand for those of all clients (Balakrishnan et al. 2022)."""
+"""DivFL: the server selects a cohort whose updates represent those of all clients (Balakrishnan et al. 2022)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DivFL(GuidedSampler):
     new update. Clients without an update so far come first, drawn uniformly, until all have been in a cohort.
 
     ``cohort_size``: the number of clients in a round. ``sketch_size``: the server keeps of each update a count sketch
-    of this many numbers, for the checkpoint; distances are those of sketches. The error of a squared distance is about
-    sqrt(2 / ``sketch_size``) of it. Models with at most this many parameters are kept whole.
+    of this many numbers, for the checkpoint; distances are those of sketches. The relative error of a squared distance
+    is about sqrt(2 / ``sketch_size``). Models with at most this many parameters are kept whole.
 
     Deviations: in the paper gradients of all clients are collected once, before the first round. Greedy steps look at
     all clients, not at a random part of them. The mean has the weights of the algorithm.

@@ -72,7 +72,7 @@ class FD(KeepsModels):
         return self.gamma * known * (logs.exp() * (logs - torch.log_softmax(batch.logits, -1))).sum(-1)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update: the mean logits of each class, and a 0/1 mask of the classes that the client has."""
+        """Return the update: the mean logits of each class, and a mask, 1 for the classes that the client has."""
         update, like = super().finish(task, trained), task.broadcast["others"]
         means, held = like["logits"] * 0, like["known"] * 0
         model = {**trained.params, **trained.personal}

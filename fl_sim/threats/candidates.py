@@ -1,4 +1,4 @@
-"""An attacker guesses which of k candidate records a noisy gradient comes from. No attacker can exceed a known bound.
+"""An attacker guesses which of k candidate records a noisy gradient comes from. The success has a known bound.
 
 A DP-SGD step publishes the sum of the clipped gradients of a batch, plus noise. The batch contains one of k candidate
 records, chosen at random. The attacker knows the candidates and all other records of the batch. It subtracts the

@@ -124,7 +124,7 @@ def check_shadows(shadows: int) -> None:
 
 
 def shadow_of(experiment: Experiment, number: int) -> Experiment:
-    """Return the experiment of shadow run ``number``, from 1, for a run of ``experiment``."""
+    """Return the settings of shadow run ``number`` (from 1). ``experiment``: the settings of the audited run."""
     return changed(
         experiment, seed=int(rng(experiment.seed, "shadow run", number).integers(2**31)),
         partition_seed=experiment.seed_of_partition, model_seed=experiment.seed_of_model,

@@ -1,7 +1,7 @@
 """Courses: the local training of a client as a sequence of training jobs, for algorithms with special local steps.
 
 Most algorithms describe their local objective by a local plan. A course is for steps that no local plan can describe,
-such as a gradient at a mixture of two models. It trains one job after another, and a job may depend on the results of
+such as a gradient at a mixture of two models. A course yields one job after another. A job may depend on the results of
 earlier jobs. The run's trainer executes all jobs: the compiled trainer, the stacked trainer, or PyTorch's loop.
 """
 

@@ -115,7 +115,7 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
     def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # PyTorch stores this number per Python thread
+            torch.set_num_threads(threads)  # PyTorch stores the number of its threads per Python thread
         with torch.inference_mode():
             logits = logits_of(batch)
             loss = functional.cross_entropy(logits, targets, reduction="sum").double()

@@ -59,7 +59,7 @@ def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torc
 
 
 def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Source:
-    """Copy ``examples`` to ``device`` and return them as a ``Source``.
+    """Copy ``examples`` to ``device``, and return them as a ``Source`` (read-only records on a device).
 
     On a GPU, inputs of bytes stay bytes to save memory. All other inputs become normalised float32.
     """

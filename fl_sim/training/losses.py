@@ -106,7 +106,10 @@ def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
 def outputs_for(
     terms: Sequence[LossTerm], model: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (logits, features) of a forward pass of ``model``. Features are None if no loss term needs them."""
+    """Return (logits, features) of a forward pass of ``model``.
+
+    Features are the inputs of the head (last layer). They are None if no loss term needs them.
+    """
     return with_features(model, forward) if any(term.features for term in terms) else (forward(), None)
 
 

@@ -245,7 +245,7 @@ class StackedTrainer:
         return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
-        """Return a ``StackedStep`` and its launcher for ``jobs``.
+        """Return a ``StackedStep``, which trains the clients of ``jobs``, and the launcher that executes it.
 
         The step and the launcher of the last call are reused if they fit these jobs. Otherwise, new ones are created.
         """

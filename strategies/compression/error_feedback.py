@@ -62,7 +62,8 @@ class ErrorFeedback(Settings):
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
         """Return the compressed update with the error of earlier rounds added, and the client state: the new error.
 
-        With the update D and the error e, these are the bytes of C(e + D), and e + D - C(e + D).
+        For the update D and the error e, the result consists of the bytes of C(e + D), and the new error e + D - C(e +
+        D).
         """
         corrected = _corrected_by(held, update)
         packed = self.encode(corrected, coins)
@@ -138,7 +139,7 @@ class RandK(ErrorFeedback):
         return Size(_count_of(self.share, num_in(layout)))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return k packed numbers and the client state: the new error, or nothing if ``correction`` is "scale"."""
+        """Return k packed numbers, and the client state: the new error. It is empty if ``correction`` is "scale"."""
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
