@@ -36,7 +36,7 @@ class InOneLine:
     to_text: Callable[[Mapping[str, Any]], str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the field's pydantic schema; a table is converted to text before validation."""
+        """Return the field's pydantic schema, which converts a table to text before the validation."""
 
         def joined(value: Any) -> Any:
             return self.to_text(value) if isinstance(value, Mapping) else value
@@ -54,7 +54,7 @@ class Short:
     field: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the field's pydantic schema; a text is converted to a table before validation."""
+        """Return the field's pydantic schema, which converts a text to a table before the validation."""
         return core_schema.no_info_before_validator_function(self.to_table, handler(source))
 
     def to_table(self, value: Any) -> Any:

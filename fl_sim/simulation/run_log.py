@@ -290,7 +290,7 @@ def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | No
     if experiment.evaluate.test != "never":
         scores = [one for one in scores if one.test_accuracy is not None]
     validated = [one for one in scores if one.validation_accuracy is not None]
-    scores = validated or scores  # if any round has a validation accuracy, only rounds with a validation accuracy count
+    scores = validated or scores  # rounds without a validation accuracy are left out, if others have one
 
     def chosen_by(one: RoundRecord) -> float:
         return (one.test_accuracy if one.validation_accuracy is None else one.validation_accuracy) or 0.0
@@ -301,7 +301,7 @@ def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | No
 def _chosen_on(experiment: Experiment) -> str:
     """Return the name of the records on which the best model is chosen: "validation" or "test".
 
-    Two other values are possible: "last" if only the last model is tested, "nothing" if no model is measured.
+    If only the last model is tested, the result is "last". If no model is measured, the result is "nothing".
     """
     if experiment.evaluate.measures_nothing:
         return "nothing"
@@ -393,7 +393,7 @@ def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> 
 
 
 def _bytes(log: RunLog) -> dict[str, Any]:
-    """Return the bytes of arrays before, during and after the rounds; None if they depend on private records."""
+    """Return the bytes of sent arrays before, during and after the rounds. A private number of bytes is None."""
     known = [record for record in log.rounds if record.bytes_down is not None and record.bytes_up is not None]
     in_rounds = _sum(Traffic(record.bytes_down or 0, record.bytes_up or 0) for record in known)
     if len(known) < len(log.rounds):
@@ -441,12 +441,13 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     """Return the result fields of all stages (code before or after the rounds).
 
-    If the setting ``preprocess`` or ``calibrate`` has no stage, its only field is ``kind``.
+    If the run has no stage for the setting ``preprocess`` or ``calibrate``, the field of this setting contains only
+    ``kind``.
     """
     found: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
-        # The function run_stage has already raised an error for facts that are not JSON values.
+        # All fields are JSON values here: the function run_stage has checked this.
         found |= facts if is_json(facts) else {}
     return found
 

@@ -148,7 +148,7 @@ class Stage:
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:
-        """Return True if the stage is a part of the runs of ``experiment``."""
+        """Return True if a run of ``experiment`` executes this stage."""
         del experiment
         return True
 

@@ -135,7 +135,7 @@ class Stopwatch:
 
     @property
     def told(self) -> tuple[tuple[str, Timing], ...]:
-        """Return (description, timing) for each kind of computation that was to be timed."""
+        """Return (description, timing) for each kind of computation that ``time_all`` received."""
         return tuple((what, self.timings[kind]) for kind, what in self._what.items())
 
     def timing(self, work: Work) -> Timing:

@@ -45,7 +45,7 @@ class BackdoorSuccess(Stage):
         ]
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
-        """Return the attack success rate after ``server_round``; empty if this round is not tested."""
+        """Return {name: attack success rate} after ``server_round``; empty if the model is not tested in this round."""
         experiment = self.job.experiment
         is_due = is_last or not server_round % experiment.evaluate_every
         if not is_due or not experiment.evaluate.tests(is_last=is_last):

@@ -21,7 +21,7 @@ from strategies.server_step import StepOnModels
 
 
 class MeasuresEnsemble(Stage):
-    """A stage that tests the ensemble of client models.
+    """A stage that measures the accuracy of the ensemble of a round's client models.
 
     ``weights``: the weight of each client model in the ensemble, empty for equal weights.
     """

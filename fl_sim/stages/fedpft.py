@@ -1,4 +1,4 @@
-"""The stage of FedPFT: clients send mixtures of their features, and the server trains the head on samples.
+"""The stage of FedPFT: clients send Gaussian mixtures of their features; the server trains the head on samples of them.
 
 The settings are in ``strategies.fedpft``, the mixtures in ``clients.mixtures``.
 """

@@ -99,7 +99,8 @@ class TrainedCombiner(MeasuresEnsemble):
     def after(self, run: Run) -> None:
         """Train the combiner, save it with the models, and test the combination of all models.
 
-        Raises RunError if no client has held-out records, or if a resumed run has lost the models.
+        Raises RunError if no client has held-out records. Also raises RunError if the run was interrupted after its
+        last round, because the client models were only in memory.
         """
         job, log, settings = self.job, run.log, settings_of(self.job)
         if not (models := self.models()):
@@ -165,7 +166,7 @@ class TrainedCombiner(MeasuresEnsemble):
         return each * self.job.experiment.num_clients
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the fields ``ensemble`` and ``fens`` for ``result.json``."""
+        """Return the fields ``ensemble`` and ``fens`` for ``result.json``: results of the combined models."""
         found = dict(self._found)
         if found.get("accuracy") is not None:
             found["in_words"] = f"the accuracy is that of {len(self.kept.models)} models under the trained combiner"

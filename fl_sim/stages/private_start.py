@@ -70,7 +70,7 @@ class Measure:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with sums over the client's records. The server's question determines these sums."""
+        """Return the message with sums over the client's records, as the server's question asks for them."""
         inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
         question, num_classes = read_question(client.params), self.job.dataset.num_classes
         return wire.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))

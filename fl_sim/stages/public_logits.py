@@ -19,7 +19,7 @@ from strategies.public_logits import PUBLIC_LOGITS, PublicLogits
 
 
 class PublicRecords(Stage):
-    """The stage that gives the same public records to all clients. Clients read them from a file, not from messages."""
+    """The stage that gives the same public records to all clients, in a file that all clients read."""
 
     @classmethod
     def applies(cls, experiment: Any) -> bool:

@@ -53,6 +53,6 @@ class SecureSumFacts(Stage):
         return [said]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum was never unmasked."""
+        """Return the field ``secure_sum`` for ``result.json``: drop-outs, and rounds whose sum stayed masked."""
         layer = self._layer
         return {"secure_sum": {"dropped": layer.dropped, "unopened": layer.unopened} if layer else {}}

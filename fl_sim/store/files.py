@@ -59,7 +59,7 @@ _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write a file atomically: a reader sees the old file or the whole new file, even after a power cut.
 
-    ``mode``: the permissions before the user's umask is applied. Raises OSError that names ``path``.
+    ``mode``: the permissions before the user's umask is applied. Raises an OSError whose message names ``path``.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -167,7 +167,7 @@ def path_in_errors(path: Path) -> Iterator[None]:
 def readable_os_errors(path: Path | None = None) -> Iterator[None]:
     """Convert an OSError in a ``with`` block into a RunError with file, reason and cure.
 
-    ``path``: the file that the message names in place of the system's file name.
+    ``path``: the file that the new message names, in place of the file in the OSError.
     """
     try:
         yield

@@ -317,8 +317,8 @@ _PROGRESS = TypeAdapter(Progress)
 
 def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Write a server state and the progress to a file atomically; return the SHA-256 of the file's content."""
-    # safetensors sorts tensors by name, but rounding and privacy noise depend on the order of tensors. So the names
-    # begin with numbers, which keep the order.
+    # safetensors sorts tensors by name, but rounding and privacy noise depend on the order of tensors. So each name
+    # begins with the tensor's position, and sorting keeps the order.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     later = ("versions", "counts_holders", "layers")  # checkpoints of older versions lack these fields
     unused = {name for name in later if not getattr(progress, name)}
@@ -367,7 +367,7 @@ def relink_kept(out: Path, settings: Mapping[str, Any], like: ServerState) -> No
 def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState] | None:
     """Return the progress and the server state of the run in ``out``; None if there is no checkpoint.
 
-    Raises UserError as ``read_state`` does.
+    Raises UserError for a damaged checkpoint (see ``read_state``).
     """
     path = out / CHECKPOINT
     return read_state(path, like) if path.exists() else None

@@ -292,7 +292,7 @@ def _new_head(model: nn.Module, missing: list[str], other: Params) -> set[str]:
 
 
 def _is_grey(here: torch.Size, there: torch.Size) -> bool:
-    """Return True if two weight shapes differ only in the input channels: one in ``here``, three in ``there``."""
+    """Return True if two shapes of weights differ only in the input channels: 1 in ``here`` and 3 in ``there``."""
     return len(here) == 4 and here[1] == 1 and there == torch.Size((here[0], 3, *here[2:]))
 
 

@@ -103,8 +103,8 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
     generator = dp_event.SelfComposedDpEvent(events.from_json(facts["generator"]), facts["generator_steps"])
     alone = epsilon_of_counts({generator.event: generator.count}, delta)
     joint = epsilon_of_counts(Counter({labels: 1}) + Counter({generator.event: generator.count}), delta)
-    # The joint cost is the smaller of two upper bounds: the sum of both epsilons, and the epsilon of the sum of both
-    # Renyi divergences.
+    # There are two upper bounds of the joint cost: the sum of both epsilons, and the epsilon of the sum of both Renyi
+    # divergences. The smaller bound is used.
     together = min(joint, alone + facts["labels_epsilon"])
     return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
 

@@ -122,7 +122,7 @@ def prepare_pool(run: Run) -> Pool:
 
 
 def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
-    """Raise UserError if earlier rounds of the run used another pool than the file ``name`` (empty: a new pool)."""
+    """Raise UserError if earlier rounds of the run used a pool other than the file ``name`` ("" for a new pool)."""
     used = {path.name for path in run.out.glob("synthetic-*.safetensors")} if run.log.rounds else set()
     if used and name not in used:
         raise UserError(
@@ -444,5 +444,5 @@ def _bounded(path: Path, most: int) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Return the reason why a pool file or a client's answer was refused, without quoting its content."""
+    """Return the reason for refusing a pool file or a client's answer. The reason does not quote their content."""
     return str(error) if type(error) in {ValueError, RunError} else f"it cannot be read, {type(error).__name__}"
