@@ -136,8 +136,8 @@ class Contrast:
     The term moves the trained model's features towards those of the received model, and away from those of the model
     ``previous``, such as the client's model of its last round. The features z of a record are the inputs of the last
     linear layer, flattened. The term adds ``weight`` * softplus((cos(z, z of ``previous``) - cos(z, z of the received
-    model)) / ``temperature``), the mean over the batch. Only z of the trained model is differentiated. A vector of
-    zeros has no direction: its cosines and its gradient are 0.
+    model)) / ``temperature``), the mean over the batch. Only z of the trained model is differentiated. If z is a vector
+    of zeros, it has no direction: its cosines and its gradient are set to 0.
     """
 
     weight: float

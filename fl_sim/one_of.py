@@ -49,8 +49,8 @@ _REINSTALL: Final = "run 'pip install' again in the folder of fl-sim's code, for
 class OneOf:
     """The marker of a settings field that accepts several settings classes (kinds), such as all algorithms.
 
-    ``what``: the field's name in messages. ``wants``: a Protocol, or None. A user's own class is accepted if it has the
-    Protocol's members. ``group``: the entry-point group with the names of fl-sim's classes and of other packages'
+    ``what``: the field's name in messages. ``wants``: a Protocol, or None. A user's own class is accepted if it has all
+    members of the Protocol. ``group``: the entry-point group with the names of fl-sim's classes and of other packages'
     classes. If ``group`` is given, the Protocol is that of the entry point ``what`` in the group PROTOCOLS. Without
     ``group``, the annotation of the field is a union of fl-sim's classes, and a user's own class is refused if
     ``wants`` is None.
@@ -98,7 +98,7 @@ class OneOf:
         return names_in(self.group) if self.group else list(self.known(annotation))
 
     def expand(self, text: str, union: Any) -> Json:
-        """Convert a setting in short form to a table: "dirichlet:0.05" becomes kind "dirichlet" and alpha "0.05".
+        """Convert a setting in short form to a table of settings: "dirichlet:0.05" to kind "dirichlet", alpha "0.05".
 
         ``union``: the field's annotation. Raises UserError for an unknown name; the message lists the valid names and
         suggests a similar one.

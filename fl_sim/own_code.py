@@ -101,7 +101,7 @@ def _failed(path: str, what: str, error: BaseException) -> UserError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file, line and function of the last user's code in the traceback of ``error``; "" if there is none."""
+    """Return file, line and function of the last place in the user's code in the traceback of ``error``, or ""."""
     for frame in reversed(extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_ours = path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES
@@ -155,7 +155,7 @@ def error_context(what: str) -> Iterator[None]:
 def digests(modules: Iterable[str]) -> dict[str, str]:
     """Return {module: SHA-256 of its file} for the user's own ``modules`` and for the user's modules that they import.
 
-    If the process has imported a module, its digest is that of the file at the time of the import.
+    If this process has imported a module, the digest is that of the module's file at the time of the import.
     """
     return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
 

@@ -354,8 +354,8 @@ def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:
 def statistics_of(model: torch.nn.Module) -> Params:
     """Return copies, on the CPU and as float32, of the running statistics of ``model``.
 
-    The statistics include each BatchNorm layer's count of batches. As float32 it is exact up to 2^24. Only a layer with
-    ``momentum=None`` uses this count.
+    The statistics include each BatchNorm layer's count of batches. As float32 this count is exact up to 2^24. Only a
+    layer with ``momentum=None`` uses the count.
     """
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in running_in(model).items()}
 

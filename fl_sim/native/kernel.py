@@ -100,10 +100,10 @@ class Kernel:
     def train(self, stack: Stack, jobs: Sequence[KernelJob], precision: Precision = "float32") -> list[Trained]:
         """Train clients one after another, and return the results of ``fl_sim.training.loop.train``.
 
-        The results are equal up to float32 rounding. ``precision`` "bfloat16" needs ``has_bfloat16``. The factors of
-        products are then rounded to 8 bits, and the products are added in float32. This applies to linear layers, and
-        in convolutions to the output and to the gradient of the input. Without AMX, three kinds of products are not
-        rounded: (1) the backward pass through pooling; (2) the gradient of a convolution's weights, unless the
+        The results equal those of PyTorch up to float32 rounding. ``precision``: "bfloat16" needs ``has_bfloat16``. The
+        factors of products are then rounded to 8 bits, and the products are added in float32. This applies to linear
+        layers, and in convolutions to the output and to the gradient of the input. Without AMX, three kinds of products
+        are not rounded: (1) the backward pass through pooling; (2) the gradient of a convolution's weights, unless the
         convolution is the model's first layer, with pooling; (3) convolutions with kernels of 3 x 3 pixels and 8 or
         more channels, most of which use Winograd's algorithm. With ``has_amx`` these products are rounded, too.
 
@@ -251,7 +251,7 @@ def _may_use_amx(library: ctypes.CDLL) -> bool:
 
 
 def failure(code: int, stack: Stack, what: str) -> Exception:
-    """Return the exception for an error ``code`` of the library.
+    """Return the Python exception for an error ``code`` that a C function of the library returned.
 
     ``what``: the failed computation, such as "local training", for the message.
     """

@@ -137,7 +137,7 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return the reason why PyTorch trains a model faster than the compiled trainer; empty if it does not.
+    """Return the reason why PyTorch trains a model faster than the compiled trainer; empty if the trainer is faster.
 
     The reason names large convolutions. It is empty if these convolutions have less than half of the model's
     multiplications.
@@ -161,10 +161,10 @@ def slower_here(stack: Stack) -> str:
 class _Rows:
     """Collects the descriptions of a model's layers as rows, one per layer. Two layers may be fused to one row.
 
-    A layer's input is a node: node 0 is the model's input, and node i + 1 is the output of row i. The ``source`` of a
-    row is its input. ``node``: the input of the next layer. ``is_flat``: True if this node is a vector, without height
-    and width. ``is_fork``: True if other layers also read this node. The next layer then cannot be fused with the row
-    that computes the node. ``seen``: the ids of all modules so far.
+    Inputs and outputs of layers are called nodes: node 0 is the model's input, and node i + 1 is the output of row i.
+    The ``source`` of a row is the node that it reads. ``node``: the input of the next layer. ``is_flat``: True if this
+    node is a vector, without height and width. ``is_fork``: True if other layers also read this node. The next layer
+    then cannot be fused with the row that computes the node. ``seen``: the ids of all modules so far.
     """
 
     is_flat: bool

@@ -330,8 +330,8 @@ class Adversaries(Generic[D]):
     def discriminator_step(self, pairs: Pairs, release: GradientNoise) -> None:
         """Update the discriminator by one Adam step on the noisy sum of the clipped gradients of all ``pairs``.
 
-        The sum without noise is stored in the attribute ``total``. Raises ValueError for rows or noise of wrong type or
-        number, and IndexError for rows or classes that do not exist.
+        The sum of clipped gradients, without noise, is stored in the attribute ``total``. Raises ValueError for rows or
+        noise of wrong type or number, and IndexError for rows or classes that do not exist.
         """
         adam, noise, number = self.discriminator_adam, release.noise, len(pairs.latents)
         self.discriminator.check(pairs.real)

@@ -262,7 +262,7 @@ class RequestBuffers:
         return self._masks[trained].data_ptr()
 
     def _vector(self, what: str, params: Params | None) -> int | None:
-        """Store ``params`` as one padded vector in the order of the model's layout; return its memory address.
+        """Store ``params`` as one padded vector, in the order of the model's parameters; return its memory address.
 
         Raises ValueError if names, shapes, type or device differ from those of the model's parameters. ``what``: the
         name of ``params`` in the message.
@@ -279,7 +279,7 @@ class RequestBuffers:
 
 
 def padded(size: int) -> int:
-    """Return the padded length of a vector of ``size`` numbers in the memory of the compiled trainer.
+    """Return the length in memory of a vector of ``size`` numbers, with padding for the compiled trainer.
 
     The length is a multiple of 16, and at least 16 more than ``size``. The next vector in memory is then aligned to the
     widest SIMD vectors of the compiled code.

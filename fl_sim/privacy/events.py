@@ -225,7 +225,7 @@ def pure_epsilon(event: dp_event.DpEvent) -> float:
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
     """Return the noise multiplier of a Gaussian or integer-noise event, also if it is repeated; None for other events.
 
-    For integer noise, it is the standard deviation divided by the largest L2 norm of a rounded vector.
+    For integer noise, this is the noise's standard deviation divided by the largest L2 norm of a rounded vector.
     """
     event, _ = unrolled(event)
     if isinstance(event, IntegerNoiseDpEvent):

@@ -103,10 +103,10 @@ class Law:
 class Noise:
     """A source of random numbers: one independent ChaCha20 stream per (purpose, round), all from one 32-byte key.
 
-    The key is a secret: its owner can subtract the noise. No representation, log or result contains the key.
-    ``simulation_only``: True if the key comes from a seed and can be guessed, so that no real person is protected.
-    ``normals``: a faster generator of normal numbers, or None. Numbers that are rounded to the grid are exactly the
-    same with and without this generator.
+    The key is a secret: its owner can subtract the noise. No text form of this object, no log and no result contains
+    the key. ``simulation_only``: True if the key comes from a seed and can be guessed, so that no real person is
+    protected. ``normals``: a faster generator of normal numbers, or None. Numbers that are rounded to the grid are
+    exactly the same with and without this generator.
     """
 
     key: bytes = field(repr=False)
@@ -269,7 +269,7 @@ def grid_spacing(std: float) -> float:
 
 
 def clip_factor(norm: float, clipping_norm: float) -> float:
-    """Return the factor that scales a vector of ``norm`` down to ``clipping_norm``; 1 if no scaling is needed.
+    """Return the factor that scales a vector of ``norm`` down to ``clipping_norm``; 1 if its norm is not larger.
 
     The factor is 0 for a vector that is not finite, which counts as the zero vector. The caller must leave it out of
     the sum instead of multiplying it by 0, because 0 * nan is nan.

@@ -219,7 +219,7 @@ class RecordedTraffic(FileModel):
 
 
 class BytesFacts(FileModel):
-    """The bytes that were sent before the first round. ``before``: {kind of message: its bytes}; None if unknown."""
+    """The bytes that were sent before the first round. ``before``: {kind of message: bytes}; None if unknown."""
 
     before: dict[str, RecordedTraffic | None] = {}
 
@@ -280,7 +280,10 @@ class ResultFile(FileModel):
     @model_validator(mode="before")
     @classmethod
     def _with_lists(cls, content: Any) -> Any:
-        """Collect the lists ``by_client`` of all fields. Lists with values outside [0, 1] are left out."""
+        """Collect the lists with one number per client from the key ``by_client`` of all fields.
+
+        Lists with values outside [0, 1] are left out.
+        """
         if not isinstance(content, dict):
             return content
         found = {

@@ -55,8 +55,8 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
     ``result``: the content of ``result.json``. Numbers in lists are left out, except numbers in the list of privacy
     statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are returned. They
     are the total privacy cost of all published outputs about the unit. If a unit has several statements, the epsilon of
-    each statement is also returned: ``epsilon.record.1`` and so on. Numbers in the section ``measures`` of the file get
-    no prefix.
+    each statement is also returned: ``epsilon.record.1`` and so on. The names of numbers in the section ``measures`` of
+    the file get no prefix.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})

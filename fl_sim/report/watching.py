@@ -146,7 +146,7 @@ class Watcher:
         )  # fmt: skip
 
     def _waiting(self, tables: Mapping[Path, Table], begun: set[Path]) -> list[Watched]:
-        """Return the runs of ``tables`` that have not started. ``begun``: directories of the runs that have started.
+        """Return the planned runs of ``tables`` that have not started. ``begun``: directories of the runs that have.
 
         A run of centralized training can be in several columns, but is returned once.
         """

@@ -257,7 +257,8 @@ def _draw_panel(
             places, line.mean, label=shown, color=color, linewidth=layout.line,
             dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
             markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
-            # Each line has its first marker at a different round, so that the markers of equal lines stay visible.
+            # Each line has its first marker at a different round. So if two lines are equal, the markers of both stay
+            # visible.
             markevery=(number % every, every),
         )  # fmt: skip
         if len(one.drawn) > 1 and _has_bars(panel):
