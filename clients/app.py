@@ -151,7 +151,7 @@ class Owner:
     state: Path
 
     def config(self, config: wire.TaskConfig) -> wire.TaskConfig:
-        """Return the configuration of a task, with this node's state folder instead of the server's paths.
+        """Return the configuration of a task, in which this node's state folder replaces the server's paths.
 
         Each run has a subfolder with the run's name. Raises RunError if the name contains characters other than
         letters, digits, _ and -. Such a name could be a path to another folder.

@@ -149,7 +149,7 @@ class ClientLayer:
         return {}
 
     def adds(self, server: ServerState) -> Payloads:
-        """Return names and shapes of the payloads (groups of tensors) that this layer adds to updates."""
+        """Return names and shapes of the payloads (groups of tensors) that this layer adds to each update."""
         del server
         return {}
 

@@ -99,7 +99,7 @@ class Broadcast:
 
     @cached_property
     def write_guard(self) -> WriteGuard:
-        """Return an object that detects writes to the tensors of the broadcast, which an algorithm must only read."""
+        """Return an object that detects writes to the tensors of the broadcast. An algorithm must only read them."""
         groups = {f"the server's {name!r}": one for name, one in self.groups.items()}
         return WriteGuard.of({"the global model": self.params, **groups})
 
@@ -242,7 +242,7 @@ class PaidAtHome(Protocol):
         ...
 
     def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
-        """Store the worker's answer and return the answer for the server. A repeated request gets the stored answer."""
+        """Store the worker's answer, and return it for the server. A repeated request gets the stored answer."""
         ...
 
 
@@ -365,7 +365,7 @@ class ClientRuntime:
         return prepared([(self, job) for job in jobs], stacked=stacked)
 
     def prepare_equal(self, jobs: Sequence[LocalJob], *, stacked: bool) -> Callable[[], list[Trained]]:
-        """Return the training function of ``prepare``, for jobs with models of the size of this runtime's model."""
+        """Return the training function of ``prepare``, for jobs whose models have the size of this runtime's model."""
         if isinstance(algorithm := self.algorithm, StepByStep):
             if others := [name for name in ("trainers", "further") if hasattr(algorithm, name)]:
                 raise RunError(

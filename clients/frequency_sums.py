@@ -69,7 +69,10 @@ class FrequencyQuestion:
 
 
 def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
-    """Return the public scaling for step 1. ``order``: positions of the frequencies. ``shape``: the shape of an image.
+    """Return the public scaling for step 1.
+
+    ``order``: the positions of the selected frequencies in the flattened cosine transform. ``shape``: the shape of an
+    image.
 
     The scaling subtracts the frequencies of the black image. It divides by the distance between the black image and a
     dark image, whose pixels are all a quarter of the way from black to white.
@@ -79,7 +82,7 @@ def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
 
 
 def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in a client's answer to the question of ``step``."""
+    """Return the names and shapes of the tensors in a client's answer to the question of step ``step`` (1, 2 or 3)."""
     num_products = math.comb(num_frequencies + 1, 2)
     match step:
         case 1:

@@ -55,7 +55,7 @@ _KEY_BYTES: Final = 32
 
 
 class _PolicyFile(Settings):
-    """The contents of the policy's TOML file."""
+    """The fields of the policy's TOML file, with their types and defaults."""
 
     epsilon: float = Field(gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
@@ -75,7 +75,7 @@ class Policy:
 
     @property
     def home(self) -> Path:
-        """Return the folder of the privacy ledger and of temporary files, which only the client's owner can read."""
+        """Return the folder with the privacy ledger and temporary files. Only the client's owner can read it."""
         return self.path.with_name(f"{self.path.name}.private")
 
     @property
@@ -224,7 +224,7 @@ def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") ->
 
 @dataclass(frozen=True)
 class PaidNoise:
-    """The noise for a planned private output, and a receipt: the ledger's proof of the charged privacy cost."""
+    """The noise for a planned private output, and a receipt: the ledger's proof that the privacy cost is charged."""
 
     noise: Noise
     receipt: Receipt

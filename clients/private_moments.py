@@ -158,8 +158,8 @@ def private_moments(
     of its class, and nothing to other classes. Here u is the record's feature in units of the clipping norm, clipped to
     norm 1. The triangle form of uu' preserves norms (``clients.moments``), so |v|^2 = 1 + |u|^2 + |u|^4 <= 3. The
     sensitivity is therefore sqrt 3. Then v is clipped to a norm slightly below sqrt 3, so that the sensitivity also
-    holds after rounding. The allowance of ``clipping_norm_on_grid`` covers the rounding of a product of three rounded
-    numbers. A record whose feature is not finite is ignored.
+    holds after rounding. The function ``clipping_norm_on_grid`` computes this slightly smaller norm. It allows for the
+    rounding of a product of three rounded numbers. A record whose feature is not finite is ignored.
     """
     size = num_classes * num_moments(features.shape[1])
     limit = clipping_norm_on_grid(LONGEST, protection.std, size, summands=len(features))

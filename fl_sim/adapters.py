@@ -210,9 +210,9 @@ def adapt(
 def product(
     factor_b: torch.Tensor, factor_a: torch.Tensor, like: torch.Tensor, *, turned: bool = False
 ) -> torch.Tensor:
-    """Return the product B A in the shape of the weights ``like``.
+    """Return the adapter's product B A, in the shape of the weights ``like``.
 
-    ``turned``: True for an embedding. The result is then the transposed product (B A)^T.
+    ``turned``: True for an embedding, whose weights are transposed. The result is then (B A)^T.
     """
     whole = factor_b @ factor_a
     return (whole.T if turned else whole).reshape(like.shape)

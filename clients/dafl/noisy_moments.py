@@ -289,7 +289,9 @@ def clipped(rows: Array, clipping_norm: float) -> Array:
 
 
 def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Array:
-    """Return ``number`` draws from N(0, ``root`` root'), shape (number, d), shifted to the sample mean 0.
+    """Return ``number`` draws from the normal distribution N(0, ``root`` root'), shifted to the sample mean 0.
+
+    The result has the shape (number, d).
 
     If ``number`` is more than twice the number of columns of ``root``, the sample covariance is also exactly ``root``
     root', so that sampling adds no error to the noisy moments. A single draw is not shifted.

@@ -143,7 +143,7 @@ def begin_share(
 def generate_elsewhere(
     settings: DaFl, number: int, records: PrivateRecords, counts: NDArray[np.int64], noise: Noise, *, seed: int
 ) -> torch.Tensor:
-    """Return a client's synthetic records, made in a process without access to the client's folder and privacy ledger.
+    """Make a client's synthetic records in a process without access to the client's folder and privacy ledger.
 
     ``counts``, ``noise``: the values in the result of ``begin_share``. Error messages contain nothing private.
     """

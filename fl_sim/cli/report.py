@@ -108,7 +108,7 @@ def write_report(
 
 
 def _privacy_of(found: Found) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return the privacy bills of all runs, and figures of delta over epsilon.
+    """Return the privacy bills (total costs) of all runs, and figures that show delta as a function of epsilon.
 
     Add an entry to ``found.problems`` for each run whose privacy cost is unknown.
     """

@@ -211,7 +211,8 @@ def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: b
 def _measured(members: Judged, others: Judged) -> dict[str, Any]:
     """Return the measures of a membership attack as JSON values, such as the area under its ROC curve.
 
-    ``members``: results for training records of the run. ``others``: results for records that the run did not use.
+    ``members``: losses and accuracy of the model on training records of the run. ``others``: its losses and accuracy on
+    records that the run did not use.
     """
     from fl_sim.threats.membership import area_by_loss  # noqa: PLC0415 (slow, only here)
 

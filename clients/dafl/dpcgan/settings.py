@@ -124,7 +124,10 @@ class DpCgan(Settings):
         noise: Noise,
         generator: np.random.Generator,
     ) -> torch.Tensor:
-        """Train D and G with the steps and the noise of ``bill``, and return G's records (``Generator.generate``)."""
+        """Train D and G with the steps and the noise in ``bill``, and return synthetic records from G.
+
+        The arguments are those of ``Generator.generate``.
+        """
         [made] = self.generate_stacked([GeneratorRequest(records, counts, bill, noise, generator)])
         if isinstance(made, Exception):
             raise made
@@ -168,7 +171,7 @@ class DpCgan(Settings):
 
     @property
     def is_compilable(self) -> bool:
-        """Return True if the compiled trainer supports these settings. It may still be missing on this machine."""
+        """Return True if the compiled trainer supports these settings, even if this machine has no compiled trainer."""
         return self.gradients == "own"
 
     def shortened(self, steps: int) -> tuple[DpCgan, float]:

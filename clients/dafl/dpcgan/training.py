@@ -134,14 +134,16 @@ class GanClient:
         return torch.from_numpy(latent.astype(np.float32)).view(count, latent_dim), classes
 
     def noise_of(self, step: int) -> NDArray[np.float64]:
-        """Return the noise on the sum of clipped gradients in a step of D, in units of the rounding grid's spacing.
+        """Return the noise for the sum of clipped gradients in a step of D.
+
+        Its unit is the spacing of the rounding grid, the multiples to which sums and noise are rounded.
 
         The standard deviation ``std`` of the noise must not be 0.
         """
         return self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
 
     def for_fakes(self) -> Drawn:
-        """Return the inputs of G for the fakes of a step of G.
+        """Return the inputs (latent vectors and classes) with which G makes the fakes for a step of G.
 
         Inputs for many steps are drawn at once, which is faster.
         """

@@ -31,9 +31,9 @@ from fl_sim.privacy.mechanisms import Noise, add_noise
 class OpacusTerms:
     """The privacy parameters of the training of a client's discriminator.
 
-    ``bill``: the privacy cost. ``batch``: the expected number of pairs in a step. ``std``: the standard deviation of
-    the noise on the sum of the pairs' gradients. ``bound``: the clipping norm of a pair's gradient. ``noise``: the
-    source of the noise.
+    ``bill``: the stated privacy cost. ``batch``: the expected number of pairs in a step. ``std``: the standard
+    deviation of the noise on the sum of the pairs' gradients. ``bound``: the clipping norm of a pair's gradient.
+    ``noise``: the source of the noise.
     """
 
     bill: GeneratorBill

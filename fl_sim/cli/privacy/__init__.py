@@ -420,9 +420,10 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return the privacy cost and the distribution of the noisy number of synthetic records of one class.
+    """Return JSON values: the privacy cost of label selection, and the distribution for one class.
 
-    The result also has the mean and the standard deviation of the distribution, as JSON values.
+    It is the distribution of the noisy number of synthetic records of the class. Its mean and standard deviation are
+    included.
     """
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")

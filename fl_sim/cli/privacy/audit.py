@@ -90,7 +90,7 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
 
 
 def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
-    """Return the largest epsilon at ``delta`` that the audit of one round proves to be too small.
+    """Return the largest epsilon (at ``delta``) whose guarantee the audit of one round refutes.
 
     The audit tests the guarantees of several noise multipliers. It finds the smallest noise multiplier whose guarantee
     is refuted; the result is the epsilon of this guarantee, or 0 if none is refuted. The result divided by the claimed
@@ -123,7 +123,7 @@ def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: 
 
 
 def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism}: the real Global DP aggregator, and its variants with planted faults.
+    """Return the real Global DP aggregator and its variants with planted faults, as {name: mechanism}.
 
     A mechanism simulates one round with or without the audited client. It returns the noisy SUM of all updates.
     """
@@ -157,7 +157,7 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 
 
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
-    """Return {name: mechanism} for the audit of cohort sampling.
+    """Return the mechanisms for the audit of cohort sampling, as {name: mechanism}.
 
     The real mechanism samples cohorts from secret random numbers. The faulty one samples them from a public seed. The
     auditor tries this seed: which rounds would have the audited client in the cohort? For each of these rounds, the
