@@ -30,8 +30,8 @@ class FedDF(OnEnsemble):
     ``proxy``: the name of the data set with the public records u. Its labels are not used, and its inputs must have the
     shape of the clients' inputs. "pool" takes the synthetic records of the run's preprocess stage, such as DA-FL's.
     "none" is FedAvg, bit for bit. ``steps``: the number of steps after each round. (The paper takes up to 10,000, and
-    stops after 1,000 without a gain on validation records. There is no such stop here.) ``distillation_rate``: the
-    learning rate of Adam. ``distillation_batch``: the number of records in a step.
+    stops after 1,000 steps without a gain on validation records. There is no such stop here.) ``distillation_rate``:
+    the learning rate of Adam. ``distillation_batch``: the number of records in a step.
 
     An additional table has the accuracy of the ensemble itself: an upper bound that needs the models of all clients.
     """

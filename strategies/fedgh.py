@@ -26,7 +26,7 @@ class FedGH(KeepsModels):
     all clients have the run's initial model.
 
     In the paper, the server takes one step for each of these means in turn. In the released code, it makes one pass
-    over them in batches.
+    over batches of means.
     """
 
     kind: Literal["fedgh"] = "fedgh"

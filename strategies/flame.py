@@ -20,9 +20,9 @@ class Flame(Robust):
 
     HDBSCAN clusters the n updates by their cosine distances. A cluster must have more than n / 2 updates, so there is
     at most one. If there is no cluster, all updates are taken. The median norm is that of all n updates. ``noise``: the
-    paper's lambda. Every coordinate of the mean gets normal noise with a standard deviation of ``noise`` times the
-    median norm. The paper takes 0.001 for images. There is no privacy guarantee: the noise comes from the run's seed,
-    and its standard deviation depends on the updates. More than half of the clients must be honest.
+    paper's lambda. Every coordinate of the mean gets normal noise. Its standard deviation is ``noise`` times the median
+    norm. The paper takes 0.001 for images. There is no privacy guarantee: the noise comes from the run's seed, and its
+    standard deviation depends on the updates. More than half of the clients must be honest.
     """
 
     kind: Literal["flame"] = "flame"

@@ -17,8 +17,8 @@ class FLoRA(Averaging):
     B_i and A_i are the factors of client i, p_i is its weight, r the rank, and m the number of clients in the round.
     The product of the stacked factors [p_1 B_1 ... p_m B_m] [A_1; ...; A_m] is this sum, so the mean is exact. A and B
     begin each round at their initial values. Clients send their factors. The paper's server sends the stacked factors
-    of the round, which clients add to their own W; here it sends W, so that clients may miss rounds. In the released
-    code FedIT also begins each round at initial factors; ``fedit`` here keeps the averaged factors.
+    of the round, which clients add to their own W; here the server sends W, so that clients may miss rounds. In the
+    released code FedIT also begins each round at initial factors; ``fedit`` here keeps the averaged factors.
     """
 
     kind: Literal["flora"] = "flora"

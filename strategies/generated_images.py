@@ -129,7 +129,7 @@ class OnMadeImages(OnEnsemble):
 
     @property
     def learns(self) -> bool:
-        """Return True if the server distils at all: ``epochs`` is above 0."""
+        """Return True if the server makes images and distils, that is, if ``epochs`` is above 0."""
         return self.epochs > 0
 
     def check_data(self, dataset: Dataset, features: str) -> None:

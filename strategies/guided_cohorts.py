@@ -44,7 +44,7 @@ class GuidedCohorts(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> GuidedCohorts:
-        """Return the layer. In a resumed run it has the facts about the updates of earlier rounds."""
+        """Return the layer for a run. In a resumed run it has the facts about the updates of earlier rounds."""
         del out
         gains = {int(number): gain for number, gain in progress.get("gains", {}).items()}
         met = {

@@ -149,7 +149,7 @@ class PrivateRounds(Layer):
         return self.release(cohort, algorithm, server)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the fields of the round's line in ``rounds.jsonl``, with the epsilon of all rounds so far."""
+        """Return the layer's fields for the round's line in ``rounds.jsonl``, with the epsilon of all rounds so far."""
         return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
 
     @property
@@ -174,7 +174,7 @@ class PrivateRounds(Layer):
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def pay_beforehand(self, number: int) -> float | None:
-        """Charge the cost of one noisy sum of a stage to the privacy ledger, before round 1.
+        """Charge the privacy cost of one noisy sum, which a stage publishes before round 1, to the privacy ledger.
 
         ``number``: the index of the sum, from 1. Result and errors are those of ``pay``.
         """

@@ -23,7 +23,7 @@ from strategies.samplers import AnySampler, Cyclic, FixedSize, Poisson
 
 @dataclass(frozen=True)
 class GlobalRounds:
-    """Rounds of the mechanism ``aggregator`` with cohorts from ``sampler``, whose privacy cost is to be planned.
+    """Rounds of Global DP, by ``aggregator``, with cohorts from ``sampler``. A plan forecasts their privacy cost.
 
     ``population``: the number of clients, None if it is unknown. ``start``: a private start, whose noisy sums come
     before the rounds; None without one. The noise multiplier of ``aggregator`` is not read.

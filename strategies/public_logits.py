@@ -98,7 +98,7 @@ class PublicLogits(OwnPart):
         return traffic + sent + Traffic(0, sum(num_bytes for _, num_bytes in answers))
 
     def sent_to(self, client: int, server: ServerState) -> ServerState:
-        """Return the server state with the mean of the clients' logits, if there is one."""
+        """Return the server state that ``client`` receives: with the mean of the clients' logits, if there is one."""
         sent = self.inner.sent_to(client, server)
         if self._consensus is None:
             return sent

@@ -106,7 +106,7 @@ class Ridge(SumsOfFeatures):
         return longest_private(num_features, num_classes, self.protection)
 
     def strength(self, num_clients: int, size: int) -> float:
-        """Return the ridge lambda. ``num_clients``: the number of clients with records. ``size``: the length of z."""
+        """Return lambda of the ridge regression. ``num_clients``: those with records. ``size``: the length of z."""
         if (protection := self.protection) is None:
             return self.ridge
         return max(self.ridge, protection.std * math.sqrt(num_clients / 2 * size))

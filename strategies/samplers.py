@@ -51,7 +51,10 @@ class Sampler(Protocol):
     """A rule that samples cohorts: a frozen settings class, built in or written by the user."""
 
     def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
-        """Return the cohort of a round (1, 2, ...): distinct indices in 0..num_clients-1, ascending, possibly none."""
+        """Return the cohort of a round: distinct client indices in 0..num_clients-1, ascending. It may be empty.
+
+        Rounds are counted from 1.
+        """
         ...
 
     def expected_size(self, num_clients: int) -> float:

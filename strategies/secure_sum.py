@@ -23,9 +23,9 @@ class SecureSum(Settings):
     ``clipping_range`` / 2^``bits``. ``rounding``: "nearest" has an error of at most half a step per number.
     "stochastic" has an error of less than a step, and no bias. The unmasked sum is exactly the sum of the integers.
 
-    ``most_records``: 0 gives all clients with records the same weight. Otherwise an algorithm that weights clients by
-    records does so: a client sends its update times its number of records / ``most_records``, and a client with more
-    records ends the run with an error.
+    ``most_records``: with 0, all clients with records have the same weight. With a larger number, algorithms that
+    weight clients by records do so: a client sends its update times its number of records / ``most_records``. A client
+    with more records ends the run with an error.
 
     ``dropout``: the probability that a client drops out of a round after it agreed on masks. Then the other clients
     send secret shares from which its masks are computed. ``threshold``: the share of a round's clients that must

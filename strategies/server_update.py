@@ -32,7 +32,7 @@ class ServerUpdate(Layer):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> ServerUpdate:
-        """Return the layer, which has no state of its own."""
+        """Return the layer for a run. It has no state that a resumed run would need."""
         del experiment, out, progress
         return cls()
 

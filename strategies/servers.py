@@ -159,8 +159,8 @@ class FedAsync(_Asynchronous):
     """x <- (1 - a) x + a y for each arriving model y, with a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
 
     Xie et al. 2019, algorithm 1, with polynomial staleness. The staleness of y is the number of server steps since its
-    client received the global model; it is 0 for a client that received the latest model. The paper's t - tau is larger
-    by 1 if t is the index of the new model. A round is the arrival of one update.
+    client received the global model; it is 0 for a client that received the latest model. The paper's staleness t - tau
+    is larger by 1 if t is the index of the new model. A round is the arrival of one update.
 
     ``mixing``: the share of an update without staleness in the new model. ``staleness_exponent``: larger values give
     stale updates less weight. ``concurrency``: the number of clients that train at the same time.

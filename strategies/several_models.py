@@ -130,7 +130,7 @@ class OneUpdate(SeveralModels):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> OneUpdate:
-        """Return the layer. In a resumed run it contains the clients' choices of earlier rounds."""
+        """Return the layer for a run. In a resumed run it contains the clients' choices of earlier rounds."""
         del experiment, out
         known = zip(progress.get("clients", []), progress.get("models", []), strict=True)
         return cls(dict(known), progress.get("counts", []))

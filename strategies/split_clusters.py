@@ -77,7 +77,7 @@ class SplitClusters(SeveralModels):
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> SplitClusters:
-        """Return the layer. In a resumed run it contains the clusters of earlier rounds."""
+        """Return the layer for a run. In a resumed run it contains the clusters of earlier rounds."""
         del out
         return cls(experiment.algorithm, experiment.num_clients, progress)
 

@@ -211,8 +211,8 @@ def split_off(dataset: Dataset, source: Literal["test", "train"], num_public: in
 
     ``source`` "test": the pool is the first ``num_public`` test records (default: nine tenths) and the others are for
     evaluation, as in Papernot et al. (2017). "train": the pool is drawn from the training records (default: a fifth),
-    and teachers do not get its records; the test records are for evaluation. Raises UserError if one of the parts would
-    be empty.
+    and teachers do not get its records; the test records are for evaluation. Raises UserError if the pool or one of the
+    other two groups of records would be empty.
     """
     part = dataset.test if source == "test" else dataset.train
     size = int(_SHARE[source] * len(part)) if num_public is None else num_public
