@@ -67,7 +67,7 @@ class _Mixed(Robust):
 
     @abstractmethod
     def means(self, rows: torch.Tensor, cohort: Cohort) -> torch.Tensor:
-        """Return the means to which ``over`` is applied, one per row. ``rows``: the updates, shape (n, d)."""
+        """Return the means of updates that are then aggregated, one per row. ``rows``: the updates, shape (n, d)."""
 
 
 class Bucketing(_Mixed):

@@ -46,7 +46,7 @@ class MRMTL(Averaging):
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the client's own model as the model to train, and with the mean in the client state."""
+        """Return the client's task. It contains the own model, which is trained, and the mean as client state."""
         del client
         own = task.state.get(_OWN, task.initial)
         return replace(task, params=own, state={_MEAN: task.params})

@@ -22,7 +22,7 @@ class PrivateUpdates(PrivateTraining):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the layer's code on clients. It charges the client's ledger, clips updates and adds noise."""
+        """Return the layer's code on clients: it clips updates, adds noise, and charges costs to a client's ledger."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         protection = experiment.local.privacy.protection

@@ -26,7 +26,10 @@ class SendingLoss(Averaging):
     start_passes: ClassVar[int] = 1
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with F_i in its client state, for ``finish``. A client without records has no F_i."""
+        """Measure F_i, and return the client's task with F_i in its client state, for ``finish``.
+
+        A client without records has no F_i.
+        """
         if not len(client.records):
             return task
         loss = client.scores({**task.params, **task.statistics}).loss

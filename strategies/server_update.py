@@ -55,7 +55,7 @@ class ServerUpdate(Layer):
         return self.inner.foreseen(self._with_own(cohort, server), algorithm, server)
 
     def _with_own(self, cohort: Cohort, server: ServerState) -> Cohort:
-        """Return the cohort with the server's own update. The server trains once in a round."""
+        """Return the cohort with the server's own update (``Cohort.own``). The server trains only once in a round."""
         if self._made[0] is not server:
             assert self.train is not None
             self._made = (server, self.train(server, cohort.server_round))
