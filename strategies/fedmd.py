@@ -50,7 +50,7 @@ class FedMD(KeepsModels):
         return "clients receive the mean logits of all clients, also of those that a robust aggregator leaves out"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         if self.proxy == "none":
             return [off("algorithm.proxy=none", "own models are those of local-only")]
         first = "rounds=1, and there are no logits of trained models in the first round"

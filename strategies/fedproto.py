@@ -55,7 +55,7 @@ class FedProto(Averaging):
         )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         if not self.strength:
             return [off("algorithm.strength=0", FEDAVG)]
         first = "rounds=1, and there are no prototypes in the first round"

@@ -33,7 +33,7 @@ class FedProtoLocal(FedProto):
     predict: Literal["head", "prototype"] = "head"
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         if not self.strength:
             return [off("algorithm.strength=0", "own models are those of local-only")]
         return super().remarks(experiment)

@@ -70,7 +70,7 @@ class HeteroFL(Averaging):
         check_one_size(self, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         del experiment
         said = list[str]()
         if self.mode == "dynamic" and len(set(self.rates)) == 1:
@@ -93,7 +93,7 @@ class HeteroFL(Averaging):
         return ServerState(params, {WIDTH: {"rate": torch.ones(1)}}, {ROUND: {"number": torch.zeros(1)}})
 
     def size_of(self, client: int, server: ServerState) -> float:
-        """Return the width of a client's model in the coming round."""
+        """Return the width of a client's model in the coming round, as a share of all channels."""
         if self.mode == "fix":
             block, place = divmod(client, len(self.rates))
             return self.rates[int(rng(0, "order of widths", block).permutation(len(self.rates))[place])]

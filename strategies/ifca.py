@@ -54,7 +54,7 @@ class IFCA(Averaging):
         check_choices(self, self.num_models, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         del experiment
         return [off("algorithm.num_models=1", FEDAVG)] if self.num_models == 1 else []
 

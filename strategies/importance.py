@@ -65,7 +65,7 @@ class Importance(GuidedSampler):
         )
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the cohort, ascending, possibly empty."""
+        """Return the cohort of a round, drawn with the probabilities p_i, ascending. It may be empty."""
         del server_round
         return np.flatnonzero(coins(len(feedback.sizes)) < self.rates(feedback))
 

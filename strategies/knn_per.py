@@ -49,7 +49,7 @@ class KNNPer(Averaging):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         if not self.weight:
             return [off("algorithm.weight=0", FEDAVG)]
         why = f"evaluate.clients=none measures no client's own predictions, and without them {FEDAVG}"

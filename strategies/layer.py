@@ -282,7 +282,7 @@ class Layer:
         return self.inner.foreseen(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the server state after the round."""
+        """Merge the aggregate into the server state, and return the state after the round."""
         return self.inner.merge(algorithm, server, aggregate)
 
     def metrics(self) -> Mapping[str, Any]:

@@ -257,7 +257,7 @@ class GaussianUpdates(Forging):
     deviation: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return independent noise for each hostile client."""
+        """Return the forged updates: independent normal noise for each hostile client."""
         return _noise(hostile, seen, self.deviation)
 
 

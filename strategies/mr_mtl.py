@@ -41,7 +41,7 @@ class MRMTL(Averaging):
             )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return remarks on settings that have no effect."""
+        """Return remarks for the user: one sentence for each setting that has no effect."""
         del experiment
         return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
 

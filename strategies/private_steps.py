@@ -64,7 +64,7 @@ class PrivateTraining(Layer):
         _rehearse(experiment.algorithm, beginning.server)
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the updates, and count the clients that trained."""
+        """Return the updates, and count one more round for each client that trained."""
         found = self.inner.received(replies)
         self.counts.update(reply.client for reply in found if reply.num_examples)
         return found

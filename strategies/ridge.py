@@ -64,7 +64,7 @@ class Ridge(SumsOfFeatures):
         return self
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError if there are too many records for exact sums."""
+        """Raise UserError if the data set has too many records for sums without rounding errors."""
         del features
         if len(dataset.train) > MOST_RECORDS:
             raise UserError(

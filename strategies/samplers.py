@@ -125,7 +125,7 @@ class FixedSize(Settings):
         return amplify_fixed_size(event, self.cohort_size, num_clients)
 
     def expected_size(self, num_clients: int) -> float:
-        """Return the cohort size."""
+        """Return the size of every cohort (``cohort_size``)."""
         del num_clients
         return float(self.cohort_size)
 

@@ -76,7 +76,7 @@ class LNMax(_AnswersEveryQuery):
     gamma: float = Field(0.05, ge=1e-5)
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query as Renyi curves."""
+        """Return the privacy cost of one query as Renyi curves (divergence by order)."""
         from fl_sim.privacy.pate.labelling_cost import LNMaxCost  # noqa: PLC0415 (the accountants load slowly)
 
         return LNMaxCost(self.gamma)
@@ -88,7 +88,7 @@ class LNMax(_AnswersEveryQuery):
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
-        """Return the class with the largest noisy count."""
+        """Return the label of a query: the class with the largest noisy count of votes."""
         steps = noise.laplace(len(votes), 1 / self.gamma, purpose="pate votes", server_round=query)
         return _largest(votes, 1 / self.gamma, steps)
 
@@ -100,7 +100,7 @@ class GNMax(_AnswersEveryQuery):
     sigma: float = Field(40.0, gt=0, le=1e5)
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query as Renyi curves."""
+        """Return the privacy cost of one query as Renyi curves (divergence by order)."""
         from fl_sim.privacy.pate.labelling_cost import GNMaxCost  # noqa: PLC0415 (the accountants load slowly)
 
         return GNMaxCost(self.sigma)
@@ -112,7 +112,7 @@ class GNMax(_AnswersEveryQuery):
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
-        """Return the class with the largest noisy count."""
+        """Return the label of a query: the class with the largest noisy count of votes."""
         steps = noise.gaussian(len(votes), self.sigma, purpose="pate votes", server_round=query)
         return _largest(votes, self.sigma, steps)
 
@@ -131,7 +131,7 @@ class ConfidentGNMax(Settings):
     sigma: float = Field(40.0, gt=0, le=1e5)
 
     def cost(self) -> "Cost":
-        """Return the privacy cost of one query as Renyi curves."""
+        """Return the privacy cost of one query as Renyi curves (divergence by order)."""
         from fl_sim.privacy.pate.labelling_cost import ConfidentCost  # noqa: PLC0415 (the accountants load slowly)
 
         return ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
@@ -149,7 +149,7 @@ class ConfidentGNMax(Settings):
         return bool(add_noise(largest, self.sigma_threshold, steps)[0] >= self.threshold)
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
-        """Return the class with the largest noisy count."""
+        """Return the label of a query: the class with the largest noisy count of votes."""
         return GNMax(sigma=self.sigma).winner(votes, noise=noise, query=query)
 
 

@@ -96,7 +96,7 @@ class FixMatch(Settings):
         return networks.student_cnn(input_shape, num_classes)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode."""
+        """Return a copy of ``model`` (the student), trained on ``data``, in evaluation mode."""
         if len(data.unlabelled) == 0 or data.unlabelled.ndim != 4:
             raise UserError(
                 f"student fixmatch learns from unlabelled images, (n, channels, height, width), and the pool has shape "

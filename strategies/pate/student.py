@@ -61,7 +61,7 @@ class Nobody:
     """A callback that does nothing, for training without progress display and without checkpoints."""
 
     def begin(self, parts: Mapping[str, TrainingPart]) -> int:
-        """Return 0: no earlier steps."""
+        """Return 0: there is no checkpoint, so training begins at step 0."""
         del parts
         return 0
 
@@ -189,15 +189,15 @@ class Supervised(Settings):
         return build(input_shape, num_classes)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode."""
+        """Return a copy of ``model`` (the student), trained on ``data``, in evaluation mode."""
         return _trained_on_labels(self, data, model, seed, watch, purpose="supervised student")
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return the optimiser of the parameters of ``model``."""
+        """Return an optimiser for the parameters of ``model``, the student."""
         return torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of ``step``, counted from 0."""
+        """Return the learning rate of a training step. ``step``: its number, counted from 0."""
         return self.learning_rate * rise_and_cosine(step, self.steps)
 
 
@@ -236,17 +236,17 @@ class ResidualStudent(Settings):
         return networks.residual_network(input_shape, num_classes, self.blocks, self.width, self.norm, deep=deep)
 
     def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
-        """Return a trained copy of ``model``, in evaluation mode."""
+        """Return a copy of ``model`` (the student), trained on ``data``, in evaluation mode."""
         return _trained_on_labels(self, data, model, seed, watch, purpose="resnet student")
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return the optimiser of the parameters of ``model``."""
+        """Return an optimiser for the parameters of ``model``, the student."""
         return torch.optim.SGD(
             model.parameters(), self.learning_rate, self.momentum, weight_decay=self.weight_decay, nesterov=True
         )
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of ``step``, counted from 0."""
+        """Return the learning rate of a training step. ``step``: its number, counted from 0."""
         passed = sum(step >= share * self.steps for share in self.decay_at)
         return float(self.learning_rate * 0.1**passed)
 
