@@ -105,7 +105,7 @@ class ClientLayer:
         return plan
 
     def shown(self, records: Records) -> Records:
-        """Return ``records``, or a placeholder if this layer forbids the algorithm's own code to read the records."""
+        """Return ``records``, or a placeholder if this layer forbids the algorithm's code to read records."""
         return records
 
     def protected(self, client: Payer, jobs: Mapping[str, LocalJob]) -> PaidRound | None:

@@ -247,21 +247,24 @@ class PaidAtHome(Protocol):
 
 
 class RecordsOf(Protocol):
-    """A function that returns the training records of a client in a round."""
+    """The type of a function that returns the training records of a client in a round."""
 
     def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> Records:
-        """Return the training records of ``client``. ``synthetic``: the path of the synthetic records, or empty."""
+        """Return the training records of ``client``.
+
+        ``synthetic``: the path of the pool of synthetic records; empty without a pool.
+        """
 
 
 class OwnRecordsOf(Protocol):
-    """A function that returns a client's own training records in a round."""
+    """The type of a function that returns a client's own training records in a round."""
 
     def __call__(self, client: int, server_round: int = 1, /) -> Records:
         """Return the client's own training records, without synthetic records."""
 
 
 class ClassCountsOf(Protocol):
-    """A function that counts a client's training records of each class in a round."""
+    """The type of a function that counts a client's training records of each class in a round."""
 
     def __call__(self, client: int, synthetic: str, server_round: int = 1, /) -> tuple[int, ...]:
         """Return the number of training records of each class. The training records are those of ``RecordsOf``."""

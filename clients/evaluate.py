@@ -118,7 +118,7 @@ class EvaluateOwn:
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with the counts (``counts_of``) and the user's own metrics of every measured model."""
+        """Return the message with every measured model's counts of correct predictions and user-defined metrics."""
         records = {VALIDATED: self.own_records.validation(client.number)}
         if self.is_tested:
             records[TESTED] = self.own_records.tests(client.number)
@@ -156,7 +156,10 @@ class EvaluateOwn:
         return numbers
 
     def measured(self, client: Client, validation: Records) -> Mapping[str, MeasuredModel]:
-        """Return the client's models to be measured, by name. ``validation``: the client's own validation records."""
+        """Return the models of the client that are measured, by name.
+
+        ``validation``: the client's own validation records.
+        """
         training, algorithm = TrainingJob.of(client, trains=self.trains), client.runtime.algorithm
         runtime = client.runtime.sized(training.job.task)
         measured = {

@@ -47,7 +47,7 @@ class Frame:
     width: Array
 
     def rows(self, points: Array) -> Array:
-        """Return ``points`` (n, d), the frequencies of n records, scaled by this frame."""
+        """Return the frequencies ``points`` (n, d) of n records, shifted and scaled by this frame."""
         found: Array = (points - self.centre) / self.width
         return found
 

@@ -33,7 +33,7 @@ class ClassMixture:
     covariances: Array
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
-        """Return ``number`` samples, shape (number, d), component by component. Negative variances count as 0."""
+        """Return ``number`` samples, shape (number, d), sorted by component. Negative variances count as 0."""
         counts = generator.multinomial(number, self.weights / self.weights.sum())
         drawn = [
             mean + generator.standard_normal((count, len(mean))) @ _root(covariance)
@@ -77,7 +77,7 @@ class MixtureForm:
         return rows
 
     def mixture(self, row: Array, num_features: int) -> tuple[int, ClassMixture]:
-        """Return the number of records and the mixture of a row that is not all zeros: the inverse of ``rows``."""
+        """Return the number of records and the mixture in a row of ``rows``. The row must not be all zeros."""
         ends = np.cumsum([1, self.components, self.components * num_features])
         count, weights, means, covariances = np.split(row, ends)
         held = weights > 0

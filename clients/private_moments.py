@@ -93,7 +93,7 @@ class MomentsRelease:
 
 
 def check_noise(protection: Protection, size: int) -> None:
-    """Raise UserError if no noise is enough for epsilon, or if noise on ``size`` numbers is rounded too coarsely."""
+    """Raise UserError if no noise is enough for epsilon, or if the rounding grid is too coarse for ``size`` numbers."""
     clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
 
 

@@ -287,10 +287,10 @@ class ForestMarginals:
     twos: Mapping[Edge, Array]
 
     def sample(self, counts: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-        """Draw ``counts[c]`` records of each class c; return their cells, (records, columns), sorted by class.
+        """Draw ``counts[c]`` records of each class c, and return the cells of their values, sorted by class.
 
-        Sampling is systematic: a cell with probability p gets n p of n draws, rounded up or down. So sampling adds
-        almost no error to the error that comes from the noise.
+        The result has the shape (records, columns). Sampling is systematic: a cell with probability p gets n times p of
+        the n draws, rounded up or down. So sampling adds almost no error to the error that comes from the noise.
         """
         made = np.zeros((int(counts.sum()), len(self.ones)), dtype=np.int64)
         parents = {child: parent for parent, child in self.twos}
@@ -360,7 +360,8 @@ def _parents_first(edges: Sequence[Edge]) -> list[Edge]:
             continue
         seen.add(root)
         waiting = [root]
-        for parent in waiting:  # the loop appends to ``waiting``
+        # a loop over the growing list: columns that the loop appends to ``waiting`` are visited, too
+        for parent in waiting:
             children = [one for one in neighbours[parent] if one not in seen]
             ordered += [(parent, child) for child in children]
             seen.update(children)

@@ -184,7 +184,7 @@ def finish_share(settings: DaFl, client: ReleasingClient, paid: PaidRequest, mad
 
 
 def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
-    """Return the privacy event of a client's label selection, which does not depend on any record.
+    """Return the privacy event of a client's label selection. It depends on public numbers only, not on records.
 
     Label selection privately determines the client's number of synthetic records of each class.
     """

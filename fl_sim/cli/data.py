@@ -103,7 +103,10 @@ def show_card(
 
 
 def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
-    """Print the number of records of each class on every client. If ``plot`` is given, draw them into this file."""
+    """Print the number of records of each class on every client.
+
+    If ``plot`` is given, also draw these numbers into this file.
+    """
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
         from fl_sim.experiment.job import shards_of  # noqa: PLC0415

@@ -143,7 +143,10 @@ def _area(found: Mapping[str, Any] | None) -> str:
 
 
 def show_membership(run: Path, data_root: Path | None, *, json_output: bool) -> None:
-    """Print how well an attacker recognises training records of ``run`` by their loss, and the run's epsilon."""
+    """Print how well an attacker recognises training records of ``run`` by their loss.
+
+    The function also prints the run's epsilon.
+    """
     with importing():
         from fl_sim.store.run_directory import read_model  # noqa: PLC0415 (slow, only here)
         from fl_sim.threats.finished import FinishedRun, Judged, logits_of  # noqa: PLC0415

@@ -102,7 +102,10 @@ def stacked(
 
 
 def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the scores (rows, 1) from each discriminator for its own input in ``parts``: views joined with classes."""
+    """Return the scores (rows, 1) that each discriminator computes for its own input: views joined with classes.
+
+    ``parts``: the input of each discriminator.
+    """
     return _unpadded(stacked(discriminators, [_padded(part) for part in parts]), parts)
 
 
@@ -117,7 +120,10 @@ def kernel_for(nets: Networks) -> Kernel | None:
 
 
 def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the views from each generator for its own input in ``parts``: latent vectors joined with classes."""
+    """Return the views that each generator makes from its own input: latent vectors joined with classes.
+
+    ``parts``: the input of each generator.
+    """
     filled = [_padded(part) for part in parts]
     small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
     others = [net for net in generators if isinstance(net, nn.Sequential)]
@@ -191,7 +197,7 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
 
 
 def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
-    """Return a linear layer for inputs from ``gated``, with the initial weights of one separate layer per class."""
+    """Return a linear layer for inputs from ``gated``. Its initial weights are those of one layer per class."""
     layer = nn.Linear((num_inputs + 1) * num_classes if num_classes else num_inputs, width, bias=bias)
     nn.init.uniform_(layer.weight, -(num_inputs**-0.5), num_inputs**-0.5)
     return layer

@@ -97,7 +97,7 @@ class GanClient:
         self.views = self.nets.view(records.inputs)
 
     def joined(self, values: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
-        """Return the input of the networks: ``values`` joined to one-hot classes.
+        """Return the input of a network: ``values`` (views or latent vectors), each row joined to its one-hot class.
 
         ``places``: the index of each row's class.
         """
@@ -228,7 +228,7 @@ class StackTraining:
 
     @torch.no_grad()
     def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        """Return the fakes of each client as inputs of D: one fake for each of the client's records in this step."""
+        """Return each client's fakes (generated records) as inputs of D, one for each real record in this step."""
         sizes = [(client, len(rows)) for client, rows in zip(self.clients, real, strict=True) if len(rows)]
         drawn = [client.for_fakes_of_records(size, step) for client, size in sizes]
         made = iter(_joined_fakes([client for client, _ in sizes], drawn) if sizes else ())

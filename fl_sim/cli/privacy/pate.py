@@ -48,7 +48,7 @@ class LabellingRequest:
     target: float | None = None
 
     def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
-        """Return the object that computes privacy costs of the mechanism with these parameters.
+        """Return the cost model: the object that computes privacy costs of the mechanism with these parameters.
 
         Raises UserError for a missing, unneeded or invalid parameter.
         """
@@ -93,7 +93,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
 
 
 def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str, Any]:
-    """Return the privacy cost of all queries (the bill) as JSON values."""
+    """Return the privacy cost of all queries, the bill, as a dictionary of JSON values."""
     valid_delta(request.delta)
     if request.target is not None and not 0 < request.target < math.inf:
         raise UserError(f"target epsilon {request.target} is not a positive number: choose one such as 8")
