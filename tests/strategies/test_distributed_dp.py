@@ -210,5 +210,5 @@ def test_what_the_sum_would_not_hide_is_refused(changes: dict[str, Any], match: 
 
 
 def test_nobody_takes_the_mean_without_paying() -> None:
-    with pytest.raises(AssertionError, match="round layer"):
+    with pytest.raises(AssertionError, match="the layer DistributedSums"):
         DistributedDP(noise_multiplier=1.0).mean(None, "uniform")  # type: ignore[arg-type]
