@@ -208,8 +208,8 @@ class GlobalDP(Settings):
         if stack > 1:
             raise ValueError(
                 f"engine.stack={stack} cannot be set under aggregator global-dp: a stack is a group of "
-                "clients trained in one batch, so a client's rounding depends on the others, and noise does not hide "
-                "that; leave engine.stack out, and clients train one by one"
+                "clients trained in one batch, so rounding errors of one client's update depend on the other clients, "
+                "and noise does not hide that; leave engine.stack out, and clients train one by one"
             )
         self.check_bands(sampler)
 
@@ -341,7 +341,8 @@ class GlobalDP(Settings):
         count by at most 1/2. If a client is replaced by another, both change by at most twice as much.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
-        # With b noise bands, an update is in b noisy sums. The clipping limit makes up for the rounding of all b sums.
+        # With b noise bands, an update is in b noisy sums. The limit is below the clipping norm, because all b sums are
+        # rounded.
         std, summands = self._std(cohort, clipping_norm), cohort.num_clients * bands
         limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=summands)
         return _clipped_sum(_valid(cohort.replies, template), template, size, clipping_norm, limit)
