@@ -10,32 +10,27 @@ command prints the hours of all runs for ``about.toml``, which is written by han
 import argparse
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fl_sim.report.runs import TABLE, read_json_table
-from fl_sim.report.table import Table
-from fl_sim.report.table_files import as_json
+TABLE = "table.json"
 
 
-def smaller(table: Table, measures: tuple[str, ...]) -> Table:
-    """Return ``table`` with only the named ``measures`` of its runs. Raises ValueError for one that no run has."""
-    known = sorted({name for one in table.results for name in one.measures})
-    if unknown := sorted(set(measures) - set(known)):
+def smaller(table: dict[str, Any], measures: set[str]) -> dict[str, Any]:
+    """Return the content of ``table.json`` with only the named ``measures``. Raises ValueError for an unknown one."""
+    known = sorted({name for cell in table["cells"] for name in cell["measures"]})
+    if unknown := sorted(measures.difference(known)):
         raise ValueError(f"no run has the measure {', '.join(unknown)}: give some of {', '.join(known)}")
-    runs = (
-        replace(one, measures={name: one.measures[name] for name in measures if name in one.measures})
-        for one in table.results
-    )
-    return replace(table, results=tuple(runs))
+    cells = [
+        {**cell, "measures": {name: values for name, values in cell["measures"].items() if name in measures}}
+        for cell in table["cells"]
+    ]
+    return {**table, "cells": cells}
 
 
-def write(table: Table, folder: Path) -> int:
-    """Write ``table`` as ``table.json`` into ``folder``, and return the number of bytes."""
-    content = {**as_json(table), "caption": list(table.caption)}  # of an older version, as that version wrote it
-    text = json.dumps(content, separators=(",", ":")).replace('{"row"', '\n{"row"') + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / TABLE).write_text(text, encoding="utf-8")
+def as_text(table: dict[str, Any]) -> str:
+    """Return ``table`` as JSON with a line for each cell of the table."""
+    return json.dumps(table, separators=(",", ":")).replace('{"row"', '\n{"row"') + "\n"
 
 
 def hours(directory: Path) -> float:
@@ -51,9 +46,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--measures", default="", help="names of measures, separated by commas")
     given = parser.parse_args()
-    table = smaller(read_json_table(given.table), tuple(filter(None, given.measures.split(","))))
-    size = write(table, given.folder)
-    print(f"{given.folder / TABLE}: {size / 1e6:.2f} MB, {len(table.results):,} runs, {hours(given.table):.1f} hours")
+    table = json.loads((given.table / TABLE).read_text(encoding="utf-8"))
+    text = as_text(smaller(table, set(filter(None, given.measures.split(",")))))
+    given.folder.mkdir(parents=True, exist_ok=True)
+    (given.folder / TABLE).write_text(text, encoding="utf-8")
+    print(f"{given.folder / TABLE}: {len(text) / 1e6:.2f} MB; all runs took {hours(given.table):.1f} hours")
 
 
 if __name__ == "__main__":

@@ -348,7 +348,7 @@ def _answer_from_map(question: Question, name: str, table: Table) -> Iterator[st
 
 
 def _words(question: Question, name: str) -> str:
-    return f"\n{question.text.strip()} [The whole table]({name}/{TABLE}).\n"
+    return f"\n{question.text.strip()} [Whole table]({name}/{TABLE}).\n"
 
 
 def _head(columns: Sequence[str], corner: str = "") -> list[str]:

@@ -58,7 +58,7 @@ def test_the_best_rows_come_first_then_the_named_ones_with_their_published_figur
     assert (folder / "README.md").read_text() == (
         "# Leaders\n\nWhat this is.\n\n## Which?\n\n"
         "| | X |\n|---|---|\n| Four | **40.1 ± 0.1** |\n| Three | 30.1 ± 0.1 |\n| the second | 20.1 ± 0.1 |\n"
-        "| *A paper (read)* | *50* |\n\nAn answer. [The whole table](one/table.json).\n\n"
+        "| *A paper (read)* | *50* |\n\nAn answer. [Whole table](one/table.json).\n\n"
         "## All tables, and their numbers of runs\n\n- [A table](one/table.json): 12\n"
     )
 
@@ -113,7 +113,7 @@ def test_a_table_with_a_heat_map_is_shown_as_rows_by_columns(mapped: Path) -> No
     page, entries = read_leaderboard(mapped), read_gallery(mapped)
     assert page is not None
     assert (
-        "## Which rule?\n\n| | ALIE | no attack |\n|---|---|---|\n| Krum, 2020 | 10.0 | 20.0 |\n\nAn answer. [The whole"
+        "## Which rule?\n\n| | ALIE | no attack |\n|---|---|---|\n| Krum, 2020 | 10.0 | 20.0 |\n\nAn answer. [Whole"
         in leaderboard_text(page, entries)
     )
     assert (
