@@ -22,13 +22,13 @@ class FedProto(Averaging):
 
     z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is
     ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
-    paper's lambda, in the released code 1 on MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg.
+    paper's lambda. The released code uses 1 on MNIST and FEMNIST, and 0.1 on CIFAR-10. 0 is FedAvg.
 
-    A prototype is the mean of z over all records of a class, computed by the clients' trained models. A class without
-    records in a round keeps its old prototype. In the released code all clients that have a class have the same weight
-    in its prototype, and z comes from the last epoch of training. In the paper clients send only prototypes, and every
-    client's own model is evaluated (``fedproto-local``). Here clients send their models, too, and the mean of these
-    models is evaluated.
+    A prototype is the mean of z over all records of a class. A class without records in a round keeps its old
+    prototype. This class differs from the original in three points. In the released code, all clients that have a class
+    have the same weight in its prototype; here, all records have. In the released code, clients compute z in the last
+    epoch of training; here, after training. In the paper, clients send only prototypes, and each client's own model is
+    evaluated (see ``fedproto-local``); here, clients also send their models, and the mean model is evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"

@@ -57,7 +57,8 @@ class FedTGP(FedProtoLocal):
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before the first round.
 
-        Its ``memory`` has the initial weights of the network g, which computes prototypes, and the initial vectors e_c.
+        Its ``memory`` has the initial weights of the network g, and a random trainable vector e_c for each class c. The
+        output g(e_c) is the prototype of class c.
         """
         server = super().init_for(params, model)
         classes, features = server.broadcast["prototypes"]["z"].shape

@@ -43,7 +43,8 @@ class GeometricMedian(Robust):
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
         """Return a remark for the user if the result is only the mean of the updates ``rows``, else an empty string.
 
-        The result is the mean if there are at most two updates, or if all updates are closer than ``smoothing``.
+        The result is the mean if there are at most two updates, or if no update is further than half of ``smoothing``
+        from the mean.
         """
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()

@@ -65,8 +65,8 @@ def _check(name: str, names: Mapping[str, Dataset]) -> None:
     others = [called for called, part in names.items() if part.train.inputs.ndim != 4]
     if others:
         raise UserError(
-            f"data={shortened(name)}: the records of {shortened(others[0])} are not images: join images only. In a "
-            "table, data.client=COLUMN names the domain of a record"
+            f"data={shortened(name)}: the records of {shortened(others[0])} are not images: join images only. To "
+            "join tables, write one table with a column of domains, and set data.client to this column"
         )
     if odd := [called for called, part in names.items() if part.input_shape[0] not in {1, 3}]:
         raise UserError(

@@ -171,9 +171,11 @@ def _parts(domains: Mapping[str, Path], test_part: TestPart) -> list[_Part]:
 
 
 def _classes(path: Path, parts: Sequence[_Part], listed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the classes of all domains in order. ``listed``: ``data.classes``, if set.
+    """Return the class names of all domains. The index of a name is the label of the class.
 
-    Raises UserError for a class with a test folder but no training folder, and for a class that is not ``listed``.
+    If the setting ``data.classes`` is set, the result is its value, ``listed``, and a class folder with another name
+    raises UserError. Else the result is the names of the class folders in alphabetical order, and a class with a test
+    folder but no training folder raises UserError.
     """
     train, test = (sorted({name for one in parts if one.is_test == of for name in one.folders}) for of in (False, True))
     if listed:

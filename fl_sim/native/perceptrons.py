@@ -319,7 +319,11 @@ class Adversaries(Generic[D]):
             and _lie_in(generator_adam.weights, self.generator.weights)
             and len(self.mean) == self.generator.num_parameters
         ):
-            raise ValueError("the vectors of Adam or of the moving average are not the networks' weights")
+            raise ValueError(
+                "each network's weights must be views of the vector of its Adam optimizer, in order and without gaps, "
+                f"and the moving average must have {self.generator.num_parameters} numbers, one for each weight of the "
+                f"generator (it has {len(self.mean)}): pass the optimizers and the average of these two networks"
+            )
         self.total = np.zeros(self.discriminator.num_parameters)
         made = self.generator.num_outputs, self.generator.num_classes
         if made != (self.discriminator.width, self.discriminator.num_classes):

@@ -109,7 +109,10 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the joint epsilon of several releases by both accountants. The PLD accountant takes seconds."""
+    """Return two joint epsilons of several releases: by the RDP accountant and by the PLD accountant.
+
+    ``counts``: {privacy event: number of its releases}. The PLD accountant takes seconds.
+    """
     by_rdp = _by_rdp(counts, delta)
     if unknown := _unknown_to_pld(counts):
         return Bounds(by_rdp, None, f"the PLD accountant does not support {unknown}")

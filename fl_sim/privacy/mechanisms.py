@@ -371,7 +371,10 @@ def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.
 
 
 def _with_signs(numbers: NDArray[np.float64], words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Give each of ``numbers``, in place, the sign in the last bit of its word (1 for minus); return ``numbers``."""
+    """Set the sign of each number in ``numbers`` in place, and return ``numbers``.
+
+    The sign of ``numbers[i]`` is the last bit of the random integer ``words[i]``: 1 for minus, 0 for plus.
+    """
     np.copysign(numbers, 0.5 - (words & np.uint64(1)), out=numbers)
     return numbers
 

@@ -117,7 +117,10 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders that may hold privacy ledgers about the job's records, also folders of earlier versions."""
+    """Return all folders that may hold privacy ledgers about the job's records.
+
+    These include the folders that earlier versions of fl-sim used.
+    """
     folder, earlier = _folder(job), _earlier_deal(job).parent
     joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
     return {folder, earlier, *(ledgers_root() / name for name in joined)}
@@ -142,7 +145,7 @@ def _deal(job: Job) -> str:
 
 
 def _earlier_deal(job: Job) -> Path:
-    """Return the folder in which earlier versions stored the ledgers of the job's clients."""
+    """Return the folder in which earlier versions of fl-sim stored the ledgers of the job's clients."""
     experiment = job.experiment
     dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
     if records_of(experiment.data) != experiment.data:

@@ -134,8 +134,9 @@ class Start(Stage):
 def prepare_start(run: Run) -> Path:
     """Return the file with the synthetic images for the first model. A resumed run finds this file; a new run makes it.
 
-    Raises UserError if the privacy budget is too small for the noisy sums. Raises RunError if clients fail, or if the
-    stored images are damaged, or if the run's privacy ledger lacks the cost of the images.
+    The server draws the images from three noisy sums over the clients' records. Raises UserError if the privacy budget
+    is too small for these sums. Raises RunError if clients fail, or if the stored images are damaged, or if the run's
+    privacy ledger lacks the cost of the images.
     """
     kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():

@@ -161,11 +161,13 @@ def read_weights(model: str, path: str, digest: str) -> Params:
 
 
 def place(model: nn.Module, weights: Params, source: str) -> Placed:
-    """Copy ``weights`` into ``model``; return how the model's tensors then still differ from ``weights``.
+    """Copy ``weights`` into ``model``, and return the allowed differences between the two (see ``Placed``).
 
-    ``source``: the file of the weights, for messages. If several names belong to one tied parameter, ``weights`` needs
-    only one of these names. Constant buffers may be missing. Raises UserError if any name or shape outside of the head
-    differs; the message lists the names.
+    The head (last layer) of ``model`` stays random if ``weights`` has no head, or a head for another number of classes.
+    If ``model`` is for grey images, convolution weights for three colours are summed over the colours. If several names
+    belong to one tied parameter, ``weights`` needs only one of these names. Constant buffers may be missing. Raises
+    UserError for any other difference in names, shapes or constants; the message lists the names. ``source``: the file
+    of the weights, for messages.
     """
     wanted: dict[str, torch.Tensor] = dict(model.state_dict())
     named = dict(model.named_parameters(remove_duplicate=False))

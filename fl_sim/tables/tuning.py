@@ -181,9 +181,10 @@ def tune(
 ) -> tuple[SearchResult, ...]:
     """Search for the best hyperparameters of every row in every column, and return the results of all searches.
 
-    The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: a function that executes runs.
-    ``run`` is called once per batch of trials and rung (stage of successive halving). Raises UserError like
-    ``searches_of``. Raises RunError for a trial that failed without diverging, and if all trials of a search diverge.
+    The trials are runs in ``out / TRIALS``. Finished trials are not repeated. ``run``: a function that executes several
+    runs. One call of ``run`` executes a batch of new trials, or continues the best trials on the next rung (stage of
+    successive halving). Raises UserError like ``searches_of``. Raises RunError for a trial that failed without
+    diverging, and if all trials of a search diverge.
     """
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,9 @@ class Records:
         return tuple(torch.bincount(labels, minlength=num_classes).tolist())
 
     def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
-        """Return the row indices of these records in the concatenation of all sources.
+        """Return the row indices of these records in one tensor that concatenates several ``Source`` objects.
 
-        ``first_of``: {source: the index of its first row in the concatenation}.
+        ``first_of``: {source: the index of its first row in this tensor}.
         """
         return np.concatenate([first_of[source] + np.arange(rows.start, rows.stop) for source, rows in self.parts])
 

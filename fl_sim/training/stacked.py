@@ -286,10 +286,10 @@ def _norm(values: torch.Tensor) -> float:
 class _Schedule:
     """The random choices of all clients for all steps.
 
-    ``rows``: (steps, clients, batch), the indices of the records in the concatenation of all sources. ``weights``:
-    (steps, clients, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (steps, clients),
-    indices of averaged records in the mixing pool (FedMix). ``moves``: (steps, clients, batch, 3), the shifts and
-    mirroring of images; empty without augmentation.
+    ``rows``: (steps, clients, batch), the row indices of the records in one tensor with all clients' training records.
+    ``weights``: (steps, clients, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (steps,
+    clients), indices of averaged records in the mixing pool (FedMix). ``moves``: (steps, clients, batch, 3), the shifts
+    and mirroring of images; empty without augmentation.
     """
 
     rows: torch.Tensor

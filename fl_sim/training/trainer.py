@@ -353,7 +353,7 @@ class Trainer:
         """Return the description of the model (a ``Stack``) that the compiled trainer needs.
 
         Return None if the compiled trainer does not support the training. ``asked``: the names of all fields of
-        settings and ``plan`` that are in use.
+        ``plan`` and of the local settings that differ from their defaults.
         """
         stack = self._stack(input_shape) if self._kernel is not None else None
         asked = asked | {"trained"} if self._has_frozen else asked

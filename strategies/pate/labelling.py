@@ -82,7 +82,10 @@ class LNMax(_AnswersEveryQuery):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event): no test, and a Laplace mechanism for each of the two counts that a record changes."""
+        """Return (None, event of the answer): LNMax does not test whether the teachers agree.
+
+        The event is one Laplace mechanism for each of the two vote counts that a record changes.
+        """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
@@ -106,7 +109,10 @@ class GNMax(_AnswersEveryQuery):
         return GNMaxCost(self.sigma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event): no test, and a Gaussian mechanism of sensitivity sqrt(2) for the answer."""
+        """Return (None, event of the answer): GNMax does not test whether the teachers agree.
+
+        The event is a Gaussian mechanism. The L2 sensitivity of the vote counts is sqrt(2).
+        """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         return None, dp_event.GaussianDpEvent(self.sigma / math.sqrt(2))
@@ -163,9 +169,9 @@ class NoNoise(_AnswersEveryQuery):
         raise UserError("mechanism none adds no noise, so no epsilon exists: choose lnmax, gnmax or confident")
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return (None, event): no test, and an answer without noise.
+        """Return (None, event of the answer): the teachers' agreement is not tested.
 
-        After a charge of this event the ledger guarantees no epsilon.
+        The answer has no noise, so after a charge of this event the ledger guarantees no epsilon.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
@@ -353,7 +359,7 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
 class _DataDependentBudget:
     """Checks before each query that a data-dependent budget covers it. Does nothing for other budgets.
 
-    ``curve``: the data-dependent Renyi curve of the queries so far, at the accountant's orders.
+    ``curve``: the data-dependent Renyi divergence of all queries so far, one number for each Renyi order (alpha).
     """
 
     labelling: Labelling

@@ -188,7 +188,10 @@ class Forest(nn.Module):
         self.register_buffer("value", torch.zeros((*shape, num_classes)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return logarithms of the class probabilities, averaged over all trees, shape (records, classes)."""
+        """Return the logarithm of each record's class probabilities, shape (records, classes).
+
+        The probabilities are means over all decision trees, but at least ``_LEAST``, so that no logarithm is infinite.
+        """
         rows = inputs.flatten(1)
         tables = dict(self.named_buffers())
         trees = torch.arange(len(tables["feature"]), device=rows.device).expand(len(rows), -1)

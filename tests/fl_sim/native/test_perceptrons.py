@@ -333,7 +333,7 @@ def test_sums_and_weights_of_another_length_or_type_are_refused(kernel: Kernel) 
     parts = adversaries.discriminator_adam, adversaries.generator_adam, torch.from_numpy(adversaries.mean)
     networks = adversaries.discriminator, adversaries.generator
     for wrong in ((parts[1], parts[0], parts[2]), (*parts[:2], parts[2][1:])):
-        with pytest.raises(ValueError, match="are not the networks' weights"):
+        with pytest.raises(ValueError, match="weights must be views of the vector of its Adam optimizer"):
             Adversaries(networks, *wrong)
     with pytest.raises(ValueError, match="does not accept the generator"):
         learning(kernel, perceptron(4, 4, 1), generator)
