@@ -53,4 +53,7 @@ class GeometricMedian(Robust):
             return ""
         if len(rows) <= 2:
             return off("aggregator geometric-median", "at most two clients had records, and their median is their mean")
-        return off(f"aggregator.smoothing={self.smoothing:g}", "no update was further away, so the result is the mean")
+        return off(
+            "aggregator geometric-median",
+            f"the distances of updates are below aggregator.smoothing={self.smoothing:g}, so the result is their mean",
+        )
