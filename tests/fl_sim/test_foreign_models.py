@@ -165,7 +165,9 @@ def test_a_batch_is_as_long_as_its_longest_record() -> None:
 
 
 def test_a_tokenizer_that_does_not_fit_and_sequences_beyond_the_positions_are_refused() -> None:
-    with pytest.raises(UserError, match=r"has 9 tokens, and the data have 10: the tokenizer does not fit"):
+    with pytest.raises(
+        UserError, match=r"has a vocabulary of 9 tokens, and the data have 10: the tokenizer does not fit"
+    ):
         take_tokens("mine:model", Reads(pad_token_id=0, vocab_size=9), 4, 10)
     take_tokens("mine:model", Reads(pad_token_id=1, vocab_size=9), 4, 10)  # tokens are one higher in records
     with pytest.raises(UserError, match=r"has 3 positions, and the records have 4 tokens: set data\.max_length=3"):
@@ -283,7 +285,7 @@ def test_hf_models_refuse_images_long_records_and_foreign_tokens(bert: dict[str,
         models.build(name, CIFAR, 2, seed=0)
     with pytest.raises(UserError, match=r"has 12 positions, and the records have 13 tokens"):
         models.build(name, (13,), 2, seed=0, vocabulary=30)
-    with pytest.raises(UserError, match=r"has 30 tokens, and the data have 31"):
+    with pytest.raises(UserError, match=r"has a vocabulary of 30 tokens, and the data have 31"):
         models.build(name, (8,), 2, seed=0, vocabulary=31)
 
 

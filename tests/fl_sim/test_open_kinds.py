@@ -183,7 +183,9 @@ def test_a_schedule_of_ones_own_sets_the_learning_rates(tmp_path: Path) -> None:
     assert experiment_from(json.loads(experiment.model_dump_json())) == experiment
     run(experiment, tmp_path)
     assert [record.learning_rate for record in read_rounds(tmp_path)] == [0.05, 0.1]
-    with pytest.raises(RunError, match=r"factor of Warmup failed with ValueError: nan in round 1, not a finite"):
+    with pytest.raises(
+        RunError, match=r"factor of Warmup failed with ValueError: returned nan in round 1, not a finite"
+    ):
         run(experiment_from({**QUICK, "local": {"schedule": {"kind": f"{HERE}:Warmup", "length": 0}}}), tmp_path / "2")
 
 

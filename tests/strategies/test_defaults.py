@@ -201,7 +201,10 @@ def test_what_has_no_effect_is_on_the_screen_and_in_the_result(tmp_path: Path, c
 IDLE: dict[str, tuple[dict[str, Any], str]] = {
     "a bound above all": ({"aggregator": "norm-bound:1000"}, "aggregator.norm_bound=1000 has no effect: no update had"),
     "a bound below all": ({"aggregator": "norm-bound:1e-6"}, ""),
-    "smoothed away": ({"aggregator": {"kind": "geometric-median", "smoothing": 1e6}}, "below aggregator.smoothing=1e.06, so"),
+    "smoothed away": (
+        {"aggregator": {"kind": "geometric-median", "smoothing": 1e6}},
+        "geometric-median has no effect: the distances of updates are below aggregator.smoothing=1e.06, so",
+    ),
     "hardly smoothed": ({"aggregator": "geometric-median"}, ""),
     "hostile and empty": (
         {"attack": "sign-flip:1", "partition": "dirichlet:0.02", "clients": 60, "seed": 4},
