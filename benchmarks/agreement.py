@@ -30,12 +30,13 @@ from fl_sim import models
 from fl_sim.engines.own_ray import choose_token
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.kinds import path_in
 from fl_sim.params import detached
 from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.types import Params
 
-ALGORITHMS = tuple(kind for kind in kinds_of("algorithm") if kind not in {"afl", "fedpft", "pate", "tstr"})
+ALGORITHMS = tuple(kind for kind, made in kinds_of("algorithm").items() if not path_in(made, "procedure"))
 """All algorithms that train in rounds."""
 
 BOUNDS = {"logistic": 1e-5, "mlp": 1e-2, "niid-cnn": 1e-3, "dafl-cnn": 3e-2, "resnet": 3e-2}

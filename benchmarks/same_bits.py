@@ -101,12 +101,15 @@ def every_kind() -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 def cases(*, with_ray: bool = False) -> list[Case]:
     """Return all cases but the one of Flower's own runtime."""
+    from fl_sim.kinds import path_in
+    from fl_sim.settings import kinds_of
+
     found = []
     for setting, kind, settings in every_kind():
         name = f"{setting} {kind}"
         found.append(quick(name, *settings))
         found.append(quick(f"{name}, resumed", *settings, stop_after=2))
-        if setting == "algorithm" and kind not in {"afl", "fedpft", "pate", "tstr"}:  # these algorithms have no rounds
+        if setting == "algorithm" and not path_in(kinds_of(setting)[kind], "procedure"):  # others have no rounds
             private = (*PRIVATE, "algorithm.tau_eff=8") if kind == "fednova" else PRIVATE
             found.append(quick(f"{name}, global-dp", *settings, *_beside(settings, private)))
             found.append(quick(f"{name}, stacked", *settings, "engine.stack=6"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices
 from fl_sim.seeding import rng
 from strategies.guided_sampler import Feedback, GuidedSampler, smallest
@@ -50,17 +52,17 @@ class DivFL(GuidedSampler):
                 f"{experiment.clients:,}: take another sampler, such as oort"
             )
 
-    def sketch(self, update: NDArray[np.float64]) -> tuple[float, ...]:
+    def sketch(self, update: torch.Tensor) -> tuple[float, ...]:
         """Return the count sketch of an update, shape (parameters,): a short vector that keeps distances approximately.
 
         Each number of the update gets a random sign, and is added to a random entry of the sketch. Signs and entries
         are the same for all updates.
         """
-        if len(update) <= self.sketch_size:
-            return tuple(update.tolist())
-        draw = rng(0, "sketch", len(update))
-        signs, places = draw.choice([-1.0, 1.0], len(update)), draw.integers(0, self.sketch_size, len(update))
-        return tuple(np.bincount(places, weights=signs * update, minlength=self.sketch_size).tolist())
+        numbers = update.double().numpy(force=True)
+        if len(numbers) <= self.sketch_size:
+            return tuple(numbers.tolist())
+        signs, entries = _hashes(len(numbers), self.sketch_size)
+        return tuple(np.bincount(entries, weights=signs * numbers, minlength=self.sketch_size).tolist())
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
         """Return the cohort, ascending: clients without an update so far, and then the most representative ones."""
@@ -74,6 +76,14 @@ class DivFL(GuidedSampler):
         sketches = np.array([feedback.met[client].sketch for client in clients.tolist()])
         chosen = representatives(sketches, self.cohort_size - len(new)) if len(clients) else []
         return np.sort(np.concatenate([new, clients[chosen]])).astype(np.int64)
+
+
+@lru_cache(maxsize=1)  # all updates of a run have the same length
+def _hashes(length: int, sketch_size: int) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+    """Return for each number of an update its random sign, and its random entry of the sketch."""
+    draw = rng(0, "sketch", length)
+    signs = draw.choice([-1.0, 1.0], length).astype(np.int8)
+    return signs, draw.integers(0, sketch_size, length).astype(np.int32)
 
 
 def representatives(vectors: NDArray[np.float64], count: int) -> list[int]:

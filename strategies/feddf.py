@@ -77,8 +77,11 @@ class FedDF(OnEnsemble):
 
     def note(self) -> str:
         """Return the note below result tables: the amount of distillation."""
+        return f"FedDF: {self._told()}"
+
+    def _told(self) -> str:
         records = "the run's synthetic records" if self.uses_pool else f"{self.proxy}, unlabelled"
-        return f"FedDF: {f'{self.steps:,} steps on {records}' if self.learns else 'no distillation'}; {UPPER_BOUND}."
+        return f"{f'{self.steps:,} steps on {records}' if self.learns else 'no distillation'}; {UPPER_BOUND}."
 
 
 def distilled(

@@ -121,4 +121,4 @@ class FedOV(FedDF):
 
     def note(self) -> str:
         """Return the note below result tables."""
-        return super().note().replace("FedDF: ", "FedOV: models vote on known classes; ")
+        return f"FedOV: models vote on known classes; {self._told()}"

@@ -121,7 +121,7 @@ class GuidedCohorts(Layer):
     def _met(self, reply: Reply, server_round: int) -> Met:
         [update], seconds = as_rows([reply]), self._seconds(reply.client, server_round)
         norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
-        sketch = self._sampler.sketch(update.double().numpy(force=True))
+        sketch = self._sampler.sketch(update)
         return Met(server_round, reply.loss or 0.0, norm, seconds, sketch)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, off
 from fl_sim.settings import Settings
 from strategies.samplers import Coins
@@ -95,8 +96,8 @@ class GuidedSampler(Settings):
         del num_clients
         return 0
 
-    def sketch(self, update: NDArray[np.float64]) -> tuple[float, ...]:
-        """Return what the server stores of a client's update for later rounds, a vector; by default it is empty."""
+    def sketch(self, update: torch.Tensor) -> tuple[float, ...]:
+        """Return what the server stores of a client's ``update``, shape (parameters,): a vector, by default empty."""
         del update
         return ()
 

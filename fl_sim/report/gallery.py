@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess
-from fl_sim.report.heat_map import HeatMap
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.runs import TABLE, read_json_table
 from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, mapped, percentages
@@ -334,16 +333,16 @@ def _answer(question: Question, entry: Entry) -> Iterator[str]:
 
 def _answer_from_map(question: Question, name: str, table: Table) -> Iterator[str]:
     """Yield the Markdown lines of a question: a part of one heat map of ``table``, and the answer."""
-    by_title: dict[str, HeatMap] = {one.title: one for one in table.heat_maps}
-    _check([question.heat_map], list(by_title), "heat map", question.title)
-    shown = by_title[question.heat_map]
-    _check(question.columns, shown.column_labels, "column", question.title)
-    _check(question.rows, shown.row_labels, "row", question.title)
+    grids = dict(zip((one.title for one in table.heat_maps), mapped(table), strict=True))
+    _check([question.heat_map], list(grids), "heat map", question.title)
+    shown = grids[question.heat_map]
+    rows = {row: dict(zip(shown.heads, cells, strict=True)) for row, cells in shown.rows}
+    _check(question.columns, shown.heads, "column", question.title)
+    _check(question.rows, list(rows), "row", question.title)
     yield f"## {question.title}\n"
     yield from _head(list(question.columns.values()))
     for row, label in question.rows.items():
-        cells = [table.at(shown.places.get((row, column), ""), shown.column) for column in question.columns]
-        yield _line(label, [cell_text(cell, "last") for cell in cells])
+        yield _line(label, [rows[row][column] for column in question.columns])
     yield _words(question, name)
 
 

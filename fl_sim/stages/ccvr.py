@@ -117,8 +117,7 @@ class Calibration(Stage):
 
     def _traffic_of_moments(self, model: Params) -> Traffic:
         down = arrays.num_bytes(wire.task_content(wire.BLANK, model, {}))
-        up = arrays.num_bytes(wire.moments_content(np.zeros(self._task.shape)))
-        return Traffic(down, up) * self.job.experiment.num_clients
+        return Traffic(down, 0) * self.job.experiment.num_clients + self._task.traffic
 
     def payments(self) -> "Iterator[Payment]":
         """Return the privacy cost of the clients' noisy moments; empty if the moments have no noise."""

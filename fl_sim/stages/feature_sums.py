@@ -16,13 +16,13 @@ from flwr.app import RecordDict
 from numpy.typing import NDArray
 
 from clients.client_task import Begun, Client
-from fl_sim.engines import remote, wire
+from fl_sim.engines import arrays, remote, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.terms import Adjacency, Terms, none_if_infinite
 from fl_sim.training.features import features_of
-from fl_sim.types import Params
+from fl_sim.types import Params, Traffic
 
 if TYPE_CHECKING:
     from clients.private_moments import MomentsRelease, Protection
@@ -83,6 +83,12 @@ class Summarise:
     def shape(self) -> tuple[int, int]:
         """The shape of a client's sums."""
         return self.sums.shape(self.job.num_features, self.job.dataset.num_classes)
+
+    @property
+    def traffic(self) -> Traffic:
+        """A forecast of the bytes of all answers: every client sends its sums once. The request is not counted."""
+        up = arrays.num_bytes(wire.moments_content(np.zeros(self.shape)))
+        return Traffic(0, up) * self.job.experiment.num_clients
 
     def run(self, client: Client) -> RecordDict:
         """Return the message with the exact or noisy sums, in float64.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.mixtures import MixtureForm
-from fl_sim.engines import arrays, wire
+from fl_sim.engines import wire
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.run_log import RunLog
@@ -80,7 +80,7 @@ class HeadFromMixtures(Stage):
     def before(self, run: Run) -> None:
         """Train the head of the initial model. Raises Diverged if the head is not finite."""
         job, seed, server = self.job, self.job.experiment.seed, run.log.server
-        run.log.before["mixtures"] = self._traffic()
+        run.log.before["mixtures"] = self._task.traffic
         answers = run.ask(DESCRIBE, partial(self._read, most=run.strategy.most_examples), quoted=True)
         features, labels = self._drawn(np.concatenate(answers))
         generator = rng(seed, "head batches")
@@ -117,11 +117,7 @@ class HeadFromMixtures(Stage):
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of bytes: clients receive the task without a model, and send their mixtures."""
         del params
-        return {"mixtures": self._traffic()}
-
-    def _traffic(self) -> Traffic:
-        up = arrays.num_bytes(wire.moments_content(np.zeros(self._task.shape)))
-        return Traffic(0, up) * self.job.experiment.num_clients
+        return {"mixtures": self._task.traffic}
 
     def warnings(self) -> list[str]:
         """Return a warning about the contents of the clients' messages."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from clients.gram import unpacked
-from fl_sim.engines import arrays, wire
+from fl_sim.engines import wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
@@ -68,7 +68,7 @@ class RidgeHead(Stage):
 
     def before(self, run: Run) -> None:
         """Set the first model's head to the closed-form solution. A resumed run already has this head."""
-        run.log.before["products"] = self._traffic()
+        run.log.before["products"] = self._task.traffic
         if run.log.rounds:
             return
         weight, bias = head_names(self.job.model())
@@ -99,11 +99,7 @@ class RidgeHead(Stage):
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of bytes: clients receive a request without a model, and send sums of feature products."""
         del params
-        return {"products": self._traffic()}
-
-    def _traffic(self) -> Traffic:
-        up = arrays.num_bytes(wire.moments_content(np.zeros(self._task.shape)))
-        return Traffic(0, up) * self.job.experiment.num_clients
+        return {"products": self._task.traffic}
 
     def payments(self) -> "Iterator[Payment]":
         """Return the privacy cost of the clients' noisy sums; empty if the sums have no noise."""

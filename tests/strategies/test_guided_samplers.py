@@ -261,8 +261,8 @@ def test_sketches_keep_distances() -> None:
     draw, sampler = np.random.default_rng(0), DivFL(sketch_size=400)
     one, other = draw.random((2, 30_000)) * draw.integers(1, 9, 30_000)
     one += 5  # without signs, sums of numbers with one sign would be far too large
-    assert sampler.sketch(one[:400]) == tuple(one[:400])
-    sketches = [np.array(sampler.sketch(update)) for update in (one, other, one - other)]
+    assert sampler.sketch(torch.from_numpy(one[:400])) == tuple(one[:400])
+    sketches = [np.array(sampler.sketch(torch.from_numpy(update))) for update in (one, other, one - other)]
     np.testing.assert_allclose(sketches[0] - sketches[1], sketches[2], atol=1e-9)
     assert np.linalg.norm(sketches[2]) == pytest.approx(np.linalg.norm(one - other), rel=4 / np.sqrt(2 * 400))
 

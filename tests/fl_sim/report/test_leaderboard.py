@@ -50,6 +50,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def refuses(folder: Path, page: str, message: str) -> None:
+    """Check that a leaderboard with the content ``page`` is refused with an error that matches ``message``."""
+    (folder / "leaderboard.toml").write_text(page)
+    with pytest.raises(UserError, match=message):
+        leaderboard_text(read_leaderboard(folder) or pytest.fail("no file"), read_gallery(folder))
+
+
 def test_the_best_rows_come_first_then_the_named_ones_with_their_published_figures(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,9 +82,7 @@ def test_the_best_rows_come_first_then_the_named_ones_with_their_published_figur
     ],
 )
 def test_what_is_damaged_is_named(folder: Path, old: str, new: str, message: str) -> None:
-    (folder / "leaderboard.toml").write_text(PAGE.replace(old, new))
-    with pytest.raises(UserError, match=message):
-        leaderboard_text(read_leaderboard(folder) or pytest.fail("no file"), read_gallery(folder))
+    refuses(folder, PAGE.replace(old, new), message)
 
 
 MAPPED = """
@@ -133,6 +138,4 @@ def test_a_table_with_a_heat_map_is_shown_as_rows_by_columns(mapped: Path) -> No
     ],
 )
 def test_a_wrong_part_of_a_heat_map_is_named(mapped: Path, old: str, new: str, message: str) -> None:
-    (mapped / "leaderboard.toml").write_text(MAPPED.replace(old, new))
-    with pytest.raises(UserError, match=message):
-        leaderboard_text(read_leaderboard(mapped) or pytest.fail("no file"), read_gallery(mapped))
+    refuses(mapped, MAPPED.replace(old, new), message)
