@@ -9,9 +9,9 @@ from pydantic import Field
 from fl_sim.importing import torch
 from fl_sim.kinds import off
 from fl_sim.types import Cohort
-from strategies.aggregators import Robust, ordered
+from strategies.aggregators import Robust
 from strategies.algorithm import Weighting
-from strategies.coordinate_median import middle
+from strategies.coordinate_median import median
 
 
 class GeometricMedian(Robust):
@@ -34,11 +34,15 @@ class GeometricMedian(Robust):
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
         """Return the approximate geometric median of the updates ``rows``, shape (n, d)."""
         del cohort, weighting
-        centre, rows = middle(ordered(rows).double()), rows.double()
+        start = median(rows).double()
+        points = rows - start
+        products = points @ points.T  # distances follow from them, so an iteration reads n x n numbers, not n x d
+        shares = torch.zeros(len(rows), dtype=torch.float64)  # the iterate is start + shares @ points
         for _ in range(self.iterations):
-            weights = 1 / (rows - centre).norm(dim=1).clamp(min=self.smoothing)
-            centre = (weights / weights.sum()) @ rows
-        return centre
+            squares = products.diagonal() - 2 * products @ shares + shares @ products @ shares
+            weights = 1 / squares.clamp(min=self.smoothing**2).sqrt()
+            shares = weights / weights.sum()
+        return start + shares @ points
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
         """Return a remark for the user if the result is only the mean of the updates ``rows``, else an empty string.
