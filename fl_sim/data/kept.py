@@ -60,8 +60,8 @@ def kept_arrays(
             except FileNotFoundError:
                 pass
             except (SafetensorError, UserError, ValueError, KeyError) as error:
-                damaged = f"{path} is damaged or of another kind ({error}) and is made again; "
-            sys.stderr.write(f"fl-sim: {damaged}making {what}, once\n")
+                damaged = f"{path} cannot be used ({error}), and will be replaced; "
+            sys.stderr.write(f"fl-sim: {damaged}computing {what}; later runs read them from {folder}\n")
             made = make()
             said = {"identity": identity, "sha256": _digest(made, names)}
             write_whole(path, save(dict(made), said), mode=0o600 if private else 0o666)

@@ -63,7 +63,7 @@ def test_a_version_stands_for_the_same_numbers_always(name: str, numbers: list[l
 
 def test_features_are_made_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     first = as_features(images(), "scattering", "records")
-    assert "making the scattering features of 10 images, once" in capsys.readouterr().err
+    assert "computing the scattering features of 10 images; later runs read them from" in capsys.readouterr().err
     monkeypatch.setattr(scattering, "features_of", lambda _: pytest.fail("they were made again"))
     again = as_features(images(), "scattering", "records")
     assert np.array_equal(first.train.inputs, again.train.inputs)
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_made_again_in_words(damage, root: Path, capsys: pytes
     assert path.read_bytes() != whole
     capsys.readouterr()
     again = as_features(images(), "scattering", "records")
-    assert f"{path} is damaged or of another kind" in capsys.readouterr().err
+    assert f"{path} cannot be used" in capsys.readouterr().err
     assert np.array_equal(first.train.inputs, again.train.inputs)
     as_features(images(), "scattering", "records")
     assert not capsys.readouterr().err

@@ -228,7 +228,7 @@ def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -
         shown = f"{label}, {len(gap)} queries, mean {100 * gap.mean():.0f} %"
         axes.ecdf(100 * gap, color=color, linewidth=1.6, dashes=dashes or (1, 0), label=shown)
     axes.set(
-        xlabel="votes for the first class minus votes for the second class (% of the teachers)",
+        xlabel="votes for the leading class minus votes for the second (% of the teachers)",
         ylabel="share of queries with at most this difference", xlim=(0, 100), ylim=(0, 1),
     )  # fmt: skip
     return with_legend(figure)

@@ -196,7 +196,7 @@ def test_a_round_computes_no_body_and_an_edited_body_is_computed_again(
     monkeypatch.setattr(Counted, "factor", 2.0)
     capfd.readouterr()
     features = job_of(changed(*settings)).records.train.inputs
-    assert "is damaged or of another kind" in capfd.readouterr().err
+    assert "cannot be used" in capfd.readouterr().err
     monkeypatch.setattr(Counted, "factor", 1.0)
     assert np.array_equal(features, 2 * job_of(changed(*settings)).records.train.inputs)
 
