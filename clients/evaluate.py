@@ -55,8 +55,8 @@ MODELS: Final = (RECEIVED, OWN, TRAINED, FINE_TUNED)
 TESTED, VALIDATED = "test", "validation"
 
 MEASURES: Final = frozenset({
-    "accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "recalls", "worst_tenth", "deviation", "entropy",
-    "validation_accuracy", "worse_than_alone",
+    "accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "mean_balanced_accuracy", "mean_macro_f1",
+    "recalls", "worst_tenth", "deviation", "entropy", "validation_accuracy", "worse_than_alone",
 })  # fmt: skip
 """The names of the measures that every model has. A metric of the user's own has another name."""
 

@@ -30,6 +30,8 @@ TITLES: Final = {
     "personal.own_worst_tenth_percent": "Accuracy of the worst tenth of the clients, each with its own model, percent",
     "personal.own_balanced_accuracy_percent": f"Balanced accuracy{_OF_ALL}",
     "personal.own_macro_f1_percent": f"Macro-F1{_OF_ALL}",
+    "personal.own_mean_balanced_accuracy_percent": f"Balanced accuracy of the clients' own models{_ON_OWN}",
+    "personal.own_mean_macro_f1_percent": f"Macro-F1 of the clients' own models{_ON_OWN}",
     "personal.own_worse_than_alone_percent": f"Share of clients whose own model is {_WORSE}",
     "personal.received_accuracy_percent": f"Accuracy of the models that clients receive{_ON_OWN}",
     "personal.trained_accuracy_percent": f"Accuracy after one more round of local training{_ON_OWN}",
@@ -37,6 +39,7 @@ TITLES: Final = {
     "personal.fine_tuned_worse_than_alone_percent": f"Share of clients whose fine-tuned model is {_WORSE}",
     "personal.held_out_fine_tuned_accuracy_percent": f"Accuracy of fine-tuned models of held-out clients{_ON_OWN}",
     "personal.by_source.*.own_accuracy_percent": f"Accuracy of the own models of each source's clients{_ON_OWN}",
+    "personal.by_class.*.own_recall_percent": "Recall of each class by own models, mean over clients with it, percent",
     "personal.by_client.own": "accuracy of the client's own model",
 }
 """The titles of measures in tables of runs (``Stage.titles``)."""
@@ -101,6 +104,20 @@ class OwnMeasures:
             if all(map(len, found.values()))
         }
 
+    def recall_of_classes(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Return the recall of each class: {name of the class: {"own_recall": mean over clients, ...}}.
+
+        Each recall is the mean over the participating clients that have test records of the class. A class without
+        such clients is left out, and so are all classes without ``by_class``. ``names``: the names of all classes.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for model in self.models if self.by_class else ():
+            held, _, right = self._counts(model, TESTED)[self._groups[""]].swapaxes(0, 1)
+            for name, values in zip(names, map(known, _ratio(right, held).T), strict=True):
+                if len(values):
+                    found.setdefault(name, {})[f"{model}_recall"] = float(values.mean())
+        return found
+
     @property
     def _groups(self) -> dict[str, NDArray[np.bool_]]:
         """Return the masks of participating and of held-out clients, {prefix for the names of measures: mask}."""
@@ -125,8 +142,9 @@ class OwnMeasures:
                 "deviation": over.deviation,
                 "entropy": over.entropy,
             }
-            if self.by_class:
+            if by_client := self.over_classes(model):
                 measures |= {"balanced_accuracy": pooled.balanced_accuracy, "macro_f1": pooled.macro_f1}
+                measures |= {f"mean_{name}": float(known(values[chosen]).mean()) for name, values in by_client.items()}
         for name, values in self.metrics(model).items():
             if len(given := known(values[chosen])):
                 measures[name] = float(given.mean())
@@ -138,10 +156,24 @@ class OwnMeasures:
 
         ``what``: the kind of records, "test" or "validation".
         """
-        held, right = (self._counts(model, what)[:, row].sum(axis=1).astype(np.float64) for row in (0, 2))
-        shares = np.full(len(held), np.nan)
-        np.divide(right, held, out=shares, where=held > 0)
-        return shares
+        held, _, right = self._counts(model, what).sum(axis=2).T
+        return _ratio(right, held)
+
+    def over_classes(self, model: str) -> dict[str, NDArray[np.float64]]:
+        """Return each client's balanced accuracy and macro-F1 of ``model``, {name of the measure: (clients,)}.
+
+        Both are means over the classes of the client's test records: of recalls, and of F1 scores. A client without
+        test records has NaN. The result is empty without ``by_class``.
+        """
+        if not self.by_class:
+            return {}
+        held, predicted, right = self._counts(model, TESTED).swapaxes(0, 1)
+        scores = {
+            "balanced_accuracy": _ratio(right, held),
+            "macro_f1": _ratio(2 * right, (held + predicted) * (held > 0)),
+        }
+        num_classes = (held > 0).sum(axis=1)
+        return {name: _ratio(np.nansum(each, axis=1), num_classes) for name, each in scores.items()}
 
     def metrics(self, model: str) -> dict[str, NDArray[np.float64]]:
         """Return the user's own metrics of ``model``, {name: one number per client}. A missing number is NaN."""
@@ -172,6 +204,13 @@ class OwnMeasures:
         num_classes = next((one.shape[1] for one in named if one is not None), 1)
         blank = np.zeros((ROWS, num_classes), dtype=np.int64)
         return np.stack([blank if one is None else one for one in named])
+
+
+def _ratio(part: NDArray[Any], whole: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the elementwise ratio ``part`` / ``whole``; NaN where ``whole`` is 0."""
+    shares = np.full(whole.shape, np.nan)
+    np.divide(part, whole, out=shares, where=whole > 0)
+    return shares
 
 
 def worse_than_alone(alone: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, float]:

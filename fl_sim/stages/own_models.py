@@ -19,7 +19,7 @@ from clients.evaluate import FINE_TUNED, MODELS, OWN, EvaluateOwn, OwnAnswer, Ow
 from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.job import Job
-from fl_sim.experiment.own_tests import num_shared, sources_of
+from fl_sim.experiment.own_tests import MOST_NAMED, num_shared, sources_of
 from fl_sim.kinds import is_none, kind_of, path_in
 from fl_sim.local_plan import Sharing
 from fl_sim.params import detached, trainable
@@ -39,8 +39,12 @@ MEASURE, MEASURE_LAST = "measure-own", "measure-own-last"
 """Names of two client tasks: for measurements during the rounds, and after the last round (with more training)."""
 
 _BEST: Final = tuple(
-    f"{OWN}_{name}" for name in ("accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "worst_tenth")
-)
+    f"{OWN}_{name}"
+    for name in (
+        "accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "mean_balanced_accuracy", "mean_macro_f1",
+        "worst_tenth",
+    )
+)  # fmt: skip
 """Measures for which the result also contains the value of the best round, such as ``best_own_accuracy``."""
 
 
@@ -143,12 +147,13 @@ class OwnModels(Stage):
         self._run, self._times_done = run.order.run, -(-server_round // experiment.evaluate.personal_every)
 
     def by_client(self) -> Mapping[str, NDArray[Any]]:
-        """Return columns for ``clients.csv``: numbers of test records, and accuracies and metrics of the models."""
+        """Return columns for ``clients.csv``: numbers of test records, and measures of the models on them."""
         if not self._measures.answers:
             return {}
         columns = {f"{name}_accuracy": self._measures.accuracies(name) for name in self._measures.models}
         for model in self._measures.models:
-            columns |= {f"{model}_{name}": values for name, values in self._measures.metrics(model).items()}
+            further = self._measures.over_classes(model) | self._measures.metrics(model)
+            columns |= {f"{model}_{name}": values for name, values in further.items()}
         return {"test_records": self.job.own_tests.sizes, **columns}
 
     def facts(self) -> Mapping[str, Any]:
@@ -173,6 +178,10 @@ class OwnModels(Stage):
             by_client["clients_with_metric"] = numbers
         if names := sources_of(self.job.dataset, self.job.shards):
             by_client["by_source"] = self._measures.by_source(names)
+        dataset = self.job.dataset
+        if dataset.num_classes <= MOST_NAMED:
+            classes = dataset.classes or tuple(map(str, range(dataset.num_classes)))
+            by_client["by_class"] = self._measures.recall_of_classes(classes)
         return {"personal": {**records, **measures, **self._measures.recalls, **by_client, **said}}
 
     def _by_client(self) -> dict[str, list[float | None]]:

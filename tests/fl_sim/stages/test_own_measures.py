@@ -19,7 +19,7 @@ from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.tables.workers import Finished
 
 PLAN: dict[str, Any] = {
-    "measure": "personal.own_macro_f1", "centralized": False,
+    "measure": "personal.own_mean_macro_f1", "centralized": False,
     "base": {
         "data": "digits", "model": "mlp", "clients": 4, "rounds": 2, "partition": "label-2",
         "local": {"learning_rate": 0.1}, "evaluate": {"clients": "class-shares"}, "engine": "inprocess",
@@ -56,16 +56,18 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_table_shows_a_measure_by_its_name_and_the_others_of_the_stage_by_their_titles(table: Path) -> None:
     shown, content = (table / "table.md").read_text(), json.loads((table / "table.json").read_text())
-    assert f"Measure: {TITLES['personal.own_macro_f1_percent']}" in shown
+    assert f"Measure: {TITLES['personal.own_mean_macro_f1_percent']}" in shown
     assert f"{TITLES['personal.own_balanced_accuracy_percent']}:" in shown
     assert f"{WORSE}:" in shown
+    _, _, of_classes = shown.partition(f"{TITLES['personal.by_class.*.own_recall_percent']}:")
+    assert of_classes.strip().startswith("| Method | 0 | 1 |")
     assert WORSE in (table / "table-further.tex").read_text()
     assert content["titles"] == TITLES
     assert [one.startswith("Local") for one in content["alone"]] == [True]
     cells = {cell["row"]: cell for cell in content["cells"]}
     result = json.loads((table / cells["FedPer"]["dir"][0] / "result.json").read_text())
-    assert cells["FedPer"]["values"] == pytest.approx([100 * result["personal"]["own_macro_f1"]])
-    assert cells["FedPer"]["best_values"] == pytest.approx([100 * result["personal"]["best_own_macro_f1"]])
+    assert cells["FedPer"]["values"] == pytest.approx([100 * result["personal"]["own_mean_macro_f1"]])
+    assert cells["FedPer"]["best_values"] == pytest.approx([100 * result["personal"]["best_own_mean_macro_f1"]])
     assert "personal.own_worse_than_alone_percent" not in cells[content["alone"][0]]["measures"]
 
 
@@ -75,7 +77,9 @@ def test_the_page_of_a_table_has_the_same_further_tables_and_that_of_an_older_on
     write_report([table], tmp_path / "new", paper=False, pictures=False, target=None, json_output=False)
     page = (tmp_path / "new" / "report.html").read_text()
     assert f"<summary>{WORSE}</summary>" in page
-    assert f"<summary>{TITLES['personal.own_macro_f1_percent']}</summary>" not in page  # it is the table's own measure
+    assert (
+        f"<summary>{TITLES['personal.own_mean_macro_f1_percent']}</summary>" not in page
+    )  # it is the table's own measure
     assert "Clients, compared with training alone" in page
     assert (tmp_path / "new" / "clients-digits-2-label.png").exists()
     content = (table / "table.json").read_text()

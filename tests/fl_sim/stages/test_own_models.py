@@ -50,15 +50,23 @@ def test_of_fedavg_the_own_model_is_the_servers_on_each_clients_records(clients:
         job_of(experiment_from(settings_of(evaluate={"clients": clients}))),
         load_file(tmp_path / "model.safetensors"),
     )
-    accuracies, labels, predicted = [], [], []
+    accuracies, labels, predicted, by_class, scores_f1 = [], [], [], dict[str, list[float]](), list[float]()
     for client, row in enumerate(clients_in(tmp_path)):
         tests = job.dataset.test.take(job.own_tests[client])
         scores = job.trainer.evaluate(params, *to_tensors(tests, job.dataset))
         assert int(row["test_records"]) == len(tests)
         assert float(row["own_accuracy"]) == float(row["received_accuracy"]) == scores.accuracy
         accuracies.append(scores.accuracy)
+        held, pair = np.unique(scores.labels), (scores.labels, scores.predicted)
+        recalls = recall_score(*pair, labels=held, average=None)
+        scores_f1.append(float(f1_score(*pair, labels=held, average="macro")))
+        assert float(row["own_macro_f1"]) == pytest.approx(scores_f1[-1])
+        assert float(row["own_balanced_accuracy"]) == pytest.approx(recalls.mean())
+        for label, recall in zip(held.tolist(), recalls.tolist(), strict=True):
+            by_class.setdefault(str(label), []).append(recall)
         labels.append(scores.labels)
         predicted.append(scores.predicted)
+    last = json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[-1])["metrics"]
     measures, pooled = result["personal"], (np.concatenate(labels), np.concatenate(predicted))
     assert measures["own_recalls"] == pytest.approx(list(recall_score(*pooled, average=None)))
     assert measures["own_balanced_accuracy"] == pytest.approx(balanced_accuracy_score(*pooled))
@@ -66,6 +74,10 @@ def test_of_fedavg_the_own_model_is_the_servers_on_each_clients_records(clients:
         measures["own_macro_f1"] == measures["received_macro_f1"] == pytest.approx(f1_score(*pooled, average="macro"))
     )
     assert measures["best_own_macro_f1"] >= measures["own_macro_f1"]
+    assert measures["own_mean_macro_f1"] == pytest.approx(np.mean(scores_f1)) == last["own_mean_macro_f1"]
+    assert measures["best_own_mean_macro_f1"] >= measures["own_mean_macro_f1"]
+    found = {name: one["own_recall"] for name, one in measures["by_class"].items()}
+    assert found == pytest.approx({name: np.mean(recalls) for name, recalls in by_class.items()})
     assert measures["own_accuracy"] == pytest.approx(np.mean(accuracies))
     assert measures["own_deviation"] == pytest.approx(np.std(accuracies))
     assert measures["own_worst_tenth"] == min(accuracies)
