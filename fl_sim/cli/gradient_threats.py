@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from functools import reduce
-from operator import add
+from itertools import groupby
+from operator import add, itemgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,12 @@ def _facts_of(finished: FinishedRun, asked: Asked, method: str, attempts: Sequen
     facts: dict[str, Any] = {
         "attack": "inversion", "run": str(finished.out), "method": method, "model": asked.at, "batch": asked.batch,
         "records": len(found), "median_error": median(errors),
-        "exact": sum(error <= _EXACT for error in errors), "labels_found": sum(one.label_found for one in found),
+        "exact": sum(error <= _EXACT for error in errors), "imprint": asked.imprint,
+        "exact_records": [
+            [one.client, number] for attempt in attempts for number, one in enumerate(attempt.found)
+            if one.error <= _EXACT
+        ],
+        "labels_found": sum(one.label_found for one in found),
         "squared_error": [one.squared for one in found],
         "psnr": [None if not one.squared else one.psnr for one in found],
         "median_psnr": median(ratios) if ratios else None,
@@ -91,10 +97,17 @@ def _say_inversion(facts: dict[str, Any]) -> None:
     of, ratio = f"of {facts['records']}", facts["median_psnr"]
     how = "read off" if facts["method"] == "analytic" else "found by optimisation"
     psnr = "" if ratio is None else f", median PSNR {ratio:.1f} dB"
+    sent = ", with an imprint layer" if facts["imprint"] else ""
     say(
-        f"gradients of {facts['batch']} record(s), {_noise(facts)}: {facts['exact']} {of} records are {how} to 1e-6, "
-        f"median error {facts['median_error']:.2g} of the largest value{psnr}; {facts['labels_found']} labels are right"
+        f"gradients of {facts['batch']} record(s){sent}, {_noise(facts)}: {facts['exact']} {of} records are {how} to "
+        f"1e-6, median error {facts['median_error']:.2g} of the largest value{psnr}; "
+        f"{facts['labels_found']} labels are right"
     )
+    if facts["batch"] > 1 and facts["exact"]:
+        whose = groupby(facts["exact_records"], key=itemgetter(0))
+        said = [f"client {client}: {', '.join(str(number) for _, number in some)}" for client, some in whose]
+        more = f"; and of {len(said) - _SHOWN} more clients" if len(said) > _SHOWN else ""
+        say(f"exact records, by their places among the client's records from 0: {'; '.join(said[:_SHOWN])}{more}")
     if facts["method"] == "optimise":
         ratios = ", ".join("exact" if one is None else f"{one:.1f}" for one in facts["psnr"])
         guess = facts["median_psnr_of_mean_record"]

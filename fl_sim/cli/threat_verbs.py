@@ -156,8 +156,14 @@ def attack_inversion(  # noqa: PLR0913 (one parameter per option)
     records: Annotated[
         int, typer.Option(min=0, help="Records to try (default: 20 for the analytic form, else 4).")
     ] = 0,
-    method: Annotated[Literal["auto", "analytic", "optimise"], typer.Option(help="The form of the attack.")] = "auto",
+    method: Annotated[
+        Literal["auto", "analytic", "optimise"],
+        typer.Option(help="The form of the attack; auto: analytic for one record, if possible."),
+    ] = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Records in one gradient, of one client.")] = 1,
+    imprint: Annotated[
+        bool, typer.Option("--imprint", help="The server sends an imprint layer in place of the first layer.")
+    ] = False,
     model: AttackedModel = "final",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the optimiser (default: 400).")] = None,
     variation: Annotated[
@@ -173,6 +179,11 @@ def attack_inversion(  # noqa: PLR0913 (one parameter per option)
     linear, the record is computed exactly from the gradient. Otherwise an optimiser searches for images with the same
     gradient (Geiping et al. 2020). This is easier for models with wide layers than for small models.
 
+    Of a batch, --method analytic computes exactly the records that activate some neuron of the first layer alone
+    (Boenisch et al. 2023). With --imprint, a malicious server sends a first layer by which each neuron sees the records
+    of one range of mean brightness, so that it gets more of them (Fowl et al. 2022). Each reconstruction is the one
+    that is nearest to the record: the attacker itself does not know which ones are exact.
+
     Under local.privacy=dp-sgd, the gradient is clipped and noisy as in a step of the run. The command then also
     measures how often the record of a noisy gradient is recognised among 10 records, and prints the largest rate that
     any attacker can reach against the noise of one step. Global DP does not stop these attacks, because the server,
@@ -182,8 +193,13 @@ def attack_inversion(  # noqa: PLR0913 (one parameter per option)
     For example:
 
       fl-sim attack inversion results/all --model initial --steps 2000
+
+      fl-sim attack inversion results/all --method analytic --batch 8
     """
-    asked = {"records": records, "method": method, "batch": batch, "at": model, "steps": steps, "variation": variation}
+    asked = {
+        "records": records, "method": method, "batch": batch, "at": model, "steps": steps, "variation": variation,
+        "imprint": imprint,
+    }  # fmt: skip
     gradient_code.show_inversion(run, asked, out, data_root, json_output=json_output)
 
 

@@ -1,9 +1,9 @@
 """Gradient inversion: the reconstruction of training records from the gradient of one step of one client.
 
-The analytic method is for models whose first layer is linear. For a linear layer z = W x + b and one record, dL/dW =
-(dL/dz) x^T and dL/db = dL/dz. So row c of dL/dW divided by entry c of dL/db is x, for each c with dL/db_c != 0 (Phong
-et al. 2018, section 3). For all other models, an optimiser searches for records with the observed gradient
-(``fl_sim.threats.gradient_matching``). Labels are inferred first (``fl_sim.threats.labels``).
+The analytic method is for models whose first layer is linear (``fl_sim.threats.first_layer``). It computes a single
+record exactly, and those records of a batch that a neuron has for itself. For all other models, an optimiser searches
+for records with the observed gradient (``fl_sim.threats.gradient_matching``), after their labels are inferred
+(``fl_sim.threats.labels``).
 """
 
 import math
@@ -20,6 +20,7 @@ from fl_sim.errors import UserError
 from fl_sim.seeding import rng
 from fl_sim.threats.candidates import Recognised, recognised
 from fl_sim.threats.finished import FinishedRun
+from fl_sim.threats.first_layer import RowMeans, imprinted, label_of, linear_first, quotient
 from fl_sim.threats.gradient_matching import PixelBounds, matched, start_of
 from fl_sim.threats.labels import bias_gradients, estimated_counts, head_bias
 from fl_sim.threats.observed import Observed, server_of
@@ -41,9 +42,10 @@ class Asked:
     """The user's options for the attack.
 
     ``records``: the number of attacked records; 0 means the default of the method. ``batch``: the number of records in
-    one gradient. ``method``: "analytic", "optimise", or "auto" (the analytic method where it is possible, else the
-    optimiser). ``steps``: the number of optimiser steps; None for the default. ``variation``: the weight of the total
-    variation; None for the default. ``at``: the attacked model, before the first or after the last round.
+    one gradient. ``method``: "analytic", "optimise", or "auto": the analytic method for one record where it is
+    possible, else the optimiser. ``steps``: the number of optimiser steps; None for the default. ``variation``: the
+    weight of the total variation; None for the default. ``at``: the attacked model, before the first or after the last
+    round. ``imprint``: True for a malicious server, which sends an imprint layer in place of the first layer.
     """
 
     records: int = 0
@@ -52,6 +54,7 @@ class Asked:
     steps: int | None = None
     variation: float | None = None
     at: Literal["initial", "final"] = "final"
+    imprint: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,7 @@ def _psnr(squared: float) -> float:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The attack on one gradient: the reconstructions of its records.
+    """The attack on one gradient: the reconstructions of its records, in the order of the client's records.
 
     ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: the attacker's success
     in another attack, None without noise: it guesses which of ``CANDIDATES`` records a noisy gradient comes from.
@@ -102,29 +105,6 @@ class Attempt:
     found: list[Inverted]
     noise_multiplier: float | None = None
     recognised: Recognised | None = None
-
-
-def linear_first(model: nn.Module) -> str:
-    """Return the name of the first layer with parameters in ``model``. It must be a linear layer with a bias.
-
-    The input of this layer must be the unchanged record. Raises UserError for another kind of layer.
-    """
-    modules: list[tuple[str, nn.Module]] = [*model.named_modules()]
-    name, part = next((name, part) for name, part in modules if [*part.parameters(recurse=False)])
-    if not isinstance(part, nn.Linear) or part.bias is None:
-        raise UserError(
-            f"the first layer with parameters ({name or 'the model'}) is {type(part).__name__}, and analytic inversion "
-            "needs a linear layer with a bias there: leave --method out, or give a run of model=logistic, mlp or 2nn"
-        )
-    return name
-
-
-def quotient(gradient: Params, layer: str) -> torch.Tensor:
-    """Return the input of the linear layer ``layer``, (inputs,), computed from the gradient of one record."""
-    prefix = f"{layer}." if layer else ""
-    weight, bias = gradient[f"{prefix}weight"].double(), gradient[f"{prefix}bias"].double()
-    row = int(bias.abs().argmax())
-    return weight[row] / bias[row] if float(bias[row]) else torch.zeros_like(weight[row])
 
 
 def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = str) -> tuple[str, list[Attempt]]:
@@ -148,6 +128,8 @@ def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = 
     for number, client in enumerate(holders):
         observed = Observed.of(finished, client, server)
         observed.refuse_protected_updates(finished)
+        if asked.imprint and layer is not None:
+            observed = observed.at(imprinted(observed.model, layer, finished.test[0]))
         said = f"gradient {number + 1} of {len(holders)}, step"
         found = _reconstructed(finished, observed, client, asked, layer, partial(_show_step, show, said))
         attempts.append(_traced(finished, observed, Attempt(found), len(holders)))
@@ -160,16 +142,15 @@ def _show_step(show: Callable[[str], object], said: str, step: int) -> None:
 
 def _layer(model: nn.Module, asked: Asked) -> str | None:
     """Choose the method: return the name of the first layer for the analytic method, or None for the optimiser."""
-    if asked.method == "analytic" and asked.batch > 1:
-        raise UserError(
-            f"--method analytic needs the gradient of one record, but --batch is {asked.batch}: leave one of them out"
-        )
-    if asked.method == "optimise" or asked.batch > 1:
+    is_analytic = asked.method == "analytic" or asked.imprint
+    if asked.method == "optimise" and asked.imprint:
+        raise UserError("--imprint is for the analytic method: leave it or --method optimise out")
+    if not is_analytic and (asked.method == "optimise" or asked.batch > 1):
         return None
     try:
         layer = linear_first(model)
     except UserError:
-        if asked.method == "analytic":
+        if is_analytic:
             raise
         return None
     if asked.steps is not None or asked.variation is not None:
@@ -186,22 +167,16 @@ def _reconstructed(
 ) -> list[Inverted]:  # fmt: skip
     """Return reconstructions of the client's first ``asked.batch`` records from their common gradient."""
     inputs, labels = (part[: asked.batch] for part in finished.held_by(client))
-    gradient, bias = observed.noisy(observed.summed(inputs, labels), 0), head_bias(observed)
-    if asked.batch == 1:
-        guesses = gradient[bias].argmin()[None]
-    else:
-        by_class = bias_gradients(observed, finished.test)
-        counts = estimated_counts(gradient[bias].double().cpu().numpy(), by_class, asked.batch)
-        guesses = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(labels)
-    units = Units.of(finished, inputs)
+    gradient, units = observed.noisy(observed.summed(inputs, labels), 0), Units.of(finished, inputs)
     if layer is not None:
         if f"{layer}.weight".lstrip(".") not in gradient:
             raise UserError(
                 f"the first layer ({layer or 'the model'}) stays on the clients of this run, and analytic inversion "
                 "needs its gradient: give a run whose clients send this layer"
             )
-        made = quotient(gradient, layer).to(inputs).reshape(inputs.shape)
+        made, guesses = _computed(observed, gradient, layer, inputs, asked)
     else:
+        guesses = _guessed(finished, observed, gradient, asked.batch).to(labels)
         start = start_of(tuple(inputs.shape), inputs, rng(finished.job.experiment.seed, "inversion", client))
         made = matched(
             observed.model, gradient, guesses, start,
@@ -210,6 +185,36 @@ def _reconstructed(
         )  # fmt: skip
     typical = units.shown(finished.test[0].mean(0, keepdim=True))[0].cpu()
     return _compared(client, (inputs, labels), (made, guesses), units, typical)
+
+
+def _computed(
+    observed: Observed, gradient: Params, layer: str, inputs: torch.Tensor, asked: Asked
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the records and labels that ``gradient`` gives exactly.
+
+    Of a batch, each neuron gives one candidate. The result has the candidate that is nearest to each of the true
+    records ``inputs``: an attacker would have to select the plausible candidates itself.
+    """
+    head = gradient[head_bias(observed)]
+    if asked.batch == 1 and not asked.imprint:
+        return quotient(gradient, layer).to(inputs).reshape(inputs.shape), head.argmin()[None]
+    rows = (RowMeans.between if asked.imprint else RowMeans.of)(gradient, layer)
+    neurons = rows.nearest(inputs)
+    made = rows.inputs[neurons].to(inputs).reshape(inputs.shape)
+    labels = [
+        label_of(observed, layer, neuron, record, float(rows.entries[neuron]), len(head))
+        for neuron, record in zip(neurons.tolist(), made, strict=True)
+    ]
+    return made, torch.tensor(labels, device=inputs.device)
+
+
+def _guessed(finished: FinishedRun, observed: Observed, gradient: Params, batch: int) -> torch.Tensor:
+    """Return the estimated labels of ``batch`` records from the gradient of the last layer's bias, (batch,)."""
+    bias = gradient[head_bias(observed)]
+    if batch == 1:
+        return bias.argmin()[None]
+    counts = estimated_counts(bias.double().cpu().numpy(), bias_gradients(observed, finished.test), batch)
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
 
 
 def _compared(

@@ -18,7 +18,7 @@ from fl_sim.simulation.run import run
 from fl_sim.threats import gradient_matching
 from fl_sim.threats.candidates import most_found, recognised
 from fl_sim.threats.finished import FinishedRun
-from fl_sim.threats.inversion import linear_first, quotient
+from fl_sim.threats.first_layer import RowMeans, imprinted, label_of, linear_first, quotient
 from fl_sim.threats.labels import bias_gradients, estimated_counts, exact_counts, whole
 from fl_sim.threats.observed import Observed, server_of
 from fl_sim.types import Params
@@ -139,6 +139,62 @@ def test_the_gradient_of_one_record_gives_it_away_whatever_the_weights() -> None
         linear_first(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2, 3)))
 
 
+def test_of_a_batch_exactly_the_records_with_a_neuron_of_their_own_are_read_off_and_none_under_dp_sgd(
+    tmp_path: Path,
+) -> None:
+    made = finished(tmp_path / "open", model="2nn")
+    options = ["--method", "analytic", "--batch", "12", "--records", "24"]
+    found = told("inversion", tmp_path / "open", *options)
+    assert found["method"] == "analytic"
+    assert found["records"] == 24
+    alone, server = list[list[int]](), server_of(made, "final")
+    for client in (0, 1):
+        inputs, labels = (part[:12] for part in made.held_by(client))
+        observed = Observed.of(made, client, server)
+        layer = linear_first(observed.model)
+        first = dict(observed.model.named_modules())[layer]
+        active = (first(inputs.flatten(1)) > 0).numpy()
+        alone += [[client, one] for one in range(12) if (active[one] & (active.sum(0) == 1)).any()]
+        rows = RowMeans.of(observed.summed(inputs, labels), layer)
+        neuron = int(np.flatnonzero(active.sum(0) == 1)[0])
+        record = int(active[:, neuron].argmax())
+        right = label_of(observed, layer, neuron, inputs[record], float(rows.entries[neuron]), 10)
+        assert right == int(labels[record])
+    assert found["exact_records"] == alone
+    assert 4 < len(alone) < 22
+    assert found["exact"] == len(alone) <= found["labels_found"]
+    sent = told("inversion", tmp_path / "open", *options, "--imprint", "--model", "initial")
+    assert sent["exact"] > len(alone)
+    printed = CliRunner().invoke(app, ["attack", "inversion", str(tmp_path / "open"), *options]).stdout
+    assert "exact records, by their places among the client's records from 0: client 0: " in printed
+    finished(tmp_path / "private", model="2nn", **private())
+    for more in ([], ["--imprint"]):
+        found = told("inversion", tmp_path / "private", *options, "--records", "12", *more)
+        assert found["exact"] == 0
+        assert found["exact_records"] == []
+        assert found["median_error"] > 0.1
+
+
+def test_an_imprint_layer_gives_every_record_that_is_alone_between_two_thresholds() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 3)).double()
+        known, records, labels = torch.randn(500, 9).double(), torch.randn(12, 9).double(), torch.arange(12) % 3
+    layer = linear_first(model)
+    model.load_state_dict(imprinted(model, layer, known), strict=False)
+    loss = nn.functional.cross_entropy(model(records), labels)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    rows = RowMeans.between(dict(zip(names, torch.autograd.grad(loss, weights), strict=True)), layer)
+    bins = (model[1](records) > 0).sum(1)  # the number of thresholds below a record
+    found = rows.inputs[rows.nearest(records)]
+    is_exact = (found - records).abs().amax(1) < 1e-9
+    is_alone = torch.tensor([int((bins == one).sum()) == 1 and int(one) > 0 for one in bins])
+    assert torch.equal(is_exact, is_alone)
+    assert 3 < int(is_alone.sum()) < 12
+    with pytest.raises(UserError, match="has Conv2d there"):
+        imprinted(nn.Sequential(nn.Linear(3, 3), nn.Conv2d(1, 1, 1)), "0", known)
+
+
 def test_optimised_images_resemble_the_records_of_a_convolutional_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +267,10 @@ def test_what_leaves_no_client_is_not_attacked(tmp_path: Path) -> None:
     assert "train only on synthetic records" in refused("inversion", tmp_path / "synthetic")
     finished(tmp_path / "open")
     assert "no client of" in refused("inversion", tmp_path / "open", "--batch", "5000")
-    assert "needs the gradient of one record" in refused(
-        "inversion", tmp_path / "open", "--method", "analytic", "--batch", "2"
+    assert "--imprint is for the analytic method" in refused(
+        "inversion", tmp_path / "open", "--method", "optimise", "--imprint"
     )
+    assert "the model has none there" in refused("inversion", tmp_path / "open", "--imprint")
     assert "are for the optimiser" in refused("inversion", tmp_path / "open", "--steps", "9")
     finished(tmp_path / "head", model="mlp", local={"batch_size": 32, "personal": "head"})
     for verb in ("inversion", "labels"):
