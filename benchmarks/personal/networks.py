@@ -23,3 +23,14 @@ def one_hidden(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     for one in input_shape:
         size *= one
     return nn.Sequential(nn.Flatten(), nn.Linear(size, 200), nn.ReLU(), nn.Linear(200, num_classes))
+
+
+def niid_cnn_batch_norm(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return NIID-Bench's small CNN (``niid-cnn``) with BatchNorm after each convolution, for FedBN (Li et al. 2021)."""
+    channels, height, width = input_shape
+    pixels = ((height - 4) // 2 - 4) // 2 * (((width - 4) // 2 - 4) // 2)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16 * pixels, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes),
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -360,6 +361,14 @@ class Local(Settings):
                 f"{chosen} cannot run with attack {kind_of(attack)}: no attack defines the running statistics of "
                 "hostile clients; leave attack out, or take a model with nn.GroupNorm"
             )
+
+    @field_validator("personal", mode="before")
+    @classmethod
+    def _names_parameters(cls, given: Any) -> Any:
+        """Refuse "batch-norm": the setting of FedBN is ``batch_norm``, because running statistics stay, too."""
+        if given == "batch-norm":
+            raise ValueError("'batch-norm' is no parameter: for FedBN set local.batch_norm=personal")
+        return given
 
     @model_validator(mode="before")
     @classmethod
