@@ -17,7 +17,7 @@ from clients.client_layer import ClientLayer
 from fl_sim.engines import remote, wire
 from fl_sim.errors import RunError
 from fl_sim.kinds import is_own_kind
-from fl_sim.local_plan import LocalAlgorithm
+from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import error_context
 from fl_sim.params import WriteGuard, check_layout, layout_of
@@ -74,6 +74,22 @@ class PredictingStart(Protocol):
     @property
     def start_passes(self) -> int:
         """The number of predictions that one call of ``start`` makes for each training record of the client."""
+        ...
+
+
+@runtime_checkable
+class TrainingStart(Protocol):
+    """An algorithm whose method ``start`` trains, in minibatch steps. Time forecasts count and time these steps."""
+
+    def start_steps(self, num_examples: int, batch_size: int, starts: float) -> float:
+        """Return the number of steps in a client's first ``starts`` calls of ``start``, at least.
+
+        ``num_examples``: the number of the client's training records.
+        """
+        ...
+
+    def start_plan(self, params: Params) -> LocalPlan:
+        """Return the local plan of such a step. ``params``: the parameters of the received model."""
         ...
 
 

@@ -73,6 +73,20 @@ class FedALA(Averaging):
         weights = self._learned(task, client) if self.weight_learning_rate else task.state[_WEIGHTS]
         return replace(task, params={**task.params, **_mixture(task, weights)}, state={**state, _WEIGHTS: weights})
 
+    def start_steps(self, num_examples: int, batch_size: int, starts: float) -> float:
+        """Return the number of steps in a client's first ``starts`` starts: none in the first start.
+
+        The second start is counted with the smallest number of passes until convergence, later starts with one pass.
+        """
+        if not self.weight_learning_rate or starts <= 1:
+            return 0.0
+        passes = starts - 1 + _WINDOW * min(1.0, starts - 1)
+        return passes * math.ceil(math.ceil(self.record_share * num_examples) / batch_size)
+
+    def start_plan(self, params: Params) -> LocalPlan:
+        """Return the local plan of a step of the mixing weights: only the last layers have gradients."""
+        return LocalPlan(trained=frozenset(self._mixed(params)))
+
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the update y_i - x. The client state has y_i's last layers, the mixing weights W and a round count."""
         delta = subtract(trained.params, task.state.get(_RECEIVED, task.params))

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from clients.client_task import ClientRuntime, PredictingStart
+from clients.client_task import ClientRuntime, PredictingStart, TrainingStart
 from clients.train import further_job
 from fl_sim.data.naming import short_label
 from fl_sim.experiment.experiment import Experiment
@@ -138,6 +138,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
         replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # the server trains without parallel turns
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
+        *start_works(procedure, algorithm, trainings * cohort / job.experiment.num_members),
         *([features_work(job, job.body)] if isinstance(job.body, FrozenBody) else []),
         *(work for stage in stages for work in stage.work()),
     )
@@ -200,6 +201,41 @@ def num_predicted_at_start(job: Job, algorithm: LocalAlgorithm, starts: float) -
         return 0.0
     sizes = sizes_trained_on(job, sum(stage.num_pooled() for stage in stages_of(job)))
     return algorithm.start_passes * starts * float(sizes.mean())
+
+
+def start_works(
+    procedure: Procedure, algorithm: LocalAlgorithm, starts: float, *, before: float = 0.0
+) -> tuple[Work, ...]:
+    """Return the amount of training in the algorithm's method ``start``, in a run; empty if ``start`` does not train.
+
+    ``starts``: the number of calls of ``start`` by each client, after ``before`` earlier calls. A step is timed as a
+    turn of its own. The clients of one process start one after another.
+    """
+    if not isinstance(algorithm, TrainingStart):
+        return ()
+    job, engine = procedure.job, local_engine(procedure.job.experiment.engine)
+    experiment, batch_size = job.experiment, job.experiment.local.batch_size
+    pooled = sum(stage.num_pooled() for stage in stages_of(job))
+    sizes = [size for size in sizes_trained_on(job, pooled)[job.members].tolist() if size]
+    first, whole = (
+        sum(algorithm.start_steps(size, batch_size, times) for size in sizes) for times in (before, before + starts)
+    )
+    records = min(batch_size, max(1, round(float(np.mean(sizes or 1)))))
+    plan = algorithm.start_plan(detached(trainable(job.model()).items()))
+    how = f"{kind_of(experiment.algorithm)} at the start of a client's turn"
+    return (
+        Work(
+            f"a step of {experiment.model} on {short_label(experiment.data)} ({how}, {records} records)",
+            _kind(experiment, as_table(experiment.algorithm, "json"), "start", records),
+            whole - first,
+            whole - first,
+            partial(_turn, job, algorithm, plan, 1),
+            records,
+            at_once=1.0 if isinstance(engine, InProcess) else clients_at_once(engine, job),
+            threads=experiment.engine.threads,
+            clock=_clock_of(job),
+        ),
+    )
 
 
 def evaluation_work(procedure: Procedure, records: float) -> Work:

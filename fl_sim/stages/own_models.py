@@ -220,13 +220,14 @@ class OwnModels(Stage):
     def work(self) -> Sequence[Work]:
         """Return the amounts of computation for the measures.
 
-        Each measurement needs predictions. Some algorithms need further predictions, in their method ``start``. After
-        the last round, every client also trains once more.
+        Each measurement needs predictions. Some algorithms need further predictions, or training, in their method
+        ``start``. After the last round, every client also trains once more.
         """
         from fl_sim.simulation.forecast import (  # noqa: PLC0415 (these ask all stages)
             by_architecture,
             evaluation_work,
             num_predicted_at_start,
+            start_works,
             training_work,
         )
         from fl_sim.simulation.rounds import procedure_of  # noqa: PLC0415 (as above)
@@ -242,6 +243,7 @@ class OwnModels(Stage):
         return (
             *by_architecture(procedure, lambda one: evaluation_work(one, records * models + at_starts)),
             *by_architecture(procedure, lambda one: training_work(one, algorithm, share * (epochs + trains))),
+            *start_works(procedure, algorithm, self._times, before=experiment.rounds / share),
         )
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fl_sim.engines import arrays, wire
@@ -215,6 +216,27 @@ def test_the_predictions_are_those_of_the_run(
     run(quick(**settings), tmp_path / "run")
     planned = [one.pieces for one in procedure_of(job_of(quick(**settings))).work() if one.what.startswith("measuring")]
     assert sum(planned) == pytest.approx(sum(predicted), rel=0.02)
+
+
+def test_the_steps_before_local_training_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedALA's clients train weights in the method start: 11 passes in the second round, one pass in later rounds."""
+    # with a large threshold, the weights converge after the smallest number of passes
+    evaluate = {"clients": "class-shares", "personal_every": 2}
+    settings = {"algorithm": {"kind": "fedala", "threshold": 1e6}, "evaluate": evaluate, "partition": "dirichlet:0.5"}
+    taken, train = list[int](), Trainer.train
+
+    def counted(self: Trainer, job: Any) -> Any:
+        taken.append(len(job.plan.trained or ()) == 2)
+        return train(self, job)
+
+    monkeypatch.setattr(Trainer, "train", counted)
+    run(quick(**settings, rounds=4), tmp_path / "run")
+    job = job_of(quick(**settings, rounds=4))
+    planned = [one for one in procedure_of(job).work() if "at the start" in one.what]
+    assert sum(one.pieces for one in planned) == sum(taken) > 0
+    steps = -(-np.ceil(0.8 * job.shards.sizes) // 32)
+    assert [one.pieces for one in planned] == [13 * steps.sum(), 2 * steps.sum()]
+    assert len(_trained(planned[0], 1)) == 1
 
 
 def test_a_timed_step_trains_the_personal_model_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
