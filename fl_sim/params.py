@@ -201,8 +201,10 @@ def body_names(params: Params) -> frozenset[str]:
     if body := frozenset(params) - head_names(params):
         return body
     raise UserError(
-        "the method separates the model's head from its body, and all trained parameters of this model "
-        f"({', '.join(params)}) are its head: take a model of several layers, such as mlp"
+        f"the method separates the model's head from its body, and all trained parameters ({', '.join(params)}) belong "
+        "to the head: train a part of the body too (model.trainable=last:2 or all, and a model of several layers, such "
+        "as mlp); or take algorithm=local-only, where each client trains a head of its own, or fedavg, with one head "
+        "for all"
     )
 
 

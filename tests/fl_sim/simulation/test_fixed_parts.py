@@ -94,7 +94,7 @@ def test_a_frozen_parameter_is_to_every_algorithm_what_a_buffer_is(algorithm: st
 
 @pytest.mark.parametrize("algorithm", ["fedper", "fedrep", "fedbabu", "lg-fedavg"])
 def test_a_model_that_is_a_head_alone_has_no_part_that_could_be_personal(algorithm: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"head\.bias\) are its head: take a model of several layers, such as mlp"):
+    with pytest.raises(UserError, match=r"head\.bias\) belong to the head: train a part of the body too"):
         trained(tmp_path, "as_parameter", algorithm=algorithm)
 
 
