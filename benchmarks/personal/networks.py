@@ -26,7 +26,7 @@ def one_hidden(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def niid_cnn_batch_norm(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return NIID-Bench's small CNN (``niid-cnn``) with BatchNorm after each convolution, for FedBN (Li et al. 2021)."""
+    """Return NIID-Bench's CNN (``niid-cnn``) with BatchNorm after each convolution, for FedBN (Li et al. 2021)."""
     channels, height, width = input_shape
     pixels = ((height - 4) // 2 - 4) // 2 * (((width - 4) // 2 - 4) // 2)
     return nn.Sequential(
