@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from fl_sim.cli.privacy import distributed as sums_code
     from fl_sim.cli.privacy import pate as pate_code
     from fl_sim.cli.privacy import plan as plan_code
+    from fl_sim.cli.privacy import selection as selection_code
     from fl_sim.cli.privacy.plan import PlannedReleases, Sampling
 else:
     pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
     sums_code = LazyModule("fl_sim.cli.privacy.distributed")
+    selection_code = LazyModule("fl_sim.cli.privacy.selection")
 
 app = typer.Typer(
     help="Plan a privacy budget, or audit the noise mechanism of Global DP.",
@@ -236,6 +238,49 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
     for warning in plan["warnings"]:
         say(f"warning: {warning}", err=True)
     say(json.dumps(plan) if json_output else sums_code.in_words(plan))
+
+
+@app.command("selection")
+def plan_selection(  # noqa: PLR0913 (one parameter per option)
+    *,
+    trials: Annotated[float, typer.Option(help="Expected number of runs, each with settings drawn at random.")],
+    sampling_rate: Annotated[
+        float, typer.Option(help="Probability that a unit takes part in a step of a run, in (0, 1].")
+    ],
+    steps: Annotated[int, typer.Option(help="Number of noisy steps (or rounds) of one run.", min=1, max=10**9)],
+    noise_multiplier: _Noise = None,
+    delta: _Delta = 1e-5,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Largest allowed epsilon of the selection; then the noise is computed.")
+    ] = None,
+    distribution: Annotated[
+        Literal["negative-binomial", "poisson"], typer.Option(help="Distribution of the number of runs.")
+    ] = "negative-binomial",
+    eta: Annotated[
+        float | None, typer.Option(help="negative-binomial: shape above -1; 1 (default): geometric, 0: logarithmic.")
+    ] = None,
+    json_output: _Json = False,
+) -> None:
+    """Plan the privacy of choosing settings: publish only the best of a random number of private runs.
+
+    The number of runs stays secret. So the cost is much smaller than if all results were published (Papernot and
+    Steinke 2022). Give --noise-multiplier or --epsilon; the other one is computed.
+
+    For example:
+
+      fl-sim privacy selection --trials 20 --sampling-rate 0.01 --noise-multiplier 1.3 --steps 1000
+
+      fl-sim privacy selection --trials 20 --eta 0 --sampling-rate 0.01 --steps 1000 --epsilon 4
+    """
+    if not 0 < sampling_rate <= 1:
+        raise UserError(
+            f"sampling rate {sampling_rate} is not in (0, 1]: give the probability that one unit takes part in a step"
+        )
+    request = selection_code.SelectionRequest(
+        sampling_rate, noise_multiplier, steps, epsilon, delta, selection_code.trials_of(distribution, trials, eta)
+    )
+    plan = selection_code.answer(request)
+    say(json.dumps(plan) if json_output else selection_code.in_words(plan))
 
 
 @app.command("labels")

@@ -259,3 +259,19 @@ def test_a_plan_of_dp_sgd_names_the_setting_of_a_run_with_this_cost() -> None:
     assert "as in local.privacy=dp-sgd of fl-sim run" in by_records
     assert "local.privacy" not in runner.invoke(app, ["global-dp", *sampling, "--rounds", "10"]).stdout
     assert "such as a client with" in " ".join(runner.invoke(app, ["dp-sgd", "--help"]).stdout.split())
+
+
+def test_the_best_of_random_trials_costs_more_than_one_run_and_less_than_all_published() -> None:
+    asked = ("selection", "--trials", "20", "--sampling-rate", "0.01", "--steps", "1000")
+    plan = call(*asked, "--noise-multiplier", "1.3")
+    assert plan["epsilon_of_one_run"] < plan["epsilon"] < plan["epsilon_if_all_are_published"]
+    assert (plan["distribution"], plan["eta"], plan["gamma"]) == ("negative-binomial", 1.0, pytest.approx(1 / 20))
+    noisier = call(*asked, "--epsilon", "2", "--eta", "0")
+    assert 1.99 < noisier["epsilon"] <= 2
+    assert noisier["asked"] == "noise_multiplier"
+    shown = CliRunner().invoke(app, [*asked, "--noise-multiplier", "1.3", "--distribution", "poisson"]).stdout
+    assert "trials            20 on average, at most 31 with probability 0.99" in shown
+    assert "without a trial, a result that needs no data is published" in shown
+    assert "give one of --noise-multiplier and --epsilon" in refusal(*asked)
+    assert "leave it out" in refusal(*asked, "--epsilon", "1", "--eta", "0", "--distribution", "poisson")
+    assert "is not in (0, 1]" in refusal("selection", "--trials", "2", "--sampling-rate", "2", "--steps", "1")
