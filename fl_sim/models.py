@@ -137,14 +137,15 @@ MODELS: dict[str, Factory] = {
 }  # fmt: skip
 
 
-def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
+def default_model(input_shape: Shape, vocabulary: int = 0, *, has_labels: bool = True) -> str:
     """Return the name of the default model for records of ``input_shape``.
 
     Images get NIID-Bench's CNN. Images smaller than 16x16 pixels get DA-FL's CNN. Feature vectors get "mlp". Sequences
-    of tokens get "gru". ``vocabulary``: above 0 for sequences of tokens, and 0 for all other records.
+    of tokens get "gru", or "decoder" if they have no labels. ``vocabulary``: above 0 for sequences of tokens, and 0 for
+    all other records.
     """
     if vocabulary:
-        return GRU
+        return GRU if has_labels else "decoder"
     if len(input_shape) != 3:
         return "mlp"
     return "niid-cnn" if min(input_shape[1:]) >= 16 else "dafl-cnn"

@@ -168,6 +168,11 @@ class Dataset:
     text_of: Callable[[NDArray[np.float32]], str] | None = None
 
     @property
+    def has_labels(self) -> bool:
+        """True if records have labels. Texts without labels, for next-token prediction, are all of one class."""
+        return self.num_classes > 1
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one record: (channels, height, width) or (features,)."""
         return self.train.inputs.shape[1:]

@@ -10,6 +10,7 @@ from partitions.label_skew import Dirichlet, LabelK, Shards
 from partitions.quantity import Iid, Quantity
 from partitions.scheme import (
     ByGroup,
+    ByLabels,
     EvaluationSkew,
     FeatureSkew,
     ImpossibleSplit,
@@ -17,10 +18,12 @@ from partitions.scheme import (
     RecordSkew,
     Scheme,
     WithinSources,
+    uses_labels,
 )
 
 __all__ = [
     "ByGroup",
+    "ByLabels",
     "Colour",
     "Dirichlet",
     "Domain",
@@ -41,4 +44,5 @@ __all__ = [
     "Shards",
     "WithinSources",
     "label_counts",
+    "uses_labels",
 ]

@@ -32,6 +32,7 @@ from partitions.scheme import (
     Scheme,
     Stored,
     WithinSources,
+    uses_labels,
 )
 
 COLOURS: Final = {1: "grey", 3: "colour"}
@@ -82,6 +83,11 @@ class OverSplit:
     def keeps_sources(self) -> bool:
         """True if the inner partition ``over`` gives each client records of one source only (see ``WithinSources``)."""
         return isinstance(self.over, WithinSources) and self.over.keeps_sources
+
+    @property
+    def uses_labels(self) -> bool:
+        """True if the inner partition ``over`` uses labels (see ``ByLabels``)."""
+        return uses_labels(self.over)
 
     def group_of(self, client: int) -> int:
         """Return the group of ``client``. Groups and clients are numbered from 0."""
@@ -252,6 +258,11 @@ class PermuteLabels(OverSplit):
     needs_images: ClassVar[bool] = False
 
     @property
+    def uses_labels(self) -> bool:
+        """Return True, because each group of clients has labels of its own (see ``ByLabels``)."""
+        return True
+
+    @property
     def title(self) -> str:
         """The short name of this partition in tables and plots, such as ``permute-labels:4``."""
         return f"permute-labels:{self.k}"
@@ -303,6 +314,11 @@ class Domain:
                 f"domain: over={getattr(self.over, 'kind', type(self.over).__name__)} also follows the sources of the "
                 "records: take it by itself, or divide each domain by a partition that does not, such as dirichlet:0.3"
             )
+
+    @property
+    def uses_labels(self) -> bool:
+        """True if the inner partition ``over`` uses labels (see ``ByLabels``)."""
+        return uses_labels(self.over)
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Raise ImpossibleSplit, because this partition needs the source of each record."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.random import Generator
@@ -23,6 +23,7 @@ class LabelK:
     kind: Literal["label-k"] = field(default="label-k", kw_only=True)
     k: int = 1
 
+    uses_labels: ClassVar[bool] = True
     __pydantic_config__ = assign.STRICT
 
     def __post_init__(self) -> None:
@@ -82,6 +83,7 @@ class Dirichlet:
     min_size: int | None = None
     balanced: bool = False
 
+    uses_labels: ClassVar[bool] = True
     __pydantic_config__ = assign.STRICT
 
     def __post_init__(self) -> None:
@@ -145,6 +147,7 @@ class Shards:
     kind: Literal["shards"] = field(default="shards", kw_only=True)
     shards_per_client: int = 2
 
+    uses_labels: ClassVar[bool] = True
     __pydantic_config__ = assign.STRICT
 
     def __post_init__(self) -> None:

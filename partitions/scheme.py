@@ -64,6 +64,21 @@ class WithinSources(Protocol):
 
 
 @runtime_checkable
+class ByLabels(Protocol):
+    """A partition that may use the labels of records, such as a label skew. Records without labels do not fit it."""
+
+    @property
+    def uses_labels(self) -> bool:
+        """True if the partition uses labels."""
+        ...
+
+
+def uses_labels(scheme: Scheme) -> bool:
+    """Return True if ``scheme`` uses the labels of records, by its own statement (``ByLabels``)."""
+    return isinstance(scheme, ByLabels) and scheme.uses_labels
+
+
+@runtime_checkable
 class FeatureSkew(Protocol):
     """A partition that changes the inputs of each client, for example by noise, rotation or other colours."""
 

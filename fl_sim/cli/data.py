@@ -205,6 +205,9 @@ def _print_card(card: Mapping[str, Any]) -> None:
 
 
 def _print_classes(classes: list[dict[str, Any]]) -> None:
+    if not classes:
+        say("classes   none: the records have no labels")
+        return
     say(f"classes   {len(classes)}: training and test records")
     width = max(len(one["name"]) for one in classes[:_MOST])
     largest = max(one["train"] for one in classes)
@@ -247,7 +250,7 @@ def _print_records(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "text" in row:
             shown = row["text"] if len(row["text"]) <= _LONGEST else f"{row['text'][:_LONGEST]}..."
-            say(f"  {row['class']}: {shown}")
+            say(f"  {row['class']}: {shown}" if "class" in row else f"  {shown}")
             continue
         cells = [
             (name if "=" in name and value == 1 else f"{name} {value:g}")

@@ -65,12 +65,14 @@ def own_dataset(
     where: str,
     *,
     listed: tuple[str, ...] = (),
+    labelled: bool = True,
 ) -> Dataset:
     """Check the user's own records and return them as a data set. ``where``: the file, for error messages.
 
     ``listed``: the classes in the setting ``data.classes``; empty if it is not set. Raises UserError if there are no
     training or no test records, or if their shapes or types differ. With L classes, labels must be 0 to L - 1. Without
     ``listed`` there must be at least two classes, each with training records. A class in ``listed`` may have no record.
+    ``labelled``: False for records without labels; all labels are then 0.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -85,6 +87,8 @@ def own_dataset(
             f"{where}: training records are {_type(train)} but test records {_type(test)}; give both the same "
             "shape and type"
         )
+    if not labelled:
+        return Dataset(name, train, test, 1, mean, std)
     if listed:
         for labels in (train.labels, test.labels):
             if not 0 <= labels.min() <= labels.max() < len(listed):
@@ -274,6 +278,7 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
         "classes": [
             {"name": name, "train": int(train_count), "test": int(test_count)}
             for name, train_count, test_count in zip(_class_names(dataset), *counts, strict=True)
+            if dataset.has_labels
         ],
         "clients": _clients(dataset),
         "columns": [{"name": name, "is": what} for name, what in dataset.shown],
@@ -282,7 +287,10 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
     if with_records and dataset.text_of is not None:
         classes = _class_names(dataset)
         card["first_records"] = [
-            {"text": dataset.text_of(train.inputs[row]), "class": classes[train.labels[row]]}
+            {
+                "text": dataset.text_of(train.inputs[row]),
+                **({"class": classes[train.labels[row]]} if dataset.has_labels else {}),
+            }
             for row in range(min(FIRST, len(train)))
         ]
     elif with_records and not is_image:

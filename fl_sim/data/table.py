@@ -261,7 +261,9 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
     if not drops:
         filled = {feature.name for feature in features if feature.is_filled}
         columns.check_missing(found, [name for name in roles.columns if name not in filled], roles.features)
-    classes = listed or columns.classes_of(seen[roles.label], where)
+    if listed and not roles.label:
+        raise UserError(f"{where}: data.classes lists the labels, and there is no label column: set data.label=COLUMN")
+    classes = listed or (columns.classes_of(seen[roles.label], where) if roles.label else ())
     if listed and not drops and set(seen[roles.label].texts or ("", "")) - set(listed):
         cure = ", or remove such records by data.missing=drop"
         raise unlisted(f"{where}, column {roles.label!r}", cure)
@@ -307,7 +309,7 @@ def rows_of(plan: TablePlan) -> Rows:
     if not len(rows.labels) or rows.is_test.all() or not rows.is_test.any():
         part = "training" if rows.is_test.all() else "test"
         raise UserError(f"{plan.where}: there are no {part} records; add some, or change the split of the records")
-    if not plan.listed:
+    if plan.roles.label and not plan.listed:
         where = f"{plan.where}, column {plan.roles.label!r}"
         check_classes(rows.labels[~rows.is_test], rows.labels[rows.is_test], plan.classes, where)
     return rows
@@ -413,11 +415,11 @@ def _fill(rows: Rows, plan: TablePlan) -> None:
     filled = {feature.name for feature in plan.features if feature.is_filled}
     for number, table in enumerate(plan.tables):
         for batch in table.batches(plan.roles.columns):
-            labels = batch[plan.roles.label]
-            some = slice(first, first + len(labels))
+            some = slice(first, first + len(batch[plan.roles.columns[0]]))
             for feature in plan.features:
                 feature.put_into(rows.inputs[some], batch[feature.name])
-            rows.labels[some] = _codes(labels, plan.classes)
+            if plan.roles.label:
+                rows.labels[some] = _codes(batch[plan.roles.label], plan.classes)
             rows.is_test[some] = number == 1
             if plan.roles.client:
                 rows.clients[some] = _codes(batch[plan.roles.client], plan.clients)
@@ -427,7 +429,9 @@ def _fill(rows: Rows, plan: TablePlan) -> None:
             if plan.drops:
                 whole = [cells.is_valid() for name, cells in batch.items() if name not in filled]
                 rows.kept[some] = np.all([np.asarray(cells) for cells in whole], axis=0)
-                rows.kept[some] &= np.asarray(compute.is_in(texts_of(labels), value_set=_texts(plan.classes)))
+            if plan.drops and plan.roles.label:
+                labels = texts_of(batch[plan.roles.label])
+                rows.kept[some] &= np.asarray(compute.is_in(labels, value_set=_texts(plan.classes)))
             first = some.stop
 
 

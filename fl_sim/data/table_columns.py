@@ -201,7 +201,7 @@ def is_category(seen: ColumnContent) -> bool:
 
 @dataclass(frozen=True)
 class Roles:
-    """The names of the columns by role. ``client``, ``split`` and ``text``: empty if there is no such column."""
+    """The names of the columns by role: "" if there is no such column. Only a table of texts may have no label."""
 
     label: str
     client: str
@@ -218,11 +218,11 @@ class Roles:
 def roles_of(own: OwnName, table: TableReader, *, with_features: bool = True, text: str = "") -> Roles:
     """Return the roles of the columns of ``table``, by the settings or by the column names label, client and split.
 
-    ``text``: the column of texts that become tokens, if any. Raises UserError for a missing column, and for a column
-    with two roles.
+    ``text``: the column of texts that become tokens, if any. Texts need no labels. Raises UserError for a missing
+    column, and for a column with two roles.
     """
     label = own.option("label") or ("label" if "label" in table.names else "")
-    if not label:
+    if not label and not text:
         raise UserError(
             f"{table.where} has no column called label: name the label column by data.label=COLUMN; its columns are "
             f"{enumerated(table.names, _MOST_NAMES)}"

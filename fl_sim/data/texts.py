@@ -28,6 +28,7 @@ MOST: Final = 256
 _LONGEST: Final = 100_000
 _OF_TEXTS: Final = ("tokenizer", "max_length", "alphabet")
 _OF_VECTORS: Final = ("drop", "range", "category", "fill", "scale")
+_NO_LABELS: Final = "the texts have no labels, and a model predicts their next tokens"
 _LENGTH_READ_OFF: Final = "the length of the longest text (public with data.max_length=NUMBER)"
 
 
@@ -70,14 +71,25 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
     train, test = (records.take(np.flatnonzero(mask)) for mask in (~rows.is_test, rows.is_test))
     listed = plan.classes if plan.listed else ()
     return replace(
-        own_dataset(name, train, test, (0.0,), (1.0,), plan.where, listed=listed),
+        own_dataset(name, train, test, (0.0,), (1.0,), plan.where, listed=listed, labelled=bool(plan.roles.label)),
         note=_note(plan, tokenizer, most),
         classes=plan.classes,
         sources=plan.clients,
         counted=_counted(plan, rows, made, most),
         shown=_shown(plan, tokenizer),
-        read_off=(*read_off_classes(plan.listed), *([] if own.option("max_length") else [_LENGTH_READ_OFF])),
-        inferred=(f"column {column!r} contains texts: {tokenizer.name}", *table.found_by_name(plan, own)),
+        read_off=(
+            *read_off_classes(plan.listed or not plan.roles.label),
+            *([] if own.option("max_length") else [_LENGTH_READ_OFF]),
+        ),
+        inferred=(
+            f"column {column!r} contains texts: {tokenizer.name}",
+            *(
+                []
+                if plan.roles.label
+                else [f"no column is called label: {_NO_LABELS}; data.label=COLUMN names a column"]
+            ),
+            *table.found_by_name(plan, own),
+        ),
         vocabulary=tokenizer.size,
         text_of=tokenizer.text,
     )
@@ -154,7 +166,9 @@ def _of_length(rows: NDArray[np.float32], length: int, plan: TablePlan) -> NDArr
 def _note(plan: TablePlan, tokenizer: Tokenizer, most: int) -> str:
     parts = [
         f"texts {plan.roles.text}: {tokenizer.name}, cut after {most:,} tokens",
-        f"label {plan.roles.label}: {', '.join(plan.classes) if plan.listed else f'{len(plan.classes)} classes'}",
+        f"label {plan.roles.label}: {', '.join(plan.classes) if plan.listed else f'{len(plan.classes)} classes'}"
+        if plan.roles.label
+        else _NO_LABELS,
         f"{len(plan.clients):,} clients by {plan.roles.client}" if plan.clients else "",
         plan.test_records,
         f"records {table.lacking(plan)} are left out" if plan.drops else "",
@@ -173,7 +187,9 @@ def _counted(plan: TablePlan, rows: Rows, made: Tokens, most: int) -> tuple[str,
 
 def _shown(plan: TablePlan, tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
     roles = plan.roles
-    lines = [(roles.text, f"texts: {tokenizer.name}"), (roles.label, f"label: {', '.join(plan.classes)}")]
+    lines = [(roles.text, f"texts: {tokenizer.name}")]
+    if roles.label:
+        lines.append((roles.label, f"label: {', '.join(plan.classes)}"))
     if plan.clients:
         lines.append((roles.client, f"client: {len(plan.clients):,} clients"))
     if roles.split:

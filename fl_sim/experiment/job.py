@@ -37,7 +37,7 @@ from fl_sim.training.loop import resident, to_tensors
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Examples, Params, Precision
-from partitions import ByGroup, EvaluationSkew, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources
+from partitions import ByGroup, EvaluationSkew, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources, uses_labels
 from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling, num_further_outputs
 
 
@@ -306,6 +306,11 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     shards = shards.where(~np.isin(shards.records, own)) if len(own) else shards
     aside = dataset.train.take(own) if len(own) else None
     job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights, set_aside=aside)
+    if not dataset.has_labels and job.predicts_classes:
+        raise UserError(
+            f"{without_settings(experiment.data)} has no labels, and model {experiment.model.name} predicts classes: "
+            "set data.label=COLUMN, or take a model that predicts the next token, such as model=decoder"
+        )
     if experiment.evaluate.measures_clients:
         job = _with_own_tests(job, pooled)
         dataset = job.dataset
@@ -447,7 +452,8 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     filled |= {name: part.sealed() for name, part in given.items() if isinstance(part, Sealing)}
-    filled["model"] = experiment.model.sealed(models.default_model(dataset.input_shape, dataset.vocabulary))
+    default = models.default_model(dataset.input_shape, dataset.vocabulary, has_labels=dataset.has_labels)
+    filled["model"] = experiment.model.sealed(default)
     return changed(experiment, **filled)
 
 
@@ -605,6 +611,11 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
 
     The result has one array for each client: the positions of the client's records in the array ``records``.
     """
+    if uses_labels(scheme) and not dataset.has_labels:
+        raise UserError(
+            f"partition={kind_of(scheme)} divides records by their labels, and {without_settings(dataset.name)} has no "
+            "labels: set data.label=COLUMN, or take partition=iid, natural (by the column data.client) or quantity:0.5"
+        )
     labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
 
     def drawn() -> Parts:

@@ -179,7 +179,7 @@ class OwnModels(Stage):
         if names := sources_of(self.job.dataset, self.job.shards):
             by_client["by_source"] = self._measures.by_source(names)
         dataset = self.job.dataset
-        if dataset.num_classes <= MOST_NAMED:
+        if dataset.has_labels and dataset.num_classes <= MOST_NAMED:
             classes = dataset.classes or tuple(map(str, range(dataset.num_classes)))
             by_client["by_class"] = self._measures.recall_of_classes(classes)
         return {"personal": {**records, **measures, **self._measures.recalls, **by_client, **said}}

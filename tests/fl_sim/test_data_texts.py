@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file
 
 from fl_sim.cli.data import show_card
 from fl_sim.data import find, load, read
@@ -46,6 +47,51 @@ def test_texts_are_bytes_with_named_labels_and_clients_and_other_columns_are_lef
         "texts review: bytes of UTF-8, cut after 256 tokens; label mood: 2 classes; 2 clients by source; "
         "0.25 of every client's records are for testing, drawn by test_seed 0"
     )
+
+
+def test_without_labels_a_language_model_learns_the_same_bits(tmp_path, capsys):
+    path = reviews(tmp_path, [f"{word} {i}" for i, word in enumerate([GOOD, BAD] * 12)])
+    found, labelled = (load(f"csv:{path}:{name}") for name in (SETTINGS.replace(":label=mood", ""), SETTINGS))
+    assert (found.num_classes, found.has_labels, found.classes, labelled.has_labels) == (1, False, (), True)
+    np.testing.assert_array_equal(found.train.inputs, labelled.train.inputs)
+    np.testing.assert_array_equal(found.test.groups, labelled.test.groups)
+    assert "the texts have no labels, and a model predicts their next tokens; 2 clients by source" in found.note
+    assert found.inferred[1].startswith("no column is called label: ")
+    assert not any("class" in line for line in found.read_off)
+    data = f"csv:{path}:text=review:client=source:test=0.25:max_length=8"
+    settings = {"partition": "natural", "clients": 2, "rounds": 1, "evaluate": {"clients": "own"}}
+    settings["engine"] = "inprocess"
+    for name, more in (("without", ""), ("with", ":label=mood")):
+        run(experiment_from({**settings, "data": f"{data}{more}", "model": "decoder"}), tmp_path / name)
+    ends = [load_file(tmp_path / name / "model.safetensors") for name in ("without", "with")]
+    assert all(torch.equal(ends[1][name], value) for name, value in ends[0].items())
+    result = json.loads((tmp_path / "without" / "result.json").read_text())
+    assert json.loads((tmp_path / "without" / "rounds.jsonl").read_text())["test_perplexity"] > 1
+    assert "by_class" not in result["personal"]
+    assert job_of(experiment_from({**settings, "data": data})).experiment.model.name == "decoder"
+    show_card([data], None, None, with_records=True, json_output=False)
+    assert "classes   none: the records have no labels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"partition=label-k divides records by their labels, and csv:\S+ has no labels: set data\.label=COLUMN"),
+        (
+            {"partition": {"kind": "domain", "over": "dirichlet:0.3"}},
+            "partition=domain divides records by their labels",
+        ),
+        ({"partition": "permute-labels:2"}, "partition=permute-labels divides records by their labels"),
+        ({"partition": "iid", "model": "gru"}, r"has no labels, and model gru predicts classes: .* model=decoder"),
+        ({"data": ":classes=a+b"}, r"data\.classes lists the labels, and there is no label column"),
+    ],
+    ids=str,
+)
+def test_what_needs_labels_says_so(tmp_path, changes, message):
+    data = f"csv:{reviews(tmp_path, [GOOD, BAD] * 8)}:text=review:client=source:test=0.25{changes.get('data', '')}"
+    settings = {"clients": 2, **changes, "data": data}
+    with pytest.raises(UserError, match=message):
+        job_of(experiment_from(settings))
 
 
 def test_characters_have_a_token_each_and_foreign_ones_share_one(tmp_path):
