@@ -226,14 +226,30 @@ def attack_labels(
 
 
 @attack_app.command("canaries")
-def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_output: AsJson = False) -> None:
-    """Prove a lower bound on the epsilon of a finished run, with its training records as canaries.
+def attack_canaries(
+    run: RunDirectory,
+    *,
+    crafted: Annotated[
+        bool, typer.Option("--crafted", help="Audit the private steps of one client with worst-case records.")
+    ] = False,
+    audit_runs: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="--crafted: number of audit runs (default: 5).")
+    ] = None,
+    data_root: DataRoot = None,
+    json_output: AsJson = False,
+) -> None:
+    """Prove a lower bound on the epsilon of a finished run by canaries: its training records, or crafted records.
 
     Canaries are records about which an attacker guesses whether the model was trained on them. The run must have
     left_out=0.5, so that each record was used with probability 1/2. The command guesses which records were used, from
     the loss of the final model (Steinke, Nasr, Jagielski 2023). It prints the lower bound of epsilon that follows from
     the right guesses with 95 % confidence, and the epsilon that the run claims. Ordinary records are weak canaries, so
-    the bound is usually far below the claim. Records with wrong labels are stronger canaries.
+    the bound is usually far below the claim.
+
+    With --crafted, for runs with local.privacy=dp-sgd and any left_out, the command repeats the private steps of the
+    client with the largest epsilon on crafted records (Nasr et al. 2023). The gradients of these records are as long as
+    the clipping norm, and orthogonal. The attacker sees the client's model of every round. The bound is close to the
+    claim, and more audit runs bring it closer. It tests noise, batches, clipping and bill, but not the run's own model.
 
     For example:
 
@@ -241,6 +257,11 @@ def attack_canaries(run: RunDirectory, *, data_root: DataRoot = None, json_outpu
 
       fl-sim attack canaries results/half
     """
+    if crafted:
+        threats_code.show_crafted(run, audit_runs or 5, data_root, json_output=json_output)
+        return
+    if audit_runs is not None:
+        raise typer.BadParameter("this option is for --crafted: leave it out", param_hint="--audit-runs")
     threats_code.show_canaries(run, data_root, json_output=json_output)
 
 

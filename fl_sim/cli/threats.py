@@ -281,6 +281,42 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
     say_privacy(finished.privacy)
 
 
+def show_crafted(run: Path, runs: int, data_root: Path | None, *, json_output: bool) -> None:
+    """Print a lower bound on the epsilon of the private local steps of ``run``, by canaries that are crafted.
+
+    ``runs``: the number of audit runs. They repeat the private steps of one client on crafted records.
+    """
+    with importing():
+        from fl_sim.threats.crafted import audit_crafted  # noqa: PLC0415 (slow, only here)
+        from fl_sim.threats.finished import FinishedRun  # noqa: PLC0415
+
+    finished = FinishedRun.of(run, data_root)
+    with waiting() as show:
+        found = audit_crafted(finished, runs, show)
+    facts = {
+        "attack": "canaries", "run": str(run), "crafted": True, **asdict(found),
+        "privacy": list(finished.facts["privacy"]),
+    }  # fmt: skip
+    if json_output:
+        say(json.dumps(facts))
+        return
+    verdict = "REFUTED" if found.epsilon_lower_bound > found.claimed else "not refuted"
+    say(
+        f"{found.canaries:,} crafted canaries in {found.runs} audit runs of {found.steps} steps, with the sampling "
+        f"rate {found.sampling_rate:.4g} and the noise multiplier {found.noise_multiplier:.4g} of the run's client "
+        "with the largest epsilon:"
+    )
+    say(
+        f"at delta {found.delta:g}, epsilon is at least {found.epsilon_lower_bound:.2f} with 95 % confidence (from "
+        f"guesses in all audit runs together: {found.one_run:.2f}); estimate without confidence {found.estimate:.2f}"
+    )
+    say(
+        f"the run claims epsilon {found.claimed:.3g} for a record: {verdict}; lower bound / claim "
+        f"{found.epsilon_lower_bound / found.claimed:.2f}"
+    )
+    say_privacy(finished.privacy)
+
+
 def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> None:
     """Print how accurately an attacker guesses clients' classes from their synthetic records in ``run``.
 
