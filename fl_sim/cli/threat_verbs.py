@@ -248,8 +248,8 @@ def attack_canaries(
 
     With --crafted, for runs with local.privacy=dp-sgd and any left_out, the command repeats the private steps of the
     client with the largest epsilon on crafted records (Nasr et al. 2023). The gradients of these records are as long as
-    the clipping norm, and orthogonal. The attacker sees the client's model of every round. The bound is close to the
-    claim, and more audit runs bring it closer. It tests noise, batches, clipping and bill, but not the run's own model.
+    the clipping norm, and orthogonal. The attacker sees the model after every step. The bound is closer to the claim,
+    and more audit runs bring it closer. It tests noise, batches, clipping and bill, but not the run's own model.
 
     For example:
 

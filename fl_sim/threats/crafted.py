@@ -5,10 +5,11 @@ nearly the same loss on all of them. A crafted canary is zero except for one fea
 gradient is much longer than the clipping norm. So each canary that joins a step moves the noisy sum of this step by
 exactly the clipping norm, in a direction of its own (worst-case input canaries, as in Nasr et al. 2023, section 4).
 
-The audit repeats the private training of one client: the client of a finished run with the largest epsilon. Number of
-rounds, steps, noise multiplier and sampling rate are those of the client. Its records are canaries, each of which is
-replaced by zeros with probability 1/2, and its model is linear. The auditor is the server: it sees the client's model
-of every round, but not its batches. No record of the finished run is read.
+The audit repeats the private training of one client: the client of a finished run with the largest epsilon. The number
+of steps, noise multiplier and sampling rate are those of the client. Its records are canaries, each of which is
+replaced by zeros with probability 1/2, and its model is linear. The auditor does not see the batches. It sees the model
+after every step, because the bill adds up the steps as if each were published (of more than ``MOST_SEEN`` steps, it
+sees the model after equal groups of steps). No record of the finished run is read.
 
 The directions, the coins and the noise of two canaries are independent. So each canary is an audit of its own. The
 scores are log likelihood ratios, and they refute a curve of delta over epsilon. The lower bound is the epsilon of the
@@ -49,6 +50,8 @@ FILE: Final = "canaries.npz"
 """The file in the data root: the mask ``taking_part`` of the canaries, and ``records``, the number of records."""
 MOST_CANARIES: Final = 2000
 """The largest number of canaries in one run."""
+MOST_SEEN: Final = 500
+"""The largest number of models that the auditor sees, except in runs with more rounds."""
 _MOST_NUMBERS: Final = 2**26
 _LENGTH: Final = 100.0
 """The only number of a canary that is not 0. Its gradient at a model of zeros has the norm 71."""
@@ -80,7 +83,7 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class AuditedSteps:
-    """The private steps that are audited: ``rounds`` rounds of ``steps`` steps each, of a client with a ``rate``.
+    """The private steps that are audited: ``rounds`` rounds of ``steps`` steps each. A model is seen after each round.
 
     ``batch_size``, ``count``: the sampling rate is their quotient. ``noise``: the noise multiplier. ``claimed``: the
     claimed epsilon of all steps at ``delta``. ``source``: the setting ``local.privacy.noise``.
@@ -120,6 +123,7 @@ class AuditedSteps:
         count, rounds = int(clients[0]["records"]), int(clients[0]["rounds"])
         size = min(count, finished.job.experiment.local.batch_size)
         copies = -(-MOST_CANARIES // count)  # the rate is the same with so many times the records and the batch size
+        rounds = max(rounds, *(one for one in range(1, min(times, MOST_SEEN) + 1) if times % one == 0), 1)
         return cls(
             rounds, times // rounds, copies * size, copies * count, noise, _claim(statement), statement.of_run[1],
             privacy.noise,

@@ -59,13 +59,19 @@ def test_the_bound_is_near_the_claim_and_half_the_noise_is_refuted(tmp_path: Pat
     assert "REFUTED" in shown
 
 
-def test_the_audited_steps_are_those_of_the_client_with_the_largest_epsilon(tmp_path: Path) -> None:
+def test_the_audited_steps_are_those_of_the_client_with_the_largest_epsilon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = finished(tmp_path, batch_size=32, **private(clipping="automatic"))
     steps, sizes = AuditedSteps.of(made), made.job.shards.sizes
     assert steps.count % int(sizes.min()) == 0
     assert steps.rate == 32 / sizes.min()
     assert steps.count >= 2000
-    assert (steps.rounds, steps.steps, steps.noise) == (2, -(-int(sizes.min()) // 32), 1.5)
+    total = 2 * -(-int(sizes.min()) // 32)
+    assert (steps.rounds, steps.steps, steps.noise) == (total, 1, 1.5)  # the model is seen after every step
+    monkeypatch.setattr("fl_sim.threats.crafted.MOST_SEEN", 3)
+    assert AuditedSteps.of(made).rounds * AuditedSteps.of(made).steps == total
+    assert AuditedSteps.of(made).rounds <= 3
     assert steps.epsilon_with(1.5) == pytest.approx(steps.claimed, rel=0.05)
 
 
