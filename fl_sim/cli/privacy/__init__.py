@@ -17,6 +17,7 @@ from fl_sim.importing import LazyModule, importing
 from fl_sim.own_code import load_object
 
 if TYPE_CHECKING:
+    from fl_sim.cli.privacy import counts as counts_code
     from fl_sim.cli.privacy import distributed as sums_code
     from fl_sim.cli.privacy import pate as pate_code
     from fl_sim.cli.privacy import plan as plan_code
@@ -26,6 +27,7 @@ else:
     pate_code, plan_code = LazyModule("fl_sim.cli.privacy.pate"), LazyModule("fl_sim.cli.privacy.plan")
     sums_code = LazyModule("fl_sim.cli.privacy.distributed")
     selection_code = LazyModule("fl_sim.cli.privacy.selection")
+    counts_code = LazyModule("fl_sim.cli.privacy.counts")
 
 app = typer.Typer(
     help="Plan a privacy budget, or audit the noise mechanism of Global DP.",
@@ -281,6 +283,41 @@ def plan_selection(  # noqa: PLR0913 (one parameter per option)
     )
     plan = selection_code.answer(request)
     say(json.dumps(plan) if json_output else selection_code.in_words(plan))
+
+
+@app.command("counts")
+def plan_counts(
+    *,
+    count_noise: Annotated[
+        float | None, typer.Option(help="Standard deviation of the noise on a count; computed if left out.")
+    ] = None,
+    measurements: Annotated[
+        int | None,
+        typer.Option(
+            help="Measurements of a client's model; if left out, the largest number that --epsilon allows.",
+            min=1, max=10**9,
+        ),
+    ] = None,
+    delta: _Delta = 1e-5,
+    epsilon: _Epsilon = None,
+    records: Annotated[
+        int | None, typer.Option(help="Test records of a client, for the error of its accuracy.", min=1)
+    ] = None,
+    json_output: _Json = False,
+) -> None:  # fmt: skip
+    """Plan noisy counts of right answers on clients' own test records: give two of noise, measurements and epsilon.
+
+    The settings are evaluate.clients=own and evaluate.count_noise in a run with local.privacy=dp-sgd. The guarantee is
+    for a test record of a client.
+
+    For example:
+
+      fl-sim privacy counts --measurements 10 --epsilon 1 --records 200
+    """
+    plan = counts_code.answer(counts_code.CountsRequest(count_noise, measurements, epsilon, delta, records))
+    for warning in plan["warnings"]:
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(plan) if json_output else counts_code.in_words(plan))
 
 
 @app.command("labels")

@@ -9,9 +9,12 @@ import pytest
 from dp_accounting import dp_event, pld
 from typer.testing import CliRunner
 
+from clients.noisy_counts import counting_cost
+from clients.paid_rounds import ClientProtection
 from fl_sim.cli.privacy import app, audit
 from fl_sim.cli.privacy.audit import TRUE_MECHANISM, TRUE_SAMPLING, Finding, audit_global_dp
 from fl_sim.errors import UserError
+from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.testing_fixtures import SetFineness
 
@@ -275,3 +278,24 @@ def test_the_best_of_random_trials_costs_more_than_one_run_and_less_than_all_pub
     assert "give one of --noise-multiplier and --epsilon" in refusal(*asked)
     assert "leave it out" in refusal(*asked, "--epsilon", "1", "--eta", "0", "--distribution", "poisson")
     assert "is not in (0, 1]" in refusal("selection", "--trials", "2", "--sampling-rate", "2", "--steps", "1")
+
+
+def test_counts_are_planned_as_a_run_bills_them() -> None:
+    plan = call("counts", "--measurements", "10", "--epsilon", "1", "--records", "200")
+    run_cost = counting_cost(ClientProtection(1.0, 1e-5, 1.0, None, "secret"), 10)
+    assert plan["count_noise"] == run_cost.noise_multiplier
+    assert 0.999 < plan["epsilon"] <= 1
+    assert plan["measurements_that_fit"] == 10
+    assert plan["std_of_accuracy"] == plan["count_noise"] / 200
+    # k counts with noise s are one Gaussian mechanism with noise s / sqrt(k)
+    single = epsilon_of_counts({dp_event.GaussianDpEvent(plan["count_noise"] / 10**0.5): 1}, 1e-5)
+    assert plan["epsilon"] == pytest.approx(single, rel=1e-9)
+    fits = call("counts", "--count-noise", "20", "--epsilon", "1")["measurements"]
+    assert call("counts", "--count-noise", "20", "--measurements", str(fits))["epsilon"] <= 1
+    assert call("counts", "--count-noise", "20", "--measurements", str(fits + 1))["epsilon"] > 1
+    assert call("counts", "--count-noise", "0.1", "--measurements", "3", "--epsilon", "1")["epsilon"] > 1
+    shown = CliRunner().invoke(app, ["counts", "--count-noise", "20", "--measurements", "3", "--records", "50"])
+    assert "a client's error  40 points of accuracy with 50 test records" in shown.stdout
+    assert "give two of" in refusal("counts", "--epsilon", "1")
+    assert "gives no guarantee" in refusal("counts", "--count-noise", "0", "--measurements", "1")
+    assert "is not a positive number" in refusal("counts", "--epsilon", "-1", "--measurements", "1")
