@@ -590,16 +590,24 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
 
 
 def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the indices of the training records that the server keeps for its aggregator, in ascending order.
+    """Return the indices of the training records that the server keeps for itself, in ascending order.
 
     The settings ``forgotten`` and ``left_out`` do not change these indices. Raises UserError if clients would have no
     records left.
     """
-    aggregator, held = experiment.aggregator, len(dataset.train)
-    count = aggregator.num_set_aside if isinstance(aggregator, SettingAside) else 0
+    held, counts = len(dataset.train), dict[str, int]()
+    for name in ("aggregator", "algorithm"):
+        if isinstance(part := getattr(experiment, name), SettingAside) and part.num_set_aside:
+            counts[f"{name} {kind_of(part)}"] = part.num_set_aside
+    if len(counts) > 1:
+        raise UserError(
+            f"{' and '.join(counts)} both set training records aside for the server, and it has one set of records: "
+            "leave one of them out"
+        )
+    count = sum(counts.values())
     if count >= held:
         raise UserError(
-            f"aggregator {kind_of(aggregator)} sets {count:,} training records aside, and {dataset.name} has {held:,}: "
+            f"{''.join(counts)} sets {count:,} training records aside, and {dataset.name} has {held:,}: "
             "set fewer records aside, so that clients have records, too"
         )
     drawn = rng(experiment.seed_of_partition, "records of the server")

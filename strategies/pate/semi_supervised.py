@@ -32,8 +32,8 @@ from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.settings import Settings
+from strategies.fixmatch import Augmentation, pseudo_labels, view
 from strategies.pate.student import (
-    Augmentation,
     Batches,
     Coins,
     StudentData,
@@ -46,7 +46,6 @@ from strategies.pate.student import (
     predict,
     rise_and_cosine,
     set_rate,
-    view,
 )
 
 _LATENT: Final = 100  # the number of random numbers in the GAN generator's input
@@ -164,12 +163,12 @@ class _FixMatchRun:
             guess = self._aligned(self.model(view(moves.weak, public, self.generator)).softmax(dim=1))
             given = self.spread[unlabelled]
             guess = torch.where(given.amax(dim=1, keepdim=True) >= settings.threshold, given, guess)
-        sure, pseudo = guess.max(dim=1)
+        pseudo, is_sure = pseudo_labels(guess, settings.threshold)
         views = [view(moves.strong, records, self.generator) for records in (data.labelled[labelled], public)]
         logits = self.model(torch.cat(views))
         ours, theirs = logits[: len(labelled)], logits[len(labelled) :]
         supervised = torch.nn.functional.cross_entropy(ours, labels, reduction="none") * self.trusted[labelled]
-        consistent = torch.nn.functional.cross_entropy(theirs, pseudo, reduction="none") * (sure >= settings.threshold)
+        consistent = torch.nn.functional.cross_entropy(theirs, pseudo, reduction="none") * is_sure
         return supervised.mean() + consistent.mean()
 
     def _aligned(self, guess: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,10 @@ from torch import nn
 from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.training.loop import to_tensors
+from strategies.fixmatch import Augmentation
 from strategies.pate.networks import GaussianNoise, gan_classifier, student_cnn
 from strategies.pate.semi_supervised import FeatureMatchingGan, FixMatch
-from strategies.pate.student import Augmentation, Batches, Student, StudentData, Supervised, predict
+from strategies.pate.student import Batches, Student, StudentData, Supervised, predict
 
 SHAPE = (1, 8, 8)
 SMALL = Augmentation(rotation=10, scale=0.1, shear=0.1, shift=0.15, elastic=0.05, erase=0.25)
