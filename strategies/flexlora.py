@@ -1,14 +1,27 @@
 """FlexLoRA: the mean of the clients' products B_i A_i, cut to rank r by its SVD (Bai et al. 2024, section 3)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
 
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices
-from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Payloads, ServerState, Trained
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.algorithm import Averaging
 from strategies.flora import check_products, factored, unfolded, with_delta
 from strategies.low_rank import STARTS_WITH, factors_in
+from strategies.ranks import RANK, check_one_shape, first_components, first_state, share_of, with_ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _several(value: object) -> object:
+    """Convert a single number in ``ranks`` to a tuple of length 1. Any other value is returned unchanged."""
+    return (value,) if isinstance(value, int) else value
 
 
 class FlexLoRA(Averaging):
@@ -16,16 +29,48 @@ class FlexLoRA(Averaging):
 
     B_i and A_i are the factors of client i, and p_i is its weight. U S V^T is the singular value decomposition of sum
     p_i B_i A_i. The new factors are B = U S and A = V^T, cut to the r largest singular values. They are exact if the
-    sum has rank r or less. All clients have the same rank here.
+    sum has rank r or less.
+
+    ``ranks``: the ranks of clients' adapters; by default all clients have ``model.rank``. Each of n ranks goes to one
+    of the clients 0 to n - 1, to one of the next n clients, and so on, in random order, in every run the same. The
+    server keeps factors of rank ``model.rank``. A client of rank k receives, trains and sends the first k columns of B
+    and rows of A, which give the best approximation of rank k. Its factor alpha / r is that of the server, so that all
+    products B_i A_i have one scale. A client's rank is public.
     """
 
     kind: Literal["flexlora"] = "flexlora"
     title: ClassVar[str] = "FlexLoRA"
     starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
+    ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_several)] = ()
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A."""
+        """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A.
+
+        With ``ranks``, also raise ValueError for settings that need updates of one shape.
+        """
         check_products(self, experiment)
+        check_one_shape(self.ranks, experiment)
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server state before the first round. Raises UserError for ``ranks`` above ``model.rank``."""
+        return first_state(self.ranks, params)
+
+    def size_of(self, client: int, server: ServerState) -> float:
+        """Return the rank of a client's adapters as a share of the server's rank, in (0, 1]."""
+        return share_of(self.ranks, client, server.params)
+
+    def sized(self, server: ServerState, size: float) -> ServerState:
+        """Return the server state for clients with the share ``size`` of the server's rank."""
+        return first_components(server, size)
+
+    def size_in(self, task: LocalTask) -> float:
+        """Return the share of the server's rank that the received adapters have."""
+        return float(task.broadcast[RANK]["share"]) if RANK in task.broadcast else 1.0
+
+    def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
+        """Return a copy of ``model`` whose adapters have the shapes of ``params``."""
+        del size
+        return with_ranks(model, params)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the client's update: the factors after training, and the changes of all other trained parameters."""

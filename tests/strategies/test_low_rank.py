@@ -119,6 +119,44 @@ def test_flexlora_is_exact_up_to_its_rank_and_the_best_of_that_rank_beyond() -> 
     assert error(merged[B] @ merged[A], mean) < 1e-12
 
 
+def test_flexlora_averages_adapters_of_different_ranks_exactly_and_gives_each_client_the_best_of_its_rank() -> None:
+    algorithm = FlexLoRA(ranks=(1, 2, 4))
+    server = algorithm.init(START)
+    ranks = [round(RANK * algorithm.size_of(client, server)) for client in range(CLIENTS)]
+    assert sorted(ranks[:3]) == sorted(ranks[3:]) == [1, 2, 4]
+    payloads, stacked_a, stacked_b = [], [], []
+    for client, share in enumerate(SHARES):
+        sized = algorithm.sized(server, ranks[client] / RANK)
+        assert (sized.params[A].shape, sized.params[B].shape) == ((ranks[client], IN), (OUT, ranks[client]))
+        task = LocalTask(1, client, CLIENTS, 5, ONE_STEP, sized.params, sized.broadcast, initial=sized.params)
+        assert algorithm.size_in(task) == ranks[client] / RANK
+        moved = {name: normal(*value.shape, seed=client + len(name)) for name, value in sized.params.items()}
+        payloads.append(algorithm.unfolded(algorithm.finish(task, Trained(moved, {}, 1, 0.5)).payloads)["products"][A])
+        stacked_a.append(moved[A])
+        stacked_b.append(share * moved[B])
+    mean = sum(share * one for share, one in zip(SHARES, payloads, strict=True))
+    product_of_stacks = torch.cat(stacked_b, 1) @ torch.cat(stacked_a)
+    assert error(mean, product_of_stacks) < 1e-12
+    merged = algorithm.merge(server, Aggregate({"products": {A: mean}}, 1.0))
+    left, values, right = torch.linalg.svd(product_of_stacks)
+    for rank in (1, 2, 4):
+        of_client = algorithm.sized(merged, rank / RANK).params
+        best = left[:, :rank] * values[:rank] @ right[:rank]
+        assert error(of_client[B] @ of_client[A], best) < 1e-12
+
+
+def test_clients_of_smaller_ranks_send_fewer_bytes_and_equal_ranks_change_no_bit(tmp_path: Path) -> None:
+    ranks, settings = (1, 2, 4), ("algorithm=flexlora", "model.rank=4", "rounds=2", "sampler=full", "clients=3")
+    _, result = outcome(tmp_path / "several", *settings, "algorithm.ranks=1,2,4")
+    up = 4 * sum(_sizes(rank, "AB") for rank in ranks)
+    assert up <= result["bytes"]["rounds"]["up"] / 2 <= up + 3 * 400
+    assert up <= result["bytes"]["rounds"]["down"] / 2 <= up + 3 * 400
+    planned = procedure_of(job_of(changed(*settings, "algorithm.ranks=1,2,4"))).traffic()["rounds"]
+    assert {"down": planned.down, "up": planned.up} == pytest.approx(result["bytes"]["rounds"], abs=2)  # a rounded mean
+    (one, _), (same, _) = (outcome(tmp_path / name, *settings, name) for name in ("algorithm.ranks=4", "seed=0"))
+    assert all(torch.equal(one[name], value) for name, value in same.items())
+
+
 def test_flora_and_flexlora_keep_convolutions_embeddings_and_peft_in_their_shapes() -> None:
     params = {
         "c.weight": normal(6, 2, 3, 3, seed=0), "c.lora_A": normal(2, 18, seed=1), "c.lora_B": normal(6, 2, seed=2),
@@ -313,6 +351,8 @@ def test_parameters_beside_adapters_are_averaged_as_ever(tmp_path: Path) -> None
         (["algorithm=flora", "model.trainable=head"], r"algorithm flora is for adapters, and model.trainable=head"),
         (["algorithm=flora", "aggregator=global-dp"], r"flora adds products of two factors, .*take ffa-lora"),
         (["algorithm=flexlora", "compress=top-k:0.1"], r"leave compress out"),
+        (["algorithm=flexlora", "algorithm.ranks=2,9"], r"ranks has 9, and the server's adapters .*set model.rank=9"),
+        (["algorithm=flexlora", "algorithm.ranks=2", "local.personal=head"], r"leave local.personal out, or algo"),
         (["algorithm=rolora", "aggregator=global-dp"], r"rolora sends other parameters in odd rounds .*aggregator"),
         (["algorithm=rolora", "compress=qsgd:3"], r"rolora sends other parameters .*leave compress out"),
         (["algorithm=flora", f"model={__name__}:full_rank"], r"flora adds adapters to weights W, .*has no parameter"),

@@ -1,0 +1,87 @@
+"""Adapters of different ranks: a client has the first k components of the server's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from fl_sim.errors import UserError
+from fl_sim.importing import torch
+from fl_sim.kinds import Choices, is_none, kind_of
+from fl_sim.params import copied
+from fl_sim.seeding import rng
+from fl_sim.types import Params, ServerState
+from strategies.low_rank import factors_in, is_factor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RANK: Final = "rank"
+"""Name of the broadcast tensors with the rank of the client's adapters, as a share of the server's rank."""
+
+
+def check_one_shape(ranks: Sequence[int], experiment: Choices) -> None:
+    """Raise ValueError if there are ``ranks``, and a setting needs updates of one shape."""
+    local = experiment.local
+    refused = {
+        "local.privacy": not is_none(local.privacy),
+        "local.personal": local.personal != "none",
+        "local.batch_norm": local.batch_norm != "none",
+        "server": kind_of(experiment.server) != "synchronous",
+    }
+    for name in (name for name, is_refused in refused.items() if ranks and is_refused):
+        raise ValueError(
+            f"algorithm.ranks gives clients adapters of different shapes, and this {name} is for one shape: leave "
+            f"{name} out, or algorithm.ranks"
+        )
+
+
+def first_state(ranks: Sequence[int], params: Params) -> ServerState:
+    """Return the server state before the first round: the model and, with ``ranks``, the share 1 of its rank.
+
+    Raises UserError if a rank in ``ranks`` is above the rank of the model's adapters.
+    """
+    if not ranks:
+        return ServerState(params)
+    found = factors_in(params)
+    largest = max((min(params[one.a].shape[1:].numel(), params[one.b].shape[0]) for one in found), default=0)
+    if min(max(ranks), largest) > (rank := rank_of(params)):
+        raise UserError(
+            f"algorithm.ranks has {max(ranks)}, and the server's adapters have rank {rank}: set "
+            f"model.rank={max(ranks)}, or take smaller ranks"
+        )
+    return ServerState(params, {RANK: {"share": torch.ones(1)}})
+
+
+def share_of(ranks: Sequence[int], client: int, params: Params) -> float:
+    """Return the rank of a client's adapters as a share of the rank of the server's ``params``, in (0, 1].
+
+    Each of n ``ranks`` goes to one of the clients 0 to n - 1, to one of the next n clients, and so on, in random order.
+    """
+    if not ranks or not (rank := rank_of(params)):
+        return 1.0
+    block, place = divmod(client, len(ranks))
+    return min(1.0, ranks[int(rng(0, "order of ranks", block).permutation(len(ranks))[place])] / rank)
+
+
+def first_components(server: ServerState, share: float) -> ServerState:
+    """Return the server state for clients with ``share`` of the rank: the first components of all factors."""
+    rank, params = round(share * rank_of(server.params)), dict(server.params)
+    for one in factors_in(params):
+        params |= {one.a: params[one.a][:rank], one.b: params[one.b][:, :rank].contiguous()}
+    return ServerState(params, {**server.broadcast, RANK: {"share": torch.tensor([share])}}, server.memory)
+
+
+def with_ranks(model: nn.Module, params: Params) -> nn.Module:
+    """Return a copy of ``model`` whose adapters have the shapes of ``params``. The copy shares frozen parameters."""
+    small = copied(model)
+    for name in (name for name in params if is_factor(name)):
+        layer, _, last = name.rpartition(".")
+        like = small.get_parameter(name)
+        setattr(small.get_submodule(layer), last, torch.nn.Parameter(like.new_empty(params[name].shape)))
+    return small
+
+
+def rank_of(params: Params) -> int:
+    """Return the rank of the adapters in ``params``: of the largest one, because small layers have smaller ranks."""
+    return max((params[one.a].shape[0] for one in factors_in(params)), default=0)
