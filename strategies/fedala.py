@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -15,13 +14,13 @@ from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, subtract
-from fl_sim.seeding import rng, seed_process
-from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
+from fl_sim.seeding import rng
+from fl_sim.types import ClientUpdate, LocalTask, Params, Trained
 from strategies.algorithm import FEDAVG, Averaging
+from strategies.mixed_start import gradient_step, mixture, step_of
 
 if TYPE_CHECKING:
     from clients.client_task import OnClient
-    from fl_sim.training.trainer import LocalJob
 
 _OWN, _WEIGHTS, _ROUNDS, _RECEIVED = "own-model", "weights", "rounds", "received"
 
@@ -71,21 +70,23 @@ class FedALA(Averaging):
         if _OWN not in task.state or not len(client.records):
             return replace(task, state=state)
         weights = self._learned(task, client) if self.weight_learning_rate else task.state[_WEIGHTS]
-        return replace(task, params={**task.params, **_mixture(task, weights)}, state={**state, _WEIGHTS: weights})
+        return replace(
+            task,
+            params={**task.params, **mixture(task.state[_OWN], task.params, weights)},
+            state={**state, _WEIGHTS: weights},
+        )
 
     def start_steps(self, num_examples: int, batch_size: int, starts: float) -> float:
         """Return the number of steps in a client's first ``starts`` starts: none in the first start.
 
         The second start is counted with the smallest number of passes until convergence, later starts with one pass.
         """
-        if not self.weight_learning_rate or starts <= 1:
-            return 0.0
-        passes = starts - 1 + _WINDOW * min(1.0, starts - 1)
-        return passes * math.ceil(math.ceil(self.record_share * num_examples) / batch_size)
+        later = max(0.0, starts - 1) * bool(self.weight_learning_rate)
+        return (later + _WINDOW * min(1.0, later)) * math.ceil(math.ceil(self.record_share * num_examples) / batch_size)
 
     def start_plan(self, params: Params) -> LocalPlan:
         """Return the local plan of a step of the mixing weights: only the last layers have gradients."""
-        return LocalPlan(trained=frozenset(self._mixed(params)))
+        return step_of(self._mixed(params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Return the update y_i - x. The client state has y_i's last layers, the mixing weights W and a round count."""
@@ -111,8 +112,8 @@ class FedALA(Averaging):
         while not losses or (_rounds(task) == 1 and not self._have_converged(losses)):
             steps = list[float]()
             for batch in torch.split(torch.from_numpy(chosen), task.settings.batch_size):
-                job = _one_step(task, weights, (inputs[batch], labels[batch]), generator)
-                stepped = client.trainer.train(job)
+                mixed = mixture(own, task.params, weights)
+                stepped = client.trainer.train(gradient_step(task, mixed, (inputs[batch], labels[batch]), generator))
                 moves = {name: stepped.momentum_buffers[name] * change for name, change in apart.items()}
                 weights = {
                     name: one.clamp(0, 1) for name, one in add(weights, moves, -self.weight_learning_rate).items()
@@ -124,28 +125,6 @@ class FedALA(Averaging):
     def _have_converged(self, losses: Sequence[float]) -> bool:
         is_steady = len(losses) > _WINDOW and float(np.std(losses[-_WINDOW:])) < self.threshold
         return is_steady or len(losses) >= _MOST_PASSES
-
-
-def _one_step(
-    task: LocalTask, weights: Params, batch: tuple[torch.Tensor, torch.Tensor], generator: np.random.Generator
-) -> LocalJob:
-    """Return a training job that computes the gradient at the mixture by one step of SGD.
-
-    After the step, the momentum buffers contain the gradient of the last layers.
-    """
-    from fl_sim.training.records import Records  # noqa: PLC0415 (it loads torch, which settings do not need)
-    from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (as above)
-
-    smoothing = task.settings.label_smoothing
-    settings = LocalSettings(1.0, 0.5, 0.0, batch_size=len(batch[1]), epochs=1, label_smoothing=smoothing)
-    start = replace(task, params={**task.params, **_mixture(task, weights)}, settings=settings)
-    seeded = partial(seed_process, int(generator.integers(2**63)), "step")
-    return LocalJob(start, LocalPlan(trained=frozenset(weights)), Records.of(*batch), generator, seeded)
-
-
-def _mixture(task: LocalTask, weights: Params) -> Params:
-    """Return the mixture v + (x - v) W of own and global model: exactly x for W = 1, and exactly v for W = 0."""
-    return {name: torch.lerp(task.state[_OWN][name], task.params[name], weight) for name, weight in weights.items()}
 
 
 def _rounds(task: LocalTask) -> float:
