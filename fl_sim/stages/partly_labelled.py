@@ -9,7 +9,7 @@ from fl_sim.simulation.stage import Run
 from fl_sim.simulation.timing import Work
 from fl_sim.stages.server_training import TrainsAtServer
 from strategies.layer import found_in
-from strategies.partly_labelled import SERVER, LabelledServer
+from strategies.partly_labelled import SERVER, LabelledServer, PartlyLabelled
 
 
 class LabelledRecords(TrainsAtServer):
@@ -37,8 +37,14 @@ class LabelledRecords(TrainsAtServer):
             layer.train = partial(self.updated, run.strategy, self.runtime(run.strategy))
 
     def work(self) -> tuple[Work, ...]:
-        """Return the computation of training at the server, if it has records."""
-        return super().work() if self.has_any else ()
+        """Return the computation of the server, and of clients without labels. The forecast lists it without a time.
+
+        The number of local steps on pseudo-labels follows from the model, so it is unknown before the run.
+        """
+        algorithm = self.job.experiment.algorithm
+        assert isinstance(algorithm, PartlyLabelled)
+        steps = (Work("local steps on pseudo-labels", pieces=1.0),) if algorithm.unlabelled else ()
+        return (*(super().work() if self.has_any else ()), *steps)
 
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``server_records`` for ``result.json``, if the server has records."""
