@@ -113,7 +113,7 @@ class AuditedSteps:
             )
         events = finished.facts["privacy"][[*finished.privacy].index(statement)]["events"]
         event, times = events[0]["event"], int(events[0]["times"])
-        noise, rate = event.get("event", event)["noise_multiplier"], event.get("sampling_rate", 1.0)
+        noise, rate = event.get("event", event).get("noise_multiplier", 0.0), event.get("sampling_rate", 1.0)
         clients = [one for one in facts["by_records"] if one["rounds"] and _is_near(one, noise, rate)]
         if len(events) > 1 or not clients or times % clients[0]["rounds"]:
             raise UserError(

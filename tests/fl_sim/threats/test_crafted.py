@@ -1,6 +1,7 @@
 """Crafted canaries move sums by the clipping norm, prove nearly the claim, and refute too little noise."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,4 +104,11 @@ def test_a_run_without_private_steps_is_refused(tmp_path: Path) -> None:
     for name, local in (("open", {}), ("updates", private(kind="local-dp"))):
         with pytest.raises(UserError, match="claims no epsilon for local steps"):
             audit_crafted(finished(tmp_path / name, **local), 1)
+    made = finished(tmp_path / "steps", **private())
+    release = {"event": {"kind": "pure", "epsilon": 1.0}, "times": 1}
+    statement, *more = made.facts["privacy"]
+    events = [release, *statement["events"]]
+    joint = replace(made, facts={**made.facts, "privacy": [{**statement, "events": events}, *more]})
+    with pytest.raises(UserError, match="other releases besides equal local steps"):
+        audit_crafted(joint, 1)
     assert CliRunner().invoke(app, ["attack", "canaries", str(tmp_path / "open"), "--audit-runs", "2"]).exit_code == 2
