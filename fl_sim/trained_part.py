@@ -44,7 +44,9 @@ class TrainedPart:
         """Add the adapters that the settings ask for to ``model``, then freeze all parameters that are not trained.
 
         BatchNorm layers without a trained parameter stay in evaluation mode, so their running statistics never change.
-        Raises UserError for names that the model lacks, and if no parameter would be trained.
+        If only the head is trained, all layers outside it stay in evaluation mode, without dropout: the features of a
+        record are then always the same. Raises UserError for names that the model lacks, and if no parameter would be
+        trained.
         """
         if self.trainable == "all":
             return
@@ -63,8 +65,11 @@ class TrainedPart:
         _freeze_all_but(chosen, model)
         for layer in all_norms_in(model).values():
             if not trainable(layer):
-                layer.eval()
-                layer.train = _stays  # type: ignore[method-assign,assignment]
+                _stay_in_evaluation(layer)
+        for part in _body_of_trained_head(model):
+            _stay_in_evaluation(part)
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0  # the compiled trainer reads the rate, not the mode
 
     def in_words(self, model: nn.Module) -> str:
         """Return a sentence on the numbers of trained and of all parameters of ``model``.
@@ -171,6 +176,23 @@ def _inside(named: Mapping[str, torch.Tensor], module: nn.Module) -> set[str]:
     return {name for name, weight in named.items() if id(weight) in inside}
 
 
+def _body_of_trained_head(model: nn.Module) -> list[nn.Module]:
+    """Return all modules outside the head, without those that contain it, if only the head is trained; else nothing."""
+    try:
+        inside = {id(part) for part in head_of(model).modules()}
+    except UserError:
+        return []
+    outside = [part for part in model.modules() if inside.isdisjoint(map(id, part.modules()))]
+    in_head = {id(weight) for weight in head_of(model).parameters()}
+    return outside if all(id(weight) in in_head for weight in trainable(model).values()) else []
+
+
+def _stay_in_evaluation(layer: nn.Module) -> None:
+    """Put ``layer`` into evaluation mode for good, whatever mode the model is put into."""
+    layer.eval()
+    layer.train = _stays  # type: ignore[method-assign,assignment]
+
+
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
@@ -186,4 +208,4 @@ def _has(named: Mapping[str, torch.Tensor]) -> str:
 
 
 def _stays(mode: bool = True) -> None:  # noqa: FBT001, FBT002 (torch's own)
-    """Do nothing: this function replaces ``train`` of a frozen BatchNorm layer, which stays in evaluation mode."""
+    """Do nothing: this function replaces ``train`` of a frozen layer that stays in evaluation mode."""

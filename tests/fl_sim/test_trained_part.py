@@ -93,7 +93,7 @@ def test_an_empty_part_is_refused() -> None:
 
 def test_a_frozen_batch_norm_stays_in_evaluation_mode_also_in_copies() -> None:
     model = network()
-    TrainedPart("head")(model)
+    TrainedPart("last:2")(model)
     for one in (model, copy.deepcopy(model)):
         one.train()
         assert one[0].training

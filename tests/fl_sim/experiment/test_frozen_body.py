@@ -241,7 +241,7 @@ def test_a_node_computes_features_of_its_own_records_for_itself(
         (["algorithm=fedmix"], "algorithm fedmix may read the records"),
         ([f"algorithm={HERE}:Own"], "algorithm .*Own may read the records"),
         (["evaluate.metrics=fl_sim.models:resnet"], "evaluate.metrics may read the records"),
-        ([f"model={HERE}:dropping"], "it draws random numbers in training, as dropout does"),
+        ([f"model={HERE}:dropping", "model.trainable=all"], "it draws random numbers in training, as dropout does"),
         ([f"model={HERE}:dependent"], "a record's features depend on the other records of its batch"),
         ([f"model={HERE}:scaled", "model.trainable=head"], "its head does not compute the logits from features"),
         (["model.trainable=lora,head"], "^$"),
@@ -259,6 +259,17 @@ def test_where_the_features_are_no_function_of_the_record_every_step_computes_th
     assert re.search(reason, job.body)
     assert job.records is job.dataset
     assert any("every step computes" in line for line in job.model_in_words) == bool(job.body)
+
+
+def test_a_trained_head_sees_the_features_of_evaluation_from_a_body_with_dropout() -> None:
+    job = job_of(changed(f"model={HERE}:dropping", "model.trainable=head"))
+    assert isinstance(job.body, FrozenBody)
+    model = job.whole_model().train()
+    inputs = job.two_records
+    assert torch.equal(model(inputs), model.eval()(inputs))
+    alone = dropping((1, 8, 8), 10)
+    TrainedPart("all")(alone)
+    assert not torch.equal(alone.train()(inputs), alone.eval()(inputs))  # nothing changes for a body frozen by hand
 
 
 def test_a_plan_counts_the_features_and_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
