@@ -23,8 +23,8 @@ from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]
-Prepare: TypeAlias = Callable[[nn.Module], None]
-"""A function that changes a new model in place, such as one that freezes parameters."""
+Prepare: TypeAlias = Callable[[nn.Module], nn.Module]
+"""A function that changes a new model, such as one that freezes parameters, and returns it or a model made from it."""
 
 
 def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
@@ -160,15 +160,15 @@ def build(
     batch_norm: BatchNorm = "none",
     vocabulary: int = 0,
     trial: torch.Tensor | None = None,
-    prepare: Prepare = lambda model: None,  # noqa: ARG005
+    prepare: Prepare = lambda model: model,
 ) -> nn.Module:
     """Return the model called ``name``: a model of fl-sim, of a library (fl_sim.foreign_models), or of the user.
 
     Initial weights depend only on ``seed``. ``vocabulary``: if above 0, records are sequences of token ids below this
     number. ``trial``: two records, on which a model of the user or of a library is tested. ``prepare``: a function that
-    changes the new model in place. A model of a library is tested once for all functions ``prepare`` that compare
-    equal, so equal functions must make the same change. Raises UserError for an unknown name, and for a model that
-    fails the test. If ``batch_norm`` is set, raises UserError for a model without BatchNorm layers.
+    changes the new model, and returns the model to use. A model of a library is tested once for all functions
+    ``prepare`` that compare equal, so equal functions must make the same change. Raises UserError for an unknown name,
+    and for a model that fails the test. If ``batch_norm`` is set, a model without BatchNorm layers raises it, too.
     """
     own = None
     if ":" in name:
@@ -191,8 +191,7 @@ def build(
             model = TOKEN_MODELS[name](vocabulary, input_shape[0], num_classes)
         else:
             model = MODELS[name](input_shape, num_classes)
-    prepare(model)
-    return model
+    return prepare(model)
 
 
 def is_tried(
@@ -270,7 +269,7 @@ def _build_own(
         if not is_known:
             _check_repeats(path, model, _made(path, factory, input_shape, num_classes, seed))
             _REPEATABLE.add((path, source or factory))
-        prepare(model)
+        model = prepare(model)
         if vocabulary:
             take_tokens(path, model, math.prod(input_shape), vocabulary)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -283,8 +282,7 @@ def _build_own(
                 _check_buffers(path, model, before, batch_norm)
             if before and not (source and is_known):
                 other = _made(path, factory, input_shape, num_classes, seed + 1)
-                prepare(other)
-                _check_drawn(path, before, other)
+                _check_drawn(path, before, prepare(other))
             if vocabulary:
                 _check_vocabulary(path, model, trial, vocabulary)
             # this check of a second call comes last, because the checks of buffers have clearer error messages

@@ -246,6 +246,7 @@ MOVED: Final[Mapping[str, str]] = {
     "strategies.pate.student_forest": "strategies.pate.student",
     "strategies.pate.student_gan": "strategies.pate.semi_supervised",
     "strategies.pate.student_resnet": "strategies.pate.student",
+    "strategies.widths": "strategies.sizes",
 }
 """{old import path of a module: new import path of its content}."""
 

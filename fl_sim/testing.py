@@ -31,7 +31,7 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Coins, Compressor, Packing
 from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, scale, trainable
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.seeding import rng
+from fl_sim.seeding import rng, seed_torch, torch_alone
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
@@ -45,6 +45,7 @@ from strategies.aggregators import WeightedMean
 from strategies.algorithm import (
     Algorithm,
     PartialTraining,
+    Rebuilding,
     Sharing,
     Sizing,
     Unfolding,
@@ -195,10 +196,15 @@ def _architecture(algorithm: Algorithm) -> str:
 def _model(algorithm: Algorithm) -> torch.nn.Module:
     dataset = load("digits")
 
-    def prepare(model: torch.nn.Module) -> None:
+    def prepare(model: torch.nn.Module) -> torch.nn.Module:
+        if isinstance(algorithm, Rebuilding):
+            with torch_alone():
+                seed_torch(0, "rebuilt model")
+                model = algorithm.rebuilt(model, dataset.input_shape)
         TrainedPart(**getattr(algorithm, "starts_with", {}).get("model", {}))(model)
         if isinstance(algorithm, PartialTraining):
             train_alone(model, algorithm.trains)
+        return model
 
     num_outputs = dataset.num_classes + num_further_outputs(algorithm)
     return models.build(_architecture(algorithm), dataset.input_shape, num_outputs, seed=0, prepare=prepare)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from fl_sim.types import (
     ServerState,
     Trained,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """The weights of clients in the mean: "examples" is the number of records, "uniform" gives all the same weight."""
@@ -209,6 +212,19 @@ class PartialTraining(Protocol):
 
         ``trained`` and ``frozen``: the names of the parameters that model and settings train and freeze, respectively.
         Raises ValueError for a model that does not fit.
+        """
+        ...
+
+
+@runtime_checkable
+class Rebuilding(Protocol):
+    """An algorithm that changes the architecture of the experiment's model, for example by adding classifiers."""
+
+    def rebuilt(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        """Return the model that clients train, made from the newly built ``model``.
+
+        New weights are drawn from torch's global generators, which are seeded. ``input_shape``: the shape of one
+        record. Raises UserError for a model that does not fit.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -14,17 +14,18 @@ from fl_sim.params import head_shape, layout_of
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import FEDAVG, Averaging
-from strategies.widths import CLASSES, ROUND, WIDTH, check_one_size
+from strategies.sizes import CLASSES, check_one_size, in_turn, several
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fl_sim.narrow_models import Places
 
+_WIDTH: Final = "width"
+"""Name of the broadcast tensors with the width of the client's model."""
 
-def _several(value: object) -> object:
-    """Convert a single number in ``rates`` to a tuple of length 1. Any other value is returned unchanged."""
-    return (value,) if isinstance(value, int | float) else value
+_ROUND: Final = "round"
+"""Name of the tensors in the server's memory with the number of rounds so far."""
 
 
 class HeteroFL(Averaging):
@@ -53,12 +54,12 @@ class HeteroFL(Averaging):
 
     kind: Literal["heterofl"] = "heterofl"
     title: ClassVar[str] = "HeteroFL"
-    layer: ClassVar[str] = "strategies.widths:MeanOfHolders"
+    layer: ClassVar[str] = "strategies.sizes:MeanOfHolders"
     needs_head: ClassVar[bool] = True
     knobs: ClassVar[str] = (
         "algorithm.scaler divides the outputs of each layer by the width, and only a norm undoes this: leave it out"
     )
-    rates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_several)] = Field(
+    rates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(several)] = Field(
         (1.0, 0.5, 0.25, 0.125, 0.0625), min_length=1
     )
     mode: Literal["fix", "dynamic"] = "fix"
@@ -90,13 +91,18 @@ class HeteroFL(Averaging):
 
     def init(self, params: Params) -> ServerState:
         """Return the server state before the first round: the model, the width 1, and the round count 0."""
-        return ServerState(params, {WIDTH: {"rate": torch.ones(1)}}, {ROUND: {"number": torch.zeros(1)}})
+        return ServerState(params, {_WIDTH: {"rate": torch.ones(1)}}, {_ROUND: {"number": torch.zeros(1)}})
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise UserError if the model has layers that cannot be made narrower."""
+        from fl_sim.narrow_models import check_narrowable  # noqa: PLC0415 (it loads torch)
+
+        check_narrowable(model)
 
     def size_of(self, client: int, server: ServerState) -> float:
         """Return the width of a client's model in the coming round, as a share of all channels."""
         if self.mode == "fix":
-            block, place = divmod(client, len(self.rates))
-            return self.rates[int(rng(0, "order of widths", block).permutation(len(self.rates))[place])]
+            return in_turn(self.rates, client)
         return self.rates[int(rng(0, "widths", client, _round(server)).integers(len(self.rates)))]
 
     def sized(self, server: ServerState, size: float) -> ServerState:
@@ -104,7 +110,7 @@ class HeteroFL(Averaging):
         from fl_sim.narrow_models import cut  # noqa: PLC0415 (it loads torch)
 
         params = cut(server.params, self.places(server, size))
-        return ServerState(params, {**server.broadcast, WIDTH: {"rate": torch.tensor([size])}}, server.memory)
+        return ServerState(params, {**server.broadcast, _WIDTH: {"rate": torch.tensor([size])}}, server.memory)
 
     def places(self, server: ServerState, size: float) -> Places:
         """Return the positions in the whole model of all entries that a small model of width ``size`` has."""
@@ -119,7 +125,7 @@ class HeteroFL(Averaging):
 
     def size_in(self, task: LocalTask) -> float:
         """Return the width of the model that the client receives."""
-        return float(task.broadcast[WIDTH]["rate"]) if WIDTH in task.broadcast else 1.0
+        return float(task.broadcast[_WIDTH]["rate"]) if _WIDTH in task.broadcast else 1.0
 
     def resized(self, model: nn.Module, params: Params, size: float) -> nn.Module:
         """Return a copy of ``model`` with the smaller shapes of ``params``, for clients of width ``size``."""
@@ -144,8 +150,8 @@ class HeteroFL(Averaging):
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the next server state: the model plus each entry's mean update, and the number of rounds plus 1."""
         merged = super().merge(server, aggregate)
-        return ServerState(merged.params, merged.broadcast, {ROUND: {"number": torch.tensor([_round(server) + 1.0])}})
+        return ServerState(merged.params, merged.broadcast, {_ROUND: {"number": torch.tensor([_round(server) + 1.0])}})
 
 
 def _round(server: ServerState) -> int:
-    return int(server.memory[ROUND]["number"])
+    return int(server.memory[_ROUND]["number"])

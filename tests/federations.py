@@ -19,7 +19,7 @@ from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer, Training
 from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import weighting_of
+from strategies.algorithm import Rebuilding, weighting_of
 from strategies.answers import Population
 from strategies.flower import FederatedStrategy
 from strategies.samplers import Everyone, Sampler
@@ -58,6 +58,8 @@ class Federation:
     num_classes: int = 2
 
     def __post_init__(self) -> None:
+        if isinstance(self.algorithm, Rebuilding):
+            self.model = self.algorithm.rebuilt(self.model, tuple(self.shards[0][0].shape[1:]))
         self.server = self.algorithm.init(detached(self.model.named_parameters()))
         self.states = [{} for _ in self.shards]
         self.initial = detached(self.model.named_parameters())

@@ -28,7 +28,7 @@ from fl_sim.kinds import Computing, Sealing, SettingAside, is_none, is_own_kind,
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import in_one_line
 from fl_sim.params import copied, fixed_in
-from fl_sim.seeding import rng, seeded_alone
+from fl_sim.seeding import rng, seed_torch, seeded_alone, torch_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
 from fl_sim.trained_part import TrainedPart, train_alone, whole
@@ -38,7 +38,7 @@ from fl_sim.training.records import Source
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Examples, Params, Precision
 from partitions import ByGroup, EvaluationSkew, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources, uses_labels
-from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling, num_further_outputs
+from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling, Rebuilding, num_further_outputs
 
 
 @runtime_checkable
@@ -256,7 +256,9 @@ class Job:
 
 @dataclass(frozen=True)
 class _Preparation:
-    """A function that copies weights into a new model, adds adapters, and freezes the parameters that are not trained.
+    """A function that copies weights into a new model, lets the algorithm rebuild it, and adds adapters.
+
+    It also freezes the parameters that are not trained.
 
     ``settings``: the settings of the model and of the algorithm as text. If two preparations have equal settings, they
     differ only in the random values of adapters. ``placed``: for each prepared model, its differences from the file of
@@ -267,28 +269,36 @@ class _Preparation:
     part: TrainedPart = field(compare=False)
     weights: Params = field(compare=False)
     origin: str = field(compare=False)
-    alone: PartialTraining | None = field(compare=False)
+    algorithm: object = field(compare=False)
+    input_shape: tuple[int, ...] = field(compare=False)
     placed: list[Placed] = field(default_factory=list, compare=False)
 
     @classmethod
     def of(cls, job: Job, seed: int) -> "_Preparation":
         """Return the preparation for the models of ``job``. ``seed``: the seed for the random values of adapters."""
         chosen, algorithm = job.experiment.model, job.experiment.algorithm
-        alone = algorithm if isinstance(algorithm, PartialTraining) else None
-        settings = chosen.model_dump_json(), "" if alone is None else repr(alone)
+        settings = (
+            chosen.model_dump_json(),
+            repr(algorithm) if isinstance(algorithm, PartialTraining | Rebuilding) else "",
+        )
         part = TrainedPart(chosen.trainable, chosen.rank, chosen.alpha, chosen.dropout, seed, chosen.target_modules)
-        return cls(settings, part, job.weights, chosen.origin, alone)
+        return cls(settings, part, job.weights, chosen.origin, algorithm, job.dataset.input_shape)
 
-    def __call__(self, model: nn.Module) -> None:
-        """Prepare ``model`` in place: copy the weights, add adapters, and freeze parameters.
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """Return the prepared ``model``: with the given weights, rebuilt, with adapters, and with frozen parameters.
 
-        Raises UserError if the weights or the names of trained parameters do not fit the model.
+        Raises UserError if the weights, the algorithm or the names of trained parameters do not fit the model.
         """
         if self.weights:
             self.placed.append(place(model, self.weights, self.origin))
+        if isinstance(self.algorithm, Rebuilding):
+            with torch_alone():
+                seed_torch(self.part.seed, "rebuilt model")
+                model = self.algorithm.rebuilt(model, self.input_shape)
         self.part(model)
-        if self.alone is not None:
-            train_alone(model, self.alone.trains)
+        if isinstance(self.algorithm, PartialTraining):
+            train_alone(model, self.algorithm.trains)
+        return model
 
 
 def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:

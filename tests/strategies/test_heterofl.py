@@ -22,7 +22,7 @@ from fl_sim.store.run_directory import read_rounds
 from fl_sim.types import Cohort, Params, Reply
 from strategies.fedrolex import FedRolex
 from strategies.heterofl import HeteroFL
-from strategies.widths import CLASSES, MeanOfHolders
+from strategies.sizes import CLASSES, MeanOfHolders
 
 SETTINGS: dict[str, Any] = {
     "data": "digits", "partition": "label-3", "clients": 6, "model": "niid-mlp", "rounds": 3,

@@ -27,7 +27,7 @@ REFUSED = {
     "fedexp": "squared norms",
     "ifca": "only a mean leaves such zeros",
     "cfl": "clusters may be too small",
-    **dict.fromkeys(("heterofl", "fedrolex"), "compares or bounds updates of one shape"),
+    **dict.fromkeys(("depthfl", "heterofl", "fedrolex"), "compares or bounds updates of one shape"),
     "fedproto": "divided by counts",
     "fedproto-local": "divided by counts",
     "fd": "reads the mean logits of every client",

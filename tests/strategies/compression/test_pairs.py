@@ -24,7 +24,7 @@ WITH_FEEDBACK = {"top-k": "top-k:0.3", "powersgd": "powersgd", "signsgd": "signs
 REFUSED = {
     "ifca": "in a form of its own",
     "cfl": "lengths and directions of the updates",
-    **dict.fromkeys(("heterofl", "fedrolex"), "models of one size"),
+    **dict.fromkeys(("depthfl", "heterofl", "fedrolex"), "models of one size"),
     "fedexp": "squared norm of the mean update",
     "flora": "multiplies the factors",
     "flexlora": "multiplies the factors",

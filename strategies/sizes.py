@@ -1,30 +1,57 @@
-"""The layer of models of different widths: each entry of the model is averaged over the clients that have it."""
+"""The layer of models of different sizes: each entry of the model is averaged over the clients that have it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, is_none, is_own, kind_of
 from fl_sim.params import flattened, head_names
+from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.aggregators import check_finite
+from strategies.algorithm import Sizing
 from strategies.layer import Beginning, Layer, layer_kinds
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fl_sim.narrow_models import Places
     from strategies.algorithm import Algorithm
 
-WIDTH: Final = "width"
-"""Name of the broadcast tensors with the width of the client's model."""
-
-ROUND: Final = "round"
-"""Name of the tensors in the server's memory with the number of rounds so far."""
+Size = TypeVar("Size")
 
 CLASSES: Final = "classes"
 """Name of the payload with a 0/1 mask of the classes that a client has."""
+
+
+class PartsOfModel(Sizing, Protocol):
+    """An algorithm whose clients have models of different sizes, and whose server averages each entry."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise UserError if no smaller models can be made from ``model``."""
+        ...
+
+    def places(self, server: ServerState, size: float) -> Places:
+        """Return the positions in the whole model of all entries that a model of ``size`` has."""
+        ...
+
+
+def several(value: object) -> object:
+    """Convert a single number to a tuple of length 1. Any other value is returned unchanged."""
+    return (value,) if isinstance(value, int | float) else value
+
+
+def in_turn(sizes: Sequence[Size], client: int) -> Size:
+    """Return the size of a client's model, from n ``sizes``. The size of a client never changes.
+
+    Each of the sizes goes to one of the clients 0 to n - 1, to one of the next n clients, and so on, in random order.
+    Draws depend only on client ID and n.
+    """
+    block, place = divmod(client, len(sizes))
+    return sizes[int(rng(0, "order of widths", block).permutation(len(sizes))[place])]
 
 
 def check_one_size(algorithm: object, experiment: Choices) -> None:
@@ -70,11 +97,8 @@ class MeanOfHolders(Layer):
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
-        """Raise UserError if the model has layers that cannot be made narrower. Return ``server`` unchanged."""
-        from fl_sim.narrow_models import check_narrowable  # noqa: PLC0415 (it loads torch)
-
-        del experiment
-        check_narrowable(model)
+        """Raise UserError if no smaller models can be made from the model. Return ``server`` unchanged."""
+        experiment.algorithm.check_model(model)
         return server
 
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
@@ -82,8 +106,8 @@ class MeanOfHolders(Layer):
 
         If all clients have the whole model, this is the mean of the aggregator.
         """
-        algorithm_of_widths: Any = algorithm
-        sizes = {one.client: algorithm_of_widths.size_of(one.client, server) for one in cohort.replies}
+        parts = cast("PartsOfModel", algorithm)
+        sizes = {one.client: parts.size_of(one.client, server) for one in cohort.replies}
         trained = [one for one in cohort.replies if one.num_examples]
         if set(sizes.values()) <= {1.0} and not any(CLASSES in one.payloads for one in trained):
             return self.inner.aggregate(cohort, algorithm, server)
@@ -93,7 +117,7 @@ class MeanOfHolders(Layer):
         for reply in cohort.replies:
             check_finite(reply, cohort.server_round)
         for reply in trained:
-            places = algorithm_of_widths.places(server, sizes[reply.client])
+            places = parts.places(server, sizes[reply.client])
             classes = reply.payloads[CLASSES]["held"] > 0 if CLASSES in reply.payloads else torch.ones(())
             for name, delta in reply.payloads["delta"].items():
                 share = reply.num_examples * torch.ones_like(delta, dtype=torch.float64)
