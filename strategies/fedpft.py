@@ -27,8 +27,9 @@ class FedPFT(OneMessage):
     the server. The defaults are those of the released code (Flower's baseline ``fedpft``).
 
     Deviations from the released code: numbers travel in 64 bits, not 16. A class with K records or fewer is not left
-    out. The fit ends at scikit-learn's tolerance, 1e-3. Mixtures have no noise, so this method is not private; the
-    paper's private variant is not implemented. ``algorithm=afl`` with ``epsilon`` is private.
+    out. The fit ends at scikit-learn's tolerance, 1e-3. Mixtures have no noise, so this method is not private. The
+    paper's private variant has one noisy Gaussian for each class. That release, with its privacy cost, is
+    ``preprocess=da-fl`` with ``preprocess.generator=gaussian``, and ``algorithm=tstr`` trains on the vectors drawn.
     """
 
     kind: Literal["fedpft"] = "fedpft"
