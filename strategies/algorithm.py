@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.local_plan import FurtherModels, LocalAlgorithm, LocalPlan, sends_a_part, sent_by
@@ -38,6 +39,8 @@ from fl_sim.types import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+Size = TypeVar("Size")
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """The weights of clients in the mean: "examples" is the number of records, "uniform" gives all the same weight."""
@@ -255,6 +258,21 @@ class Sizing(Protocol):
         ...
 
 
+def several(value: object) -> object:
+    """Convert a single number to a tuple of length 1. Any other value is returned unchanged."""
+    return (value,) if isinstance(value, int | float) else value
+
+
+def in_turn(sizes: Sequence[Size], client: int, draws: str = "order of widths") -> Size:
+    """Return the size of a client's model, from n ``sizes``. The size of a client never changes.
+
+    Each of the sizes goes to one of the clients 0 to n - 1, to one of the next n clients, and so on, in random order.
+    The order depends only on client ID, n, and ``draws``, the name of these random numbers.
+    """
+    block, place = divmod(client, len(sizes))
+    return sizes[int(rng(0, draws, block).permutation(len(sizes))[place])]
+
+
 @runtime_checkable
 class Alternating(Protocol):
     """An algorithm whose clients send tensors with other names or shapes in different rounds.
@@ -438,6 +456,18 @@ def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
         raise ValueError(
             f"algorithm {kind_of(algorithm)} cannot run with local.optimizer={optimizer}: {why}; leave local.optimizer "
             "out, or take another algorithm, such as fedavg"
+        )
+
+
+def check_images(algorithm: object, dataset: Dataset, does: str, cure: str) -> None:
+    """Raise UserError if the records are no images.
+
+    ``does``: what the method does with images, such as "makes images". ``cure``: what the user may do instead.
+    """
+    if len(dataset.input_shape) != 3:
+        raise UserError(
+            f"algorithm {kind_of(algorithm)} {does}, and records of {dataset.name} have shape {dataset.input_shape}: "
+            f"{cure}"
         )
 
 

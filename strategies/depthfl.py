@@ -12,8 +12,8 @@ from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import head_shape
 from fl_sim.types import LocalTask, Params, ServerState
-from strategies.algorithm import Averaging
-from strategies.sizes import check_one_size, in_turn, several
+from strategies.algorithm import Averaging, in_turn, several
+from strategies.sizes import check_one_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import head_weight
 from fl_sim.types import Dataset, Params, ServerState, Trained
-from strategies.algorithm import check_sgd
+from strategies.algorithm import check_images, check_sgd
 from strategies.ensemble import LogitsOf
 from strategies.feddf import FedDF
 from strategies.outliers import NEVER, loss_of_unknown, outliers_of
@@ -64,11 +64,9 @@ class FedOV(FedDF):
     def check_data(self, dataset: Dataset, features: str) -> None:
         """Raise UserError for records that are no images."""
         del features
-        if len(dataset.input_shape) != 3:
-            raise UserError(
-                f"algorithm fedov makes outliers of images, and records of {dataset.name} have shape "
-                f"{dataset.input_shape}: take another algorithm, such as fens, or leave features out"
-            )
+        check_images(
+            self, dataset, "makes outliers of images", "take another algorithm, such as fens, or leave features out"
+        )
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return a warning if the adversarial steps do not change the outliers."""

@@ -10,18 +10,13 @@ from pydantic import BeforeValidator, Field
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
-from strategies.algorithm import Averaging
+from strategies.algorithm import Averaging, several
 from strategies.flora import check_products, factored, unfolded, with_delta
 from strategies.low_rank import STARTS_WITH, factors_in
 from strategies.ranks import RANK, check_one_shape, first_components, first_state, share_of, with_ranks
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def _several(value: object) -> object:
-    """Convert a single number in ``ranks`` to a tuple of length 1. Any other value is returned unchanged."""
-    return (value,) if isinstance(value, int) else value
 
 
 class FlexLoRA(Averaging):
@@ -41,7 +36,7 @@ class FlexLoRA(Averaging):
     kind: Literal["flexlora"] = "flexlora"
     title: ClassVar[str] = "FlexLoRA"
     starts_with: ClassVar[Mapping[str, Any]] = STARTS_WITH
-    ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_several)] = ()
+    ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(several)] = ()
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A.

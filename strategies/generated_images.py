@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
 from fl_sim.types import Dataset, Params
-from strategies.algorithm import FEDAVG
+from strategies.algorithm import FEDAVG, check_images
 from strategies.ensemble import UPPER_BOUND, Lesson, OnEnsemble
 
 _NOISE, _STD, _SLOPE = 256, 0.02, 0.2
@@ -135,11 +134,7 @@ class OnMadeImages(OnEnsemble):
     def check_data(self, dataset: Dataset, features: str) -> None:
         """Raise UserError for records that are no images."""
         del features
-        if len(dataset.input_shape) != 3:
-            raise UserError(
-                f"algorithm {self.kind} makes images, and records of {dataset.name} have shape {dataset.input_shape}: "
-                "take algorithm=feddf with a proxy, or leave features out"
-            )
+        check_images(self, dataset, "makes images", "take algorithm=feddf with a proxy, or leave features out")
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return a remark if ``epochs`` is 0: the method is then FedAvg."""

@@ -13,8 +13,8 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.params import head_shape, layout_of
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
-from strategies.algorithm import FEDAVG, Averaging
-from strategies.sizes import CLASSES, check_one_size, in_turn, several
+from strategies.algorithm import FEDAVG, Averaging, in_turn, several
+from strategies.sizes import CLASSES, check_one_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, is_none, kind_of, off, path_in
 from fl_sim.params import add, zeros_like
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, Dataset, LocalTask, ServerState, Trained
-from strategies.algorithm import Averaging, check_sgd
+from strategies.algorithm import Averaging, check_images, check_sgd
 from strategies.fixmatch import Augmentation, pseudo_labels, view
 from strategies.guided_sampler import GuidedSampler
 from strategies.layer import Layer
@@ -117,11 +116,10 @@ class PartlyLabelled(Averaging):
     def check_data(self, dataset: Dataset, features: str) -> None:
         """Raise UserError for records that are not images, because their views would not differ."""
         del features
-        if len(dataset.input_shape) != 3:
-            raise UserError(
-                f"algorithm {self.kind} learns from changed views of images, and records of {dataset.name} have shape "
-                f"{dataset.input_shape}: take images without features, or another algorithm, such as fedavg"
-            )
+        check_images(
+            self, dataset, "learns from changed views of images",
+            "take images without features, or another algorithm, such as fedavg",
+        )  # fmt: skip
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return a warning for each setting without effect."""

@@ -9,8 +9,8 @@ from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, is_none, kind_of
 from fl_sim.params import copied
-from fl_sim.seeding import rng
 from fl_sim.types import Params, ServerState
+from strategies.algorithm import in_turn
 from strategies.low_rank import factors_in, is_factor
 
 if TYPE_CHECKING:
@@ -56,12 +56,11 @@ def first_state(ranks: Sequence[int], params: Params) -> ServerState:
 def share_of(ranks: Sequence[int], client: int, params: Params) -> float:
     """Return the rank of a client's adapters as a share of the rank of the server's ``params``, in (0, 1].
 
-    Each of n ``ranks`` goes to one of the clients 0 to n - 1, to one of the next n clients, and so on, in random order.
+    The ranks go to clients as in ``in_turn``.
     """
     if not ranks or not (rank := rank_of(params)):
         return 1.0
-    block, place = divmod(client, len(ranks))
-    return min(1.0, ranks[int(rng(0, "order of ranks", block).permutation(len(ranks))[place])] / rank)
+    return min(1.0, in_turn(ranks, client, "order of ranks") / rank)
 
 
 def first_components(server: ServerState, share: float) -> ServerState:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, is_none, is_own, kind_of
 from fl_sim.params import flattened, head_names
-from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.aggregators import check_finite
 from strategies.algorithm import Sizing
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
     from fl_sim.narrow_models import Places
     from strategies.algorithm import Algorithm
-
-Size = TypeVar("Size")
 
 CLASSES: Final = "classes"
 """Name of the payload with a 0/1 mask of the classes that a client has."""
@@ -37,21 +33,6 @@ class PartsOfModel(Sizing, Protocol):
     def places(self, server: ServerState, size: float) -> Places:
         """Return the positions in the whole model of all entries that a model of ``size`` has."""
         ...
-
-
-def several(value: object) -> object:
-    """Convert a single number to a tuple of length 1. Any other value is returned unchanged."""
-    return (value,) if isinstance(value, int | float) else value
-
-
-def in_turn(sizes: Sequence[Size], client: int) -> Size:
-    """Return the size of a client's model, from n ``sizes``. The size of a client never changes.
-
-    Each of the sizes goes to one of the clients 0 to n - 1, to one of the next n clients, and so on, in random order.
-    Draws depend only on client ID and n.
-    """
-    block, place = divmod(client, len(sizes))
-    return sizes[int(rng(0, "order of widths", block).permutation(len(sizes))[place])]
 
 
 def check_one_size(algorithm: object, experiment: Choices) -> None:

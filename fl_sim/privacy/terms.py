@@ -1,6 +1,7 @@
 """Terms of a privacy guarantee (its unit, adjacency, delta and budget), and the printed form of an epsilon."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 from enum import StrEnum
@@ -79,3 +80,20 @@ def none_if_infinite(epsilon: float) -> float | None:
 def rounded_up(epsilon: float, digits: int = 4) -> str:
     """Return ``epsilon`` as text, rounded up to ``digits`` significant digits: 2.34501 gives "2.346"."""
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(epsilon)))):.{digits}g}"
+
+
+def epsilon_in_words(epsilon: float | None) -> str:
+    """Return ``epsilon`` as text, rounded up to 5 significant digits; "none" for None, which is no guarantee."""
+    return "none" if epsilon is None else rounded_up(epsilon, 5)
+
+
+def check_two_given(quantities: Mapping[str, object]) -> None:
+    """Raise UserError if more than one of three ``quantities`` of a plan, {option: value}, is None.
+
+    One missing quantity follows from the two others.
+    """
+    missing = [name for name, value in quantities.items() if value is None]
+    if len(missing) > 1:
+        raise UserError(
+            f"{' and '.join(missing)} are missing: give two of {', '.join(quantities)}, and the third is computed"
+        )

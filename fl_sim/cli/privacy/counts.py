@@ -8,7 +8,14 @@ from clients.noisy_counts import counting_cost
 from clients.paid_rounds import ClientProtection, RoundCost
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import epsilon_of_counts, steps_that_fit
-from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, rounded_up, valid_delta
+from fl_sim.privacy.terms import (
+    Adjacency,
+    check_two_given,
+    delta_advice,
+    epsilon_in_words,
+    none_if_infinite,
+    valid_delta,
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,8 @@ def answer(request: CountsRequest) -> dict[str, Any]:
 
 def in_words(plan: dict[str, Any]) -> str:
     """Format ``plan``, a result of the function ``answer``, as lines of text."""
-    epsilon = "none" if plan["epsilon"] is None else rounded_up(plan["epsilon"], 5)
     lines = [
-        f"epsilon           {epsilon}, by RDP, at delta {plan['delta']:g}",
+        f"epsilon           {epsilon_in_words(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
         f"noise on a count  standard deviation {plan['count_noise']:.6g}; one record changes a count by at most 1",
         f"measurements      {plan['measurements']}, each with one count of every client",
     ]
@@ -75,12 +81,7 @@ def in_words(plan: dict[str, Any]) -> str:
 
 def _check(request: CountsRequest) -> None:
     valid_delta(request.delta)
-    known = {"--count-noise": request.std, "--measurements": request.times, "--epsilon": request.target}
-    missing = [name for name, value in known.items() if value is None]
-    if len(missing) > 1:
-        raise UserError(
-            f"{' and '.join(missing)} are missing: give two of {', '.join(known)}, and the third is computed"
-        )
+    check_two_given({"--count-noise": request.std, "--measurements": request.times, "--epsilon": request.target})
     if request.std is not None and not 0 < request.std < math.inf:
         raise UserError(f"--count-noise {request.std} gives no guarantee: choose a positive number such as 10")
     if request.target is not None and not 0 < request.target < math.inf:

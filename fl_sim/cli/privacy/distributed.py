@@ -6,7 +6,14 @@ from typing import Any
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import epsilon_of_counts, steps_that_fit
 from fl_sim.privacy.modular_sums import SumGrid, noise_for
-from fl_sim.privacy.terms import Adjacency, delta_advice, none_if_infinite, rounded_up, valid_delta
+from fl_sim.privacy.terms import (
+    Adjacency,
+    check_two_given,
+    delta_advice,
+    epsilon_in_words,
+    none_if_infinite,
+    valid_delta,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def answer(request: SumsRequest) -> dict[str, Any]:
 def in_words(plan: dict[str, Any]) -> str:
     """Format ``plan``, a result of the function ``answer``, as lines of text."""
     lines = [
-        f"epsilon           {_show(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
+        f"epsilon           {epsilon_in_words(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one client)",
         f"rounds            {plan['rounds']}",
         f"unit              client, {plan['adjacency']}; the server is not trusted, secure aggregation is",
@@ -70,21 +77,14 @@ def in_words(plan: dict[str, Any]) -> str:
         f"error             {plan['std_of_mean']:.4g} clipping norms on each number of the mean",
     ]
     if plan["dropped"]:
-        lines.append(f"with drop-outs    {_show(plan['epsilon_with_dropped'])} if {plan['dropped']} drop out a round")
+        lines.append(
+            f"with drop-outs    {epsilon_in_words(plan['epsilon_with_dropped'])} if {plan['dropped']} drop out a round"
+        )
     return "\n".join(lines)
 
 
 def _check(request: SumsRequest) -> None:
     valid_delta(request.delta)
-    known = {"--noise-multiplier": request.noise, "--rounds": request.rounds, "--epsilon": request.target}
-    missing = [name for name, value in known.items() if value is None]
-    if len(missing) > 1:
-        raise UserError(
-            f"{' and '.join(missing)} are missing: give two of {', '.join(known)}, and the third is computed"
-        )
+    check_two_given({"--noise-multiplier": request.noise, "--rounds": request.rounds, "--epsilon": request.target})
     if not 0 <= request.dropped < request.grid.shares:
         raise UserError(f"{request.dropped} of {request.grid.shares} clients cannot drop out: at least one must answer")
-
-
-def _show(epsilon: float | None) -> str:
-    return "none" if epsilon is None else rounded_up(epsilon, 5)

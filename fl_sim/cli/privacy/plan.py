@@ -14,7 +14,15 @@ from fl_sim.errors import UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import bounds, delta_profile, epsilon_of_counts, noise_multiplier, steps_that_fit
 from fl_sim.privacy.events import amplify_fixed_size, amplify_poisson, single_steps
-from fl_sim.privacy.terms import Accountant, Adjacency, delta_advice, rounded_up, valid_delta
+from fl_sim.privacy.terms import (
+    Accountant,
+    Adjacency,
+    check_two_given,
+    delta_advice,
+    epsilon_in_words,
+    rounded_up,
+    valid_delta,
+)
 from fl_sim.report.picture import save_plot
 
 _MOST_STEPS: Final = 10**18
@@ -163,11 +171,12 @@ def answer(request: BudgetRequest) -> dict[str, Any]:
 
 def in_words(plan: dict[str, Any]) -> str:
     """Format ``plan``, a result of the function ``answer``, as lines of text."""
-    source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
+    rdp, pld = (epsilon_in_words(plan[name]) for name in ("epsilon_rdp", "epsilon_pld"))
+    source = f"the smaller of two sound bounds (RDP {rdp}, PLD {pld})"
     if plan["no_pld"]:
         source = f"by RDP; {plan['no_pld']}"
     lines = [
-        f"epsilon           {_show(plan['epsilon_least'])}, {source}",
+        f"epsilon           {epsilon_in_words(plan['epsilon_least'])}, {source}",
         f"planned by        {plan['accountant'].upper()}",
         f"delta             {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one {plan['unit']})",
@@ -213,12 +222,7 @@ def plot(request: BudgetRequest, plan: dict[str, Any], path: Path) -> None:
 def _check(request: BudgetRequest) -> None:
     valid_delta(request.delta)
     count = "--rounds" if request.sampling.unit == "client" else "--steps"
-    known = {"--noise-multiplier": request.noise, count: request.steps, "--epsilon": request.target}
-    missing = [name for name, value in known.items() if value is None]
-    if len(missing) > 1:
-        raise UserError(
-            f"{' and '.join(missing)} are missing: give two of {', '.join(known)}, and the third is computed"
-        )
+    check_two_given({"--noise-multiplier": request.noise, count: request.steps, "--epsilon": request.target})
     if request.noise is not None and not 0 < request.noise < math.inf:
         raise UserError(f"noise multiplier {request.noise} gives no guarantee: choose a positive number such as 1.0")
     if request.steps is not None and not 1 <= request.steps <= _MOST_STEPS:
@@ -245,7 +249,3 @@ def _mu(counts: Mapping[dp_event.DpEvent, int]) -> float | None:
 
 def _json(epsilon: float) -> float | None:
     return None if math.isinf(epsilon) else epsilon
-
-
-def _show(epsilon: float | None) -> str:
-    return "none" if epsilon is None else rounded_up(epsilon, 5)

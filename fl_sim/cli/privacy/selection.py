@@ -18,7 +18,7 @@ from fl_sim.privacy.selection import (
     most_likely_at_most,
     noise_of_selection,
 )
-from fl_sim.privacy.terms import none_if_infinite, rounded_up, valid_delta
+from fl_sim.privacy.terms import epsilon_in_words, none_if_infinite, valid_delta
 
 _SHARE = 0.99
 
@@ -83,10 +83,12 @@ def in_words(plan: dict[str, Any]) -> str:
     if plan["eta"] is not None:
         law = f"truncated negative binomial, eta {plan['eta']:g}, gamma {plan['gamma']:.6g}"
     number, most = math.ceil(plan["trials"]), plan["trials_at_99_percent"]
+    names = ("epsilon", "epsilon_of_one_run", "epsilon_if_all_are_published")
+    best, one, all_published = (epsilon_in_words(plan[name]) for name in names)
     return "\n".join([
-        f"epsilon           {_show(plan['epsilon'])} for the best of all trials, by RDP, at delta {plan['delta']:g}",
-        f"  of one run      {_show(plan['epsilon_of_one_run'])}",
-        f"  of all runs     {_show(plan['epsilon_if_all_are_published'])} if {number} results were published",
+        f"epsilon           {best} for the best of all trials, by RDP, at delta {plan['delta']:g}",
+        f"  of one run      {one}",
+        f"  of all runs     {all_published} if {number} results were published",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm)",
         f"one run           {plan['steps']} steps, sampling rate {plan['sampling_rate']:g}",
         f"trials            {plan['trials']:g} on average, at most {most} with probability {_SHARE:g}",
@@ -103,7 +105,3 @@ def _check(request: SelectionRequest) -> None:
         raise UserError("give one of --noise-multiplier and --epsilon, and the other one is computed")
     if request.noise is not None and not 0 < request.noise < math.inf:
         raise UserError(f"noise multiplier {request.noise} gives no guarantee: choose a positive number such as 1.0")
-
-
-def _show(epsilon: float | None) -> str:
-    return "none" if epsilon is None else rounded_up(epsilon, 5)
