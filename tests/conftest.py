@@ -86,12 +86,16 @@ def install_package(
 choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 
 LONGEST = (
-    "fl_sim/engines/test_ray.py", "fl_sim/native/test_kernel.py", "test_engines_agree.py", "fl_sim/native/test_fuzz.py",
-    "fl_sim/simulation/test_flower_deployment.py", "fl_sim/cli/test_table.py", "test_release_audit.py",
-    "fl_sim/simulation/test_flower_app.py", "fl_sim/simulation/test_noise_from_epsilon.py",
-    "fl_sim/engines/test_ray_doors.py", "fl_sim/stages/pate/test_run.py", "strategies/test_algorithm.py",
+    "fl_sim/engines/test_ray_nodes.py", "test_packaging.py", "test_engines_agree.py", "test_peers_personal.py",
+    "fl_sim/engines/test_ray.py", "examples", "test_scale_benchmarks.py", "test_workloads.py",
+    "fl_sim/simulation/test_flower_deployment.py", "strategies/test_robust_pairs.py", "fl_sim/native/test_bfloat16.py",
+    "test_release_audit.py", "docs", "fl_sim/native/test_kernel.py", "fl_sim/native/test_fuzz.py",
+    "test_private_records_audit.py", "fl_sim/simulation/test_flower_app.py", "fl_sim/engines/test_own_ray.py",
+    "test_agreement_benchmark.py", "fl_sim/simulation/test_noise_from_epsilon.py", "fl_sim/cli/test_table.py",
+    "fl_sim/report/test_damage.py", "strategies/test_algorithm.py", "test_house.py", "strategies/pate/test_student.py",
+    "fl_sim/test_testing_runs.py", "fl_sim/engines/test_ray_doors.py", "fl_sim/stages/pate/test_run.py",
 )  # fmt: skip
-"""Files that take half a minute and more: those that wait for processes beside those that compute."""
+"""Files that take some twenty seconds and more: those that wait for processes beside those that compute."""
 
 
 LONG = (
@@ -133,7 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in uncovered:
             item.add_marker("no_cover")
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    items.sort(key=lambda item: min(places.get(path, len(places)) for path in (item.path, *item.path.parents)))
 
 
 @pytest.fixture(scope="session")

@@ -66,12 +66,19 @@ def parts(params: Params, names: Sequence[str]) -> Params:
     return {name: params[name] for name in names}
 
 
+def gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
+    """Return the gradient with respect to all of ``params``."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    return dict(zip(leaves, torch.autograd.grad(loss(leaves), [*leaves.values()]), strict=True))
+
+
 def descend(params: Params, loss: Callable[[Params], Tensor], rate: float, phase: Phase) -> Params:
     """Return the parameters after a phase: so many steps of SGD on the named ones."""
     names, steps = phase
+    trained = parts(params, names)
     for _ in range(steps):
-        params = add(params, parts(grad(loss)(params), names), -rate)
-    return params
+        trained = add(trained, gradient(lambda some: loss({**params, **some}), trained), -rate)
+    return {**params, **trained}
 
 
 def all_scores(problem: Problem, models: Sequence[Params]) -> list[Tensor]:
@@ -179,7 +186,7 @@ def ditto(problem: Problem) -> Result:
             loss, own = loss_on(shard), owns[client]
             models.append(descend(x, loss, way.rate, (tuple(x), way.steps)))
             for _ in range(way.steps):
-                own = add(add(own, grad(loss)(own), -way.rate), add(own, x, -1.0), -way.rate * way.strength)
+                own = add(add(own, gradient(loss, own), -way.rate), add(own, x, -1.0), -way.rate * way.strength)
             owns[client] = own
         x = mean(problem, models)
     return outcome(flat(x), [flat(own) for own in owns]), all_scores(problem, owns)
@@ -207,7 +214,7 @@ def pfedme(
             w = theta = x
             for _ in range(way.steps):
                 for _ in range(way.inner_steps):
-                    slope = add(grad(loss_on(shard))(theta), theta, decay)
+                    slope = add(gradient(loss_on(shard), theta), theta, decay)
                     slope = add(slope, add(theta, w, -1.0), way.pull) if pulls else slope
                     theta = add(theta, slope, -way.rate)
                 w = add(w, add(w, theta, -1.0), -way.rate * way.pull)
@@ -237,19 +244,19 @@ def apfl(
         for client, shard in enumerate(problem.shards):
             held, v, alpha, loss = x, owns[client], alphas[client], loss_on(shard)
             for step in range(way.steps):
-                of_w = grad(loss)(held)
+                of_w = gradient(loss, held)
                 after = add(held, of_w, -way.rate * (2 if w == "twice" else 1))
                 seen = held if w == "together" else add(held, of_w, -way.rate)
                 if at == "outputs":
-                    of_v = grad(_mixed_outputs(shard, seen, alpha))(v)
+                    of_v = gradient(_mixed_outputs(shard, seen, alpha), v)
                 elif at == "own":
-                    of_v = grad(loss)(v)
+                    of_v = gradient(loss, v)
                 else:
-                    of_v = {name: alpha * value for name, value in grad(loss)(mix(v, seen, alpha)).items()}
+                    of_v = {name: alpha * value for name, value in gradient(loss, mix(v, seen, alpha)).items()}
                 moved = add(v, of_v, -way.rate) if trains else v
                 if adaptive and (often or step == 0):
                     if at == "mixture":
-                        slope, apart = grad(loss)(mix(v, seen, alpha)), add(v, held, -1.0)
+                        slope, apart = gradient(loss, mix(v, seen, alpha)), add(v, held, -1.0)
                     else:
                         slope, apart = mix(of_v, of_w, alpha), add(moved, after, -1.0)
                     change = sum(float((slope[name] * apart[name]).sum()) for name in v)
@@ -293,11 +300,11 @@ def per_fedavg(
                 return loss(add(params, grad(loss)(params), -way.rate))
 
             for _ in range(way.steps * passes):
-                inner = add(w, grad(loss)(w), -way.rate)
-                slope = grad(after_a_step)(w) if exact and not differences else grad(loss)(inner)
+                inner = add(w, gradient(loss, w), -way.rate)
+                slope = grad(after_a_step)(w) if exact and not differences else gradient(loss, inner)
                 if exact and differences:
                     there = w if bent == "w" else inner
-                    up, down = (grad(loss)(add(there, slope, sign * differences)) for sign in (1, -1))
+                    up, down = (gradient(loss, add(there, slope, sign * differences)) for sign in (1, -1))
                     slope = add(slope, add(up, down, -1.0), -way.rate / (2 * differences))
                 w = add(w if restores else inner, slope, -way.rate)
             models.append(w)
@@ -327,7 +334,7 @@ def fedala(problem: Problem, threshold: float = 0.1, *, one_worker: bool = False
                 own, apart, losses = last[place], add(parts(x, HEAD), last[place], -1.0), list[float]()
                 while not losses or not (rested[place] or _steady(losses, threshold)):
                     begin = {**x, **{name: own[name] + apart[name] * weights[place][name] for name in HEAD}}
-                    slope = grad(loss)(begin)
+                    slope = gradient(loss, begin)
                     losses.append(float(loss(begin)))
                     weights[place] = {
                         name: (weights[place][name] - slope[name] * apart[name]).clamp(0, 1) for name in HEAD
@@ -368,7 +375,7 @@ def fedproto(problem: Problem, *, counts: bool = True, after: bool = False) -> R
 
             for _ in range(way.steps):
                 seen.append(features(own, inputs))
-                own = add(own, grad(loss)(own), -way.rate)
+                own = add(own, gradient(loss, own), -way.rate)
             z = features(own, inputs) if after else torch.stack(seen).mean(0)
             of_class, held_here = functional.one_hot(labels, 10).float(), problem.counts(client)
             means.append(of_class.T @ z / held_here.clamp(min=1)[:, None])
