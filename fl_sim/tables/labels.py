@@ -285,9 +285,19 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a parameter's value as short text. For a settings object, these are its kind and changed settings."""
+    """Return a parameter's value as short text. For a settings object, these are its kind and changed settings.
+
+    A group of settings without kinds may define a text itself, such as "mlp, trainable=head" for a model, which becomes
+    "mlp (trainable=head)". Any other group is the name of its class and its changed settings.
+    """
     if is_settings(type(value)):
-        kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
+        changed = _changed(value)
+        if not hasattr(value, "kind"):
+            if "__str__" not in vars(type(value)):
+                return f"{type(value).__name__}{_in_brackets(changed)}"
+            name, _, rest = str(value).partition(", ")
+            return f"{name} ({rest})" if rest else name
+        kind = kind_of(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
         return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
     return f"{value:.10g}" if isinstance(value, float) else str(value)

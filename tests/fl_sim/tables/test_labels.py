@@ -8,7 +8,7 @@ from clients.dafl.settings import DaFl
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
-from fl_sim.tables.labels import caption, duration_in_words, label, run_name
+from fl_sim.tables.labels import RowName, caption, duration_in_words, label, row_labels, run_name
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import ConfidentGNMax, GNMax, Labelling
 from strategies.pate.settings import Pate
@@ -26,6 +26,19 @@ def test_what_stands_in_place_of_a_default_is_named_by_its_class_even_where_noth
     assert label(GlobalDP(adaptive_clipping=AdaptiveClipping(learning_rate=0.5))).endswith(
         "(adaptive_clipping=AdaptiveClipping (learning_rate=0.5))"
     )
+    assert label(GlobalDP(adaptive_clipping=AdaptiveClipping(target_quantile=0.9))).endswith(
+        "(adaptive_clipping=AdaptiveClipping (target_quantile=0.9))"
+    )
+
+
+def test_a_model_of_a_tables_base_is_named_in_rows_as_a_model_of_its_grid_is() -> None:
+    chosen = (experiment_from({"model": model}) for model in ("logistic", {"name": "mlp", "trainable": "head"}))
+    base, other = (RowName("FedAvg", {}, one) for one in chosen)
+    grid = RowName("FedAvg", {"model": "2nn"}, base.experiment)
+    labels = row_labels({"base": base, "grid": grid, "other": other})
+    assert [shown for shown, _ in labels.values()] == [
+        "FedAvg, model=logistic", "FedAvg, model=2nn", "FedAvg, model=mlp (trainable=head)",
+    ]  # fmt: skip
 
 
 def test_kinds_within_settings_are_named_with_what_is_not_their_default() -> None:
