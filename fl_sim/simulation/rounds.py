@@ -27,9 +27,10 @@ from fl_sim.experiment.job import Job, job_of, own_job
 from fl_sim.kinds import hides_clients, is_none, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object
+from fl_sim.own_loss import check_own_loss
 from fl_sim.params import detached, layout_of, trainable
 from fl_sim.seeding import seed_process
-from fl_sim.simulation.client_runtime import runtime_for, with_architectures, workload_of
+from fl_sim.simulation.client_runtime import local_settings, runtime_for, with_architectures, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.stage import (
@@ -273,6 +274,7 @@ class Rounds(Procedure):
         self._check_own_code()
         self._check_head(model, isinstance(self.algorithm, OfHead) and self.algorithm.needs_head)
         plan = self.typical_plan()
+        check_own_loss(model, plan, local_settings(self.job, experiment.local.learning_rate))
         self._check_head(model, plan.class_features)
         server = first_state(self.algorithm, detached(trainable(model).items()), experiment.local.personal)
         self._check_architectures(server)

@@ -12,9 +12,11 @@ from torch import nn
 from fl_sim import models
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.local_plan import Distillation, LocalPlan
 from fl_sim.own_loss import Outcome
 from fl_sim.seeding import rng
+from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.tables.filling import TableState, fill
 from fl_sim.tables.plan import TableSettings, plan_table
@@ -93,6 +95,14 @@ def test_what_changes_a_cross_entropy_is_refused(plan, settings, field):
     job = LocalJob(task_for(model, settings), plan, Records.of(TEXTS, LABELS), rng(0, "batches"))
     with pytest.raises(UserError, match=f"{field} changes the cross-entropy"):
         StackedTrainer(decoder()).train([job])
+
+
+@pytest.mark.parametrize(("algorithm", "field"), [("fedlc", "logit_shift"), ("moon", "contrast")])
+def test_a_method_that_changes_a_cross_entropy_is_refused_before_any_round(tmp_path, algorithm, field):
+    settings = {"data": play(tmp_path / "play", length=6), "model": "decoder", "partition": "natural", "clients": 3,
+                "algorithm": algorithm}  # fmt: skip
+    with pytest.raises(UserError, match=f"Decoder has a loss of its own .loss_of., and {field} changes the cross-ent"):
+        procedure_of(job_of(experiment_from(settings))).beginning()
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedadam"])
