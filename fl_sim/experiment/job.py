@@ -246,7 +246,9 @@ class Job:
     @cached_property
     def num_features(self) -> int:
         """The number of inputs of the model's head (its last layer). Raises UserError for a model without a head."""
-        return num_features(self.model(), self.input_shape)
+        algorithm = self.experiment.algorithm
+        rebuilt_by = kind_of(algorithm) if isinstance(algorithm, Rebuilding) else ""
+        return num_features(self.model(), self.input_shape, rebuilt_by)
 
     @property
     def precision(self) -> Precision:

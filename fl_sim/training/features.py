@@ -116,12 +116,13 @@ def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int
     return of_class.T.to(features.dtype) @ features
 
 
-def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
+def num_features(model: nn.Module, input_shape: tuple[int, ...], rebuilt_by: str = "") -> int:
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
     The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode. Only
     methods that train the head separately need this number. Raises UserError if the head cannot be trained separately,
-    because it has other inputs than the features (n, d), or no trainable parameters.
+    because it has other inputs than the features (n, d), or no trainable parameters. ``rebuilt_by``: the name of the
+    algorithm that rebuilt the model; empty if none did.
     """
     model.eval()
     head = head_of(model)
@@ -132,10 +133,12 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
         except (RuntimeError, ValueError, TypeError, IndexError):
             alone = None
     if not trainable(head) or alone is None or not torch.allclose(alone, logits):
+        cure = "set self.head to the model's last linear layer, or take another calibrate, preprocess or algorithm"
+        if rebuilt_by:
+            cure = f"algorithm {rebuilt_by} made this model, so leave calibrate and preprocess out, or take another one"
         raise UserError(
             f"the method needs a head that computes the logits from features (n, d) and has trainable weights, but the "
-            f"head of {type(model).__name__} does not, or is frozen: set self.head to the model's last linear layer, "
-            "or take another calibrate, preprocess or algorithm"
+            f"head of {type(model).__name__} does not, or is frozen: {cure}"
         )
     return features.shape[1]
 

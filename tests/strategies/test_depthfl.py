@@ -166,6 +166,8 @@ def test_clients_receive_and_send_only_their_blocks_and_take_their_time(tmp_path
         ({"aggregator": "median"}, "aggregator median"),
         ({"local": {"personal": "head"}}, "local.personal=head"),
         (by(0), "depths.*greater than or equal to 1"),
+        ({"calibrate": "ccvr"}, "algorithm depthfl made this model, so leave calibrate and preprocess out"),
+        ({"preprocess": "ridge-start"}, "algorithm depthfl made this model, so leave calibrate and preprocess out"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
