@@ -19,7 +19,8 @@ from fl_sim.simulation.client_runtime import local_settings
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.training.courses import follow
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalTask, Params
+from fl_sim.types import ClientUpdate, LocalTask, Params
+from strategies.distributed_sums import ClientShares
 from strategies.fixmatch import Augmentation
 from strategies.semifl import SemiFL
 
@@ -181,3 +182,25 @@ def test_global_dp_costs_what_it_costs_fedavg(tmp_path: Path) -> None:
     ]
     epsilons = [[one.epsilon for one in result.privacy] for result in results]
     assert epsilons[0] == epsilons[1] != []
+
+
+def test_distributed_dp_has_noise_and_weight_1_from_every_client_with_confident_records_or_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients 2 and 3 have no labels and no confident record: their update is 0, and their message is noise."""
+    sent, messages = ClientShares.sent, dict[int, tuple[int, ClientUpdate]]()
+
+    def seen(self: ClientShares, came: LocalTask, task: LocalTask, trained: Any, update: ClientUpdate) -> ClientUpdate:
+        found = sent(self, came, task, trained, update)
+        messages[came.client] = update.num_examples, found
+        return found
+
+    monkeypatch.setattr(ClientShares, "sent", seen)
+    algorithm = {"kind": "semifl", "server_records": 0, "labelled_clients": 2, "threshold": 0.9999999}
+    noise = {"kind": "distributed-dp", "noise_multiplier": 3.0, "noise": "seeded"}
+    ran(tmp_path, algorithm=algorithm, rounds=1, aggregator=noise, sampler="full", engine="inprocess")
+    assert [messages[client][0] > 0 for client in range(4)] == [True, True, False, False]
+    assert {(one.num_examples, one.loss) for _, one in messages.values()} == {(1, None)}
+    bits = [one.packed["delta"].bits for _, one in messages.values()]
+    assert len({len(one) for one in bits}) == 1
+    assert all(len(np.unique(one)) > 10 for one in bits)
