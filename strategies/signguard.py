@@ -45,55 +45,19 @@ class SignGuard(Robust):
         chosen = np.sort(coins.choice(size, max(1, round(self.coordinate_share * size)), replace=False))
         signs = rows[:, torch.from_numpy(chosen)].sign()
         triples = torch.stack([(signs == sign).double().mean(dim=1) for sign in (1, 0, -1)], dim=1)
-        both = usual & torch.from_numpy(in_largest_cluster(triples.numpy()))
+        both = usual & torch.from_numpy(_in_largest_cluster(triples.numpy()))
         kept = both if bool(both.any()) else usual
         factors = middle / torch.maximum(norms, middle.clamp(min=1e-300))
         mean: torch.Tensor = (factors[kept, None] * rows[kept]).mean(dim=0)
         return mean
 
 
-def in_largest_cluster(points: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of the ``points``, shape (n, 3), in the largest cluster that mean shift finds.
+def _in_largest_cluster(points: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return a mask of the ``points``, shape (n, 3), in the largest cluster that mean shift finds."""
+    from sklearn.cluster import MeanShift, estimate_bandwidth  # noqa: PLC0415 (a second to import)
 
-    The mean shift is that of scikit-learn (``MeanShift`` with the bandwidth of ``estimate_bandwidth``, quantile 0.5),
-    which takes sixty times as long for 20 points, because it moves one point after another. The clusters are the same,
-    unless there are fewer than 12 points and a distance is equal to the bandwidth: there, scikit-learn's rounding
-    decides.
-    """
-    nearest = np.sqrt(np.sort(_squared_distances(points, points), axis=1))
-    if not (bandwidth := float(nearest[:, max(1, len(points) // 2) - 1].sum()) / len(points)):
+    if not (bandwidth := estimate_bandwidth(points, quantile=0.5)):
         return np.ones(len(points), dtype=bool)  # bandwidth 0 (one point, or half of the points are equal): take all
-    labels = _squared_distances(points, _centres(points, bandwidth)).argmin(axis=1)
+    labels = MeanShift(bandwidth=bandwidth).fit(points).labels_
     largest: NDArray[np.bool_] = labels == np.bincount(labels).argmax()
     return largest
-
-
-def _centres(points: NDArray[np.float64], bandwidth: float) -> NDArray[np.float64]:
-    """Return the centres of the clusters of mean shift, shape (clusters, 3): those with most points come first.
-
-    Each point moves to the mean of the ``points`` within ``bandwidth``, until it moves less than a thousandth of that,
-    or for 301 steps. Of the resulting places within ``bandwidth`` of each other, the one with most points is a centre.
-    """
-    places, counts, moving = points.copy(), np.zeros(len(points), dtype=np.int64), np.arange(len(points))
-    for _ in range(301):
-        within = _squared_distances(places[moving], points) <= bandwidth**2
-        counts[moving] = within.sum(axis=1)
-        before = places[moving]
-        places[moving] = np.where(within[:, :, None], points, 0.0).sum(axis=1) / counts[moving, None]
-        moving = moving[np.linalg.norm(places[moving] - before, axis=1) > 1e-3 * bandwidth]
-        if not len(moving):
-            break
-    found = {tuple(place): count for place, count in zip(places.tolist(), counts.tolist(), strict=True)}
-    ordered = np.array(sorted(found, key=lambda place: (found[place], place), reverse=True))
-    is_centre, near = np.ones(len(ordered), dtype=bool), _squared_distances(ordered, ordered) <= bandwidth**2
-    for index in range(len(ordered)):
-        if is_centre[index]:
-            is_centre[near[index]] = False
-            is_centre[index] = True
-    return ordered[is_centre]
-
-
-def _squared_distances(some: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the squared distances between ``some``, shape (m, 3), and ``others``, shape (n, 3): shape (m, n)."""
-    found: NDArray[np.float64] = np.square(some[:, None] - others).sum(axis=2)
-    return found

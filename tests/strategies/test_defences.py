@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from sklearn.cluster import MeanShift, estimate_bandwidth
 
 import fl_sim
 from fl_sim.errors import RunError, UserError
@@ -25,7 +24,7 @@ from strategies.geometric_median import GeometricMedian
 from strategies.krum import Krum
 from strategies.mixing import Bucketing, NearestNeighbourMixing
 from strategies.norm_bound import NormBound
-from strategies.signguard import SignGuard, in_largest_cluster
+from strategies.signguard import SignGuard
 
 RULES = [made() for made in kinds_of("aggregator").values() if issubclass(made, Robust) and made is not Flame]
 RULES.append(Flame(noise=0))
@@ -148,19 +147,6 @@ def test_signguard_by_hand() -> None:
     honest = [[1.0, 1.0, 1.0, -1.0]] * 5
     rows = [*honest, [2.0, 2.0, 2.0, -2.0], [-1.0, -1.0, -1.0, 1.0], [30.0, 30.0, 30.0, -30.0]]
     assert row(SignGuard(coordinate_share=1.0), rows) == pytest.approx([1.0, 1.0, 1.0, -1.0])
-
-
-@pytest.mark.parametrize("hostile", [0, 5])
-@pytest.mark.parametrize(("count", "step"), [(12, 1 / 62), (20, 1e-9), (20, 1 / 500), (70, 1e-9)])
-def test_the_largest_cluster_of_signguard_is_that_of_scikit_learns_mean_shift(
-    count: int, step: float, hostile: int
-) -> None:
-    points = np.random.default_rng(count).normal(0.5, 0.05, size=(count, 3))
-    points[:hostile] += 0.2 - 0.5 * (points[:hostile] - points[0])
-    points = np.round(points / step) * step  # a coarse grid has equal distances
-    found = MeanShift(bandwidth=estimate_bandwidth(points, quantile=0.5)).fit(points).labels_
-    assert in_largest_cluster(points).tolist() == (found == np.bincount(found).argmax()).tolist()
-    assert in_largest_cluster(np.ones((4, 3))).all()
 
 
 def test_foolsgold_by_hand_and_over_rounds() -> None:
