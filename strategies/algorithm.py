@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from fl_sim.data.naming import parts_of
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
@@ -468,6 +469,16 @@ def check_images(algorithm: object, dataset: Dataset, does: str, cure: str) -> N
         raise UserError(
             f"algorithm {kind_of(algorithm)} {does}, and records of {dataset.name} have shape {dataset.input_shape}: "
             f"{cure}"
+        )
+
+
+def check_proxy(algorithm: object, proxy: str, experiment: Choices) -> None:
+    """Raise UserError if clients hold the records of ``proxy``, the data set with the method's public records."""
+    data = getattr(experiment, "data", "")
+    if {*parts_of(proxy)} & {*parts_of(data)}:
+        raise UserError(
+            f"algorithm {kind_of(algorithm)} reads the public records of algorithm.proxy={proxy}, and clients hold the "
+            f"records of {data}: algorithm.proxy must be another data set"
         )
 
 

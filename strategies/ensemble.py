@@ -12,7 +12,7 @@ import numpy as np
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices, Supplying, hides_clients, is_none, kind_of, path_in
 from fl_sim.types import Dataset, Params
-from strategies.algorithm import Averaging
+from strategies.algorithm import Averaging, check_proxy
 
 if TYPE_CHECKING:
     from fl_sim.training.records import Source
@@ -119,11 +119,7 @@ class OnEnsemble(SeesModels):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError as ``SeesModels`` does, and for unsuitable public records."""
         super().check(experiment)
-        if self.public_records == getattr(experiment, "data", ""):
-            raise ValueError(
-                f"algorithm {self.kind}: clients hold the records of {self.public_records}: algorithm.proxy must be "
-                "another data set, with public records"
-            )
+        check_proxy(self, self.public_records, experiment)
         if self.uses_pool and not isinstance(experiment.preprocess, Supplying):
             raise ValueError(
                 f"algorithm {self.kind}: algorithm.proxy=pool needs a pool of synthetic records, and this run makes "

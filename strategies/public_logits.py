@@ -15,6 +15,7 @@ from fl_sim.engines import arrays, wire
 from fl_sim.errors import UserError
 from fl_sim.kinds import is_none, is_own, kind_of
 from fl_sim.types import ServerState, Traffic
+from strategies.algorithm import check_proxy
 from strategies.layer import Ask, Beginning, layer_kinds
 from strategies.own_part import OwnPart
 
@@ -55,11 +56,7 @@ class PublicLogits(OwnPart):
                 f"{what} cannot run with devices={kind_of(experiment.devices)}: the virtual clock does not count the "
                 "logits that all clients send before a round; leave devices out"
             )
-        if experiment.algorithm.proxy == experiment.data:
-            raise UserError(
-                f"{what} reads public records, and {experiment.data} is what clients hold: algorithm.proxy must be "
-                "another data set"
-            )
+        check_proxy(experiment.algorithm, experiment.algorithm.proxy, experiment)
         if own := [kind for kind in layer_kinds(experiment) if is_own(kind)]:
             raise UserError(
                 f"{what} sends tensors of other shapes after the first round, and {own[0].__name__}, a round layer of "
