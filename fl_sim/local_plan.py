@@ -73,8 +73,10 @@ class LossTerm:
     computed at once. All clients must use the same object, such as a module-level function or a method of the
     algorithm. The function may return one number per record, shape (n,); then the mean is added to the loss. Or it
     returns one number, shape (), which is added to the loss. ``data``: this client's tensors for the function; each has
-    the same shape for all clients. ``features``: True if the function reads ``Batch.features``, for which the model
-    needs a last linear layer.
+    the same shape for all clients. The stacked trainer first tries the function on a batch of one record, with ``data``
+    unchanged. So if a tensor of ``data`` has a row for each record of a batch, the function may read only its first
+    ``len(batch.labels)`` rows. ``features``: True if the function reads ``Batch.features``, for which the model needs a
+    last linear layer.
     """
 
     function: Callable[[Batch], torch.Tensor]

@@ -81,7 +81,7 @@ class SemiFL(PartlyLabelled):
 
 def _mixup(batch: Batch) -> torch.Tensor:
     """Return the mixup loss of each record, (n,): the cross-entropies with both labels, weighted by their shares."""
-    count = len(batch.labels)  # stacked training tries a term out on one record, with the tensors of a whole batch
+    count = len(batch.labels)  # the trial of the stacked trainer has one record (see LossTerm)
     mixed, second, share = batch.data["mixed"][:count], batch.data["second"][:count], batch.data["share"]
     logits = batch.logits_of(batch.params, mixed)
     losses = [torch.nn.functional.cross_entropy(logits, one, reduction="none") for one in (batch.labels, second)]
