@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -204,12 +205,13 @@ def num_predicted_at_start(job: Job, algorithm: LocalAlgorithm, starts: float) -
 
 
 def start_works(
-    procedure: Procedure, algorithm: LocalAlgorithm, starts: float, *, before: float = 0.0
+    procedure: Procedure, algorithm: LocalAlgorithm, starts: float, *, before: Sequence[float] = (0.0,)
 ) -> tuple[Work, ...]:
     """Return the amount of training in the algorithm's method ``start``, in a run; empty if ``start`` does not train.
 
-    ``starts``: the number of calls of ``start`` by each client, after ``before`` earlier calls. A step is timed as a
-    turn of its own. The clients of one process start one after another.
+    ``starts``: the number of calls of ``start`` by each client after ``before`` earlier calls. For each number in
+    ``before``, there are so many calls, such as one in each measurement, which does not change the client's state. A
+    step is timed as a turn of its own. The clients of one process start one after another.
     """
     if not isinstance(algorithm, TrainingStart):
         return ()
@@ -217,8 +219,11 @@ def start_works(
     experiment, batch_size = job.experiment, job.experiment.local.batch_size
     pooled = sum(stage.num_pooled() for stage in stages_of(job))
     sizes = [size for size in sizes_trained_on(job, pooled)[job.members].tolist() if size]
-    first, whole = (
-        sum(algorithm.start_steps(size, batch_size, times) for size in sizes) for times in (before, before + starts)
+    steps = sum(
+        number
+        * (algorithm.start_steps(size, batch_size, done + starts) - algorithm.start_steps(size, batch_size, done))
+        for size, number in Counter(sizes).items()
+        for done in before
     )
     records = min(batch_size, max(1, round(float(np.mean(sizes or 1)))))
     plan = algorithm.start_plan(detached(trainable(job.model()).items()))
@@ -227,8 +232,8 @@ def start_works(
         Work(
             f"a step of {experiment.model} on {short_label(experiment.data)} ({how}, {records} records)",
             _kind(experiment, as_table(experiment.algorithm, "json"), "start", records),
-            whole - first,
-            whole - first,
+            steps,
+            steps,
             partial(_turn, job, algorithm, plan, 1),
             records,
             at_once=1.0 if isinstance(engine, InProcess) else clients_at_once(engine, job),

@@ -240,10 +240,12 @@ class OwnModels(Stage):
         algorithm = experiment.algorithm
         trains = not (isinstance(algorithm, OwnModel) or experiment.is_private)
         at_starts = num_predicted_at_start(self.job, algorithm, self._times * experiment.num_clients)
+        every, rounds = experiment.evaluate.personal_every, experiment.rounds
+        measured_after = [*range(every, rounds, every), rounds]
         return (
             *by_architecture(procedure, lambda one: evaluation_work(one, records * models + at_starts)),
             *by_architecture(procedure, lambda one: training_work(one, algorithm, share * (epochs + trains))),
-            *start_works(procedure, algorithm, self._times, before=experiment.rounds / share),
+            *start_works(procedure, algorithm, 1, before=[number / share for number in measured_after]),
         )
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:

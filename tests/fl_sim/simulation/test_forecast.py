@@ -218,10 +218,16 @@ def test_the_predictions_are_those_of_the_run(
     assert sum(planned) == pytest.approx(sum(predicted), rel=0.02)
 
 
-def test_the_steps_before_local_training_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FedALA's clients train weights in the method start: 11 passes in the second round, one pass in later rounds."""
+@pytest.mark.parametrize(("every", "measured"), [(1, 11 + 3), (2, 2)])
+def test_the_steps_before_local_training_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, measured: int
+) -> None:
+    """FedALA's clients train weights in the method start: 11 passes in the second round, one pass in later rounds.
+
+    A measurement starts clients like the next round.
+    """
     # with a large threshold, the weights converge after the smallest number of passes
-    evaluate = {"clients": "class-shares", "personal_every": 2}
+    evaluate = {"clients": "class-shares", "personal_every": every}
     settings = {"algorithm": {"kind": "fedala", "threshold": 1e6}, "evaluate": evaluate, "partition": "dirichlet:0.5"}
     taken, train = list[int](), Trainer.train
 
@@ -235,7 +241,7 @@ def test_the_steps_before_local_training_are_those_of_the_run(tmp_path: Path, mo
     planned = [one for one in procedure_of(job).work() if "at the start" in one.what]
     assert sum(one.pieces for one in planned) == sum(taken) > 0
     steps = -(-np.ceil(0.8 * job.shards.sizes) // 32)
-    assert [one.pieces for one in planned] == [13 * steps.sum(), 2 * steps.sum()]
+    assert [one.pieces for one in planned] == [13 * steps.sum(), measured * steps.sum()]
     assert len(_trained(planned[0], 1)) == 1
 
 
