@@ -274,10 +274,6 @@ def plan_selection(  # noqa: PLR0913 (one parameter per option)
 
       fl-sim privacy selection --trials 20 --eta 0 --sampling-rate 0.01 --steps 1000 --epsilon 4
     """
-    if not 0 < sampling_rate <= 1:
-        raise UserError(
-            f"sampling rate {sampling_rate} is not in (0, 1]: give the probability that one unit takes part in a step"
-        )
     request = selection_code.SelectionRequest(
         sampling_rate, noise_multiplier, steps, epsilon, delta, selection_code.trials_of(distribution, trials, eta)
     )

@@ -277,7 +277,9 @@ def test_the_best_of_random_trials_costs_more_than_one_run_and_less_than_all_pub
     assert "without a trial, a result that needs no data is published" in shown
     assert "give one of --noise-multiplier and --epsilon" in refusal(*asked)
     assert "leave it out" in refusal(*asked, "--epsilon", "1", "--eta", "0", "--distribution", "poisson")
-    assert "is not in (0, 1]" in refusal("selection", "--trials", "2", "--sampling-rate", "2", "--steps", "1")
+    often = ("selection", "--trials", "2", "--sampling-rate", "2", "--steps", "1")
+    for given in (("--noise-multiplier", "1"), ("--epsilon", "1")):
+        assert "sampling rate 2.0 is not in (0, 1]: give the probability" in refusal(*often, *given)
 
 
 def test_counts_are_planned_as_a_run_bills_them() -> None:
