@@ -7,7 +7,7 @@ An algorithm is a frozen settings object. The methods ``plan`` and ``finish`` ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
@@ -18,7 +18,7 @@ from pydantic import model_validator
 from fl_sim.data.naming import parts_of
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, is_none, kind_of
 from fl_sim.local_plan import FurtherModels, LocalAlgorithm, LocalPlan, sends_a_part, sent_by
 from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (for mypy: this module exports the name, too)
 from fl_sim.own_code import check_returned, error_context
@@ -480,6 +480,25 @@ def check_proxy(algorithm: object, proxy: str, experiment: Choices) -> None:
             f"algorithm {kind_of(algorithm)} reads the public records of algorithm.proxy={proxy}, and clients hold the "
             f"records of {data}: algorithm.proxy must be another data set"
         )
+
+
+def check_one_shape(experiment: Choices, why: str, cure: str, further: Mapping[str, tuple[str, bool]]) -> None:
+    """Raise ValueError if a setting needs updates of one shape, or models of one size.
+
+    ``why``: the reason why updates have several shapes. ``cure``: a way to have one shape. ``further``: {setting:
+    (value, True if it is allowed)} of settings that only some methods refuse.
+    """
+    local = experiment.local
+    refused = {
+        **further,
+        "server": (kind_of(experiment.server), kind_of(experiment.server) == "synchronous"),
+        "local.privacy": (kind_of(local.privacy), is_none(local.privacy)),
+        "local.batch_norm": (local.batch_norm, local.batch_norm == "none"),
+        "local.personal": (local.personal, local.personal == "none"),
+    }
+    for name, (value, is_usual) in refused.items():
+        if not is_usual:
+            raise ValueError(f"{name}={value} needs models of one size, and {why}: leave {name} out, or {cure}")
 
 
 def check_plain_sgd(algorithm: object, experiment: Choices) -> None:

@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field
 from fl_sim.importing import torch
 from fl_sim.kinds import Choices
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
-from strategies.algorithm import Averaging, several
+from strategies.algorithm import Averaging, check_one_shape, several
 from strategies.flora import check_products, factored, unfolded, with_delta
 from strategies.low_rank import STARTS_WITH, factors_in
-from strategies.ranks import RANK, check_one_shape, first_components, first_state, share_of, with_ranks
+from strategies.ranks import RANK, first_components, first_state, share_of, with_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,9 @@ class FlexLoRA(Averaging):
         With ``ranks``, also raise ValueError for settings that need updates of one shape.
         """
         check_products(self, experiment)
-        check_one_shape(self.ranks, experiment)
+        if self.ranks:
+            why = "algorithm.ranks gives clients adapters of different shapes"
+            check_one_shape(experiment, why, "leave algorithm.ranks out", {})
 
     def init(self, params: Params) -> ServerState:
         """Return the server state before the first round. Raises UserError for ``ranks`` above ``model.rank``."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from fl_sim.errors import UserError
 from fl_sim.importing import torch
-from fl_sim.kinds import Choices, is_none, kind_of
 from fl_sim.params import copied
 from fl_sim.types import Params, ServerState
 from strategies.algorithm import in_turn
@@ -18,22 +17,6 @@ if TYPE_CHECKING:
 
 RANK: Final = "rank"
 """Name of the broadcast tensors with the rank of the client's adapters, as a share of the server's rank."""
-
-
-def check_one_shape(ranks: Sequence[int], experiment: Choices) -> None:
-    """Raise ValueError if there are ``ranks``, and a setting needs updates of one shape."""
-    local = experiment.local
-    refused = {
-        "local.privacy": not is_none(local.privacy),
-        "local.personal": local.personal != "none",
-        "local.batch_norm": local.batch_norm != "none",
-        "server": kind_of(experiment.server) != "synchronous",
-    }
-    for name in (name for name, is_refused in refused.items() if ranks and is_refused):
-        raise ValueError(
-            f"algorithm.ranks gives clients adapters of different shapes, and this {name} is for one shape: leave "
-            f"{name} out, or algorithm.ranks"
-        )
 
 
 def first_state(ranks: Sequence[int], params: Params) -> ServerState:

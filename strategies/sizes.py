@@ -10,7 +10,7 @@ from fl_sim.kinds import Choices, hides_clients, is_none, is_own, kind_of
 from fl_sim.params import flattened, head_names
 from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.aggregators import check_finite
-from strategies.algorithm import Sizing
+from strategies.algorithm import Sizing, check_one_shape
 from strategies.layer import Beginning, Layer, layer_kinds
 
 if TYPE_CHECKING:
@@ -37,30 +37,21 @@ class PartsOfModel(Sizing, Protocol):
 
 def check_one_size(algorithm: object, experiment: Choices) -> None:
     """Raise ValueError if a setting needs models of one size: clients of ``algorithm`` have models of several sizes."""
-    local, what = experiment.local, f"algorithm {kind_of(algorithm)} cannot run with"
     if (aggregator := kind_of(experiment.aggregator)) != "mean":
         why = "this aggregator compares or bounds updates of one shape"
         if hides_clients(experiment.aggregator):
             why = "the number of clients behind an entry is secret, so a fixed noise would not fit its mean"
         raise ValueError(
-            f"{what} aggregator {aggregator}: each entry of the model is the mean over those clients that have it, "
-            f"and {why}; leave aggregator out, or take fedavg"
+            f"algorithm {kind_of(algorithm)} cannot run with aggregator {aggregator}: each entry of the model is the "
+            f"mean over those clients that have it, and {why}; leave aggregator out, or take fedavg"
         )
-    refused = {
+    further = {
         "compress": (kind_of(experiment.compress), is_none(experiment.compress)),
         "attack": (kind_of(experiment.attack), experiment.attack.clients == 0),
-        "server": (kind_of(experiment.server), kind_of(experiment.server) == "synchronous"),
-        "local.privacy": (kind_of(local.privacy), is_none(local.privacy)),
-        "local.batch_norm": (local.batch_norm, local.batch_norm == "none"),
-        "local.personal": (local.personal, local.personal == "none"),
         "model.trainable": (experiment.model.trainable, experiment.model.trainable == "all"),
     }
-    for name, (value, is_usual) in refused.items():
-        if not is_usual:
-            raise ValueError(
-                f"{what} {name}={value}, which is for models of one size, and clients have models of different "
-                f"sizes here: leave {name} out, or take fedavg"
-            )
+    why = f"algorithm {kind_of(algorithm)} gives clients models of different sizes"
+    check_one_shape(experiment, why, "take fedavg", further)
 
 
 class MeanOfHolders(Layer):
