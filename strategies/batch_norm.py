@@ -2,7 +2,8 @@
 
 Server and clients exchange tensors of the BatchNorm layers in addition to the algorithm's own payloads. This module
 calls these tensors a model's *layers*. They are the running statistics and, if the layers are personal (FedBN, Li et
-al. 2021), also the parameters of the BatchNorm layers.
+al. 2021), also the parameters of the BatchNorm layers. Clients send personal layers, too, because the evaluated model
+and a client in its first round have the mean of the last cohort's layers.
 """
 
 from __future__ import annotations

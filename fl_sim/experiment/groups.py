@@ -282,8 +282,9 @@ class Local(Settings):
     pixels, mirrored at the edge, as NIID-Bench's program does with CIFAR-10.
 
     ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm. "average" averages running
-    statistics in the same way as parameters, for every method. With "personal", BatchNorm layers stay on every client,
-    with their parameters (FedBN, Li et al. 2021).
+    statistics in the same way as parameters, for every method. With "personal", each client trains with its own
+    BatchNorm layers, which no mean replaces (FedBN, Li et al. 2021). Unlike there, clients also send them: the
+    evaluated model, and a client in its first round, have the mean of the last cohort's layers.
 
     ``personal``: the parameters that stay on every client, for any method. Clients train these parameters, but do not
     send them, and the server does not average them. "head" is the last linear layer, and "body" is all other
