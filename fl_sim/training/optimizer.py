@@ -57,6 +57,15 @@ class Moments:
         first_share, second_share = ((1 - beta**self.num_steps).to(gradient.dtype) for beta in BETAS)
         return self.first / first_share / ((self.second / second_share).sqrt() + EPSILON)
 
+    def at(self, axis: int, places: torch.Tensor) -> "Moments":
+        """Return a copy of the moments at ``places`` of an axis. The copy shares the number of steps."""
+        return Moments(self.first.index_select(axis, places), self.second.index_select(axis, places), self.num_steps)
+
+    def put(self, axis: int, places: torch.Tensor, part: "Moments") -> None:
+        """Replace the moments at ``places`` of an axis by those in ``part``."""
+        self.first.index_copy_(axis, places, part.first)
+        self.second.index_copy_(axis, places, part.second)
+
 
 def ascent_of(plan: LocalPlan) -> Ascent | None:
     """Return the plan's ascent step (sharpness-aware minimisation).

@@ -11,8 +11,9 @@ from torch.nn import functional
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.training import loop
 from fl_sim.training.evaluation import evaluate
-from fl_sim.training.loop import to_tensors, train
+from fl_sim.training.loop import Descent, to_tensors, train
 from fl_sim.training.records import Scale
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask
 
@@ -166,6 +167,47 @@ def test_two_parameters_with_one_gradient_tensor_are_both_right(weight_decay):
     for name, gradient in zip(("left", "right"), gradients, strict=True):
         expected = task.params[name] - 0.5 * (gradient + offsets[name] + weight_decay * task.params[name])
         torch.testing.assert_close(trained.params[name], expected)
+
+
+class _Means(nn.Module):
+    """The mean of token vectors, and a head. One embedding is stored with a column for each token, as in adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(60, 4), nn.Linear(8, 3)
+        self.columns = nn.Parameter(torch.randn(4, 60))
+
+    def forward(self, inputs):
+        tokens = inputs.long()
+        found = torch.cat([self.rows(tokens), functional.embedding(tokens, self.columns.T)], dim=2)
+        return self.head(found.mean(1))
+
+
+@pytest.mark.parametrize(("optimizer", "momentum", "clip_norm"), [("sgd", 0.9, 0.0), ("adam", 0.0, 0.5)])
+def test_an_embedding_is_updated_only_at_its_tokens_with_the_same_bits(monkeypatch, optimizer, momentum, clip_norm):
+    torch.manual_seed(0)
+    model, generator = _Means(), torch.Generator().manual_seed(2)
+    inputs = torch.randint(60, (48, 2), generator=generator).float()
+    inputs[24:] = torch.arange(48.0).view(24, 2)
+    labels = torch.randint(3, (48,), generator=generator)
+    settings = LocalSettings(0.1, momentum, 0.0, 3, 1, clip_norm=clip_norm, optimizer=optimizer)
+    task = _task(model, settings, 48)
+    whole = train(model, task, LocalPlan(), inputs, labels, rng(0, "batches"))
+    before = Descent._part
+    parts = []
+
+    def noted(self, name, weight, gradient):
+        if (part := before(self, name, weight, gradient)) is not None:
+            parts.append((name, part[0]))
+        return part
+
+    monkeypatch.setattr(loop, "LARGE", 200)
+    monkeypatch.setattr(Descent, "_part", noted)
+    again = train(model, task, LocalPlan(), inputs, labels, rng(0, "batches"))
+    assert _equal(again.params, whole.params)
+    assert _equal(again.momentum_buffers, whole.momentum_buffers)
+    assert set(parts) == {("rows.weight", 0), ("columns", 1)}
+    assert len(parts) < 2 * whole.num_steps  # later steps update the whole parameter
 
 
 def test_no_records_mean_no_step_no_loss_and_an_untouched_model():
