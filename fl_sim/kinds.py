@@ -306,6 +306,18 @@ class SettingAside(Protocol):
         """The number of training records that the server gets, at least 0."""
 
 
+@runtime_checkable
+class FollowingMoves(Protocol):
+    """A settings class with a stage that reads no shards: its runs may have shards that depend on the round."""
+
+    follows_moves: ClassVar[bool]
+
+
+def follows_moves(kind: object) -> bool:
+    """Return True if a settings class states that its stage reads no shards (``FollowingMoves``)."""
+    return isinstance(kind, FollowingMoves) and kind.follows_moves
+
+
 def replaces_records(kind: object) -> bool:
     """Return True if clients train only on records from the stage before round 1, and not on their own records."""
     return isinstance(kind, Supplying) and kind.replaces_records

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_sizes
 from partitions.feature_skew import without_sources
+from partitions.moving import ByRound
 from partitions.quantity import Iid
 from partitions.scheme import (
     ByGroup,
@@ -73,7 +74,7 @@ class OverSplit:
             raise ImpossibleSplit(
                 f"{self._name}: k={self.k} groups: take at least 2, or take the partition in `over` directly"
             )
-        _check_inner(self._name, self.over)
+        check_inner(self._name, self.over)
 
     @property
     def _name(self) -> str:
@@ -308,7 +309,7 @@ class Domain:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        _check_inner("domain", self.over)
+        check_inner("domain", self.over)
         if isinstance(self.over, ByGroup):
             raise ImpossibleSplit(
                 f"domain: over={getattr(self.over, 'kind', type(self.over).__name__)} also follows the sources of the "
@@ -353,12 +354,21 @@ class Domain:
         return Parts.of(held[client] for client in range(num_partitions))
 
 
-def _check_inner(name: str, over: object) -> None:
-    """Raise ImpossibleSplit unless ``over`` is a partition that changes no records. ``name``: the outer partition."""
-    if isinstance(over, str) or not hasattr(over, "split"):
-        raise ImpossibleSplit(f"{name}: over={over!r} is no partition: give an object, such as Dirichlet(0.3)")
-    if isinstance(over, FeatureSkew | RecordSkew):
+def check_inner(name: str, inner: object, field_name: str = "over") -> None:
+    """Raise ImpossibleSplit unless ``inner`` is a partition that only assigns records, in the same way in all rounds.
+
+    ``name``: the outer partition. ``field_name``: its field with the inner partition.
+    """
+    if isinstance(inner, str) or not hasattr(inner, "split"):
+        raise ImpossibleSplit(f"{name}: {field_name}={inner!r} is no partition: give an object, such as Dirichlet(0.3)")
+    kind = getattr(inner, "kind", type(inner).__name__)
+    if isinstance(inner, FeatureSkew | RecordSkew):
         raise ImpossibleSplit(
-            f"{name}: over={getattr(over, 'kind', type(over).__name__)} changes the records of clients "
-            "by itself: take a partition that only assigns records, such as iid or dirichlet:0.3"
+            f"{name}: {field_name}={kind} changes the records of clients by itself: take a partition that only assigns "
+            "records, such as iid or dirichlet:0.3"
+        )
+    if isinstance(inner, ByRound):
+        raise ImpossibleSplit(
+            f"{name}: {field_name}={kind} moves records between rounds: take a partition with the same shards in all "
+            "rounds, such as iid or dirichlet:0.3"
         )

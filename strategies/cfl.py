@@ -39,6 +39,7 @@ class CFL(Averaging):
     title: ClassVar[str] = "CFL"
     layer: ClassVar[str] = "strategies.split_clusters:SplitClusters"
     stage: ClassVar[str] = "fl_sim.stages.chosen_models:ChosenModels"
+    follows_moves: ClassVar[bool] = True
     eps_1: float = Field(0.4, gt=0)
     eps_2: float = Field(1.6, ge=0)
     gamma_max: float = Field(0.0, ge=0, lt=1)

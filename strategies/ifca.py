@@ -41,6 +41,7 @@ class IFCA(Averaging):
     title: ClassVar[str] = "IFCA"
     layer: ClassVar[str] = "strategies.several_models:OneUpdate"
     stage: ClassVar[str] = "fl_sim.stages.chosen_models:ChosenModels"
+    follows_moves: ClassVar[bool] = True
     num_models: int = Field(2, ge=1, le=100)
     spread: Annotated[float, Field(gt=0)] | Literal["shuffled"] = "shuffled"
 

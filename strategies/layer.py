@@ -97,9 +97,10 @@ class Beginning:
 class Workload:
     """The amount of work of every client in a round, from which the virtual clock computes durations.
 
-    ``sizes``: number of training records of each client, shape (clients,). ``settings``: settings of local training.
-    ``load_of``: a function that returns a client's load (bytes and computation) in the coming round. ``seconds(client,
-    server_round)``: the virtual duration of a client's work in a round; always 0 without a virtual clock.
+    ``sizes``: number of training records of each client in round 1, shape (clients,). ``settings``: settings of local
+    training. ``load_of``: a function that returns a client's load (bytes and computation) in the coming round.
+    ``seconds(client, server_round)``: the virtual duration of a client's work in a round; always 0 without a virtual
+    clock.
     """
 
     sizes: NDArray[np.int64]

@@ -42,6 +42,7 @@ class SecureSum(Settings):
     title: ClassVar[str] = "secure sum"
     layer: ClassVar[str] = "strategies.secure_rounds:SecureRounds"
     stage: ClassVar[str] = "fl_sim.stages.secure_sum:SecureSumFacts"
+    follows_moves: ClassVar[bool] = True
     bits: int = Field(32, ge=8, le=32)
     clipping_range: float = Field(8.0, gt=0, le=1e6)
     rounding: Literal["nearest", "stochastic"] = "nearest"

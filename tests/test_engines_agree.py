@@ -175,6 +175,17 @@ def test_the_engines_agree_on_groups_of_clients(kind: str, one_ray: None, tmp_pa
 
 
 @pytest.mark.cluster
+def test_the_engines_agree_on_shards_that_move(one_ray: None, tmp_path: Path) -> None:
+    base = settings("fedavg", "inprocess", "mlp").model_dump()
+    base |= {
+        "partition": {"kind": "drift", "over": "dirichlet:0.3", "to": "label-2", "first_round": 1, "last_round": 4}
+    }
+    for engine in ("inprocess", "ray:2"):
+        run(experiment_from({**base, "engine": engine}), tmp_path / engine)
+    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize("kind", ["dp-sgd", "local-dp"])
 def test_the_engines_agree_on_what_clients_make_private(kind: str, one_ray: None, tmp_path: Path) -> None:
     base = settings("fedavg", "inprocess", "mlp").model_dump()

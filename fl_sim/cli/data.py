@@ -20,7 +20,7 @@ from fl_sim.errors import RunError, UserError, in_a_line, printable
 from fl_sim.importing import importing
 from fl_sim.kinds import short_form
 from fl_sim.types import Dataset
-from partitions import label_counts
+from partitions import ByRound, label_counts
 from partitions.assign import USUAL_MIN_SIZE
 
 _MOST: Final = 20
@@ -105,32 +105,44 @@ def show_card(
 def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Print the number of records of each class on every client.
 
-    If ``plot`` is given, also draw these numbers into this file.
+    If ``plot`` is given, also draw these numbers into this file. If the shards depend on the round, those before the
+    first move are drawn, and those before and after all moves are printed.
     """
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
-        from fl_sim.experiment.job import shards_of  # noqa: PLC0415
+        from fl_sim.experiment.job import moving_of, shards_of  # noqa: PLC0415
         from fl_sim.report.figures.partition import draw_partition  # noqa: PLC0415
         from fl_sim.tables.labels import label  # noqa: PLC0415
 
     experiment = parse_experiment(given)
     data, clients, seed = experiment.data, experiment.clients, experiment.seed_of_partition
     dataset = load(data, data_root)
-    parts = shards_of(dataset, experiment.partition, clients, seed)
+    scheme = experiment.partition
+    moving = moving_of(dataset, scheme, clients, seed) if isinstance(scheme, ByRound) else None
+    parts = shards_of(dataset, scheme, clients, seed) if moving is None else moving.first
     counts = label_counts(dataset.train.labels, parts, dataset.num_classes)
     left_out = np.bincount(dataset.train.labels, minlength=dataset.num_classes) - counts.sum(axis=0)
-    scheme = short_form(experiment.partition)
-    title = f"{data}, {label(experiment.partition)}, {clients:,} clients, seed {seed}"
+    title = f"{data}, {label(scheme)}, {clients:,} clients, seed {seed}"
+    later = None if moving is None else label_counts(dataset.train.labels, moving.last, dataset.num_classes)
+    start, end = (moving.moves_in[0], moving.moves_in[-1]) if moving is not None and moving.moves_in else (0, 0)
+    first_title = f"{title}, before round {start}" if end else title
     if plot is not None:
-        draw_partition(counts, plot, title)
+        draw_partition(counts, plot, first_title)
     _warn(counts, left_out)
     if json_output:
         sizes = counts.sum(axis=1).tolist()
-        result = {"data": data, "data_note": dataset.note, "scheme": scheme, "clients": clients, "seed": seed,
-                  "sizes": sizes, "label_counts": counts.tolist(), "left_out": left_out.tolist()}  # fmt: skip
+        result = {"data": data, "data_note": dataset.note, "scheme": short_form(scheme), "clients": clients,
+                  "seed": seed, "sizes": sizes, "label_counts": counts.tolist(),
+                  "left_out": left_out.tolist()}  # fmt: skip
+        if later is not None:
+            result["moves"] = {"first_round": start, "last_round": end, "sizes": later.sum(axis=1).tolist(),
+                               "label_counts": later.tolist()}  # fmt: skip
         say(json.dumps(result))
         return
-    _print_split(counts, f"{title} ({dataset.note})" if dataset.note else title)
+    note = f" ({dataset.note})" if dataset.note else ""
+    _print_split(counts, first_title + note)
+    if later is not None and end:
+        _print_split(later, f"{title}, from round {end} on{note}")
     if plot is not None:
         say(f"drawn to {plot}")
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandle
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
 from fl_sim.errors import UserError
+from fl_sim.experiment.fixed_shards import check_fixed_shards
 from fl_sim.experiment.groups import Auto, Engine, Evaluate, Local, Model, goes_by_steps
 from fl_sim.kinds import (
     Checking,
@@ -160,6 +161,7 @@ class Experiment(Settings):
                 part.check(self)
         check_choices(self)
         self._check_forgotten()
+        check_fixed_shards(self)
         if is_own_kind(self.server):
             self._check_own_server()
         if self.evaluate.measures_nothing and not self.is_private:

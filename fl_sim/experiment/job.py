@@ -6,7 +6,7 @@ Each process makes one job.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_set
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
 from fl_sim.experiment.experiment import Experiment, changed
+from fl_sim.experiment.fixed_shards import has_moving_shards
 from fl_sim.experiment.frozen_body import FrozenBody, body_of
 from fl_sim.experiment.groups import Auto, Ray, held_out
 from fl_sim.foreign_models import source_of
@@ -37,7 +38,18 @@ from fl_sim.training.loop import resident, to_tensors
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Examples, Params, Precision
-from partitions import ByGroup, EvaluationSkew, FeatureSkew, Parts, RecordSkew, Scheme, WithinSources, uses_labels
+from partitions import (
+    ByGroup,
+    ByLabels,
+    ByRound,
+    EvaluationSkew,
+    FeatureSkew,
+    MovingParts,
+    Parts,
+    RecordSkew,
+    Scheme,
+    WithinSources,
+)
 from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling, Rebuilding, num_further_outputs
 
 
@@ -62,13 +74,14 @@ class Job:
     """A job: an experiment with its data set, shards and device. The run and each worker process create a job.
 
     ``experiment``: the experiment. Defaults that depend on the data are filled in. ``shards``: for each client, the
-    indices of its training records in ``dataset.train``. ``device``: the device of this process. ``root``: the folder
-    in which data sets are searched first. ``validation``: for each client, the indices of its held-out records in
-    ``dataset.train``; empty if no records are held out. ``own_tests``: for each client, the indices of its own test
-    records in ``dataset.test``; empty if clients need no test records. ``read``: a function that takes the path of a
-    file and returns the tensors in it. The name of such a file contains a digest of its tensors. ``weights``: the
-    tensors from which the model starts; empty if all its weights are random. ``set_aside``: the server's own records,
-    which no client holds; None if the server has none.
+    indices of its training records in ``dataset.train``, before the first round. ``device``: the device of this
+    process. ``root``: the folder in which data sets are searched first. ``validation``: for each client, the indices of
+    its held-out records in ``dataset.train``; empty if no records are held out. ``own_tests``: for each client, the
+    indices of its own test records in ``dataset.test``; empty if clients need no test records. ``read``: a function
+    that takes the path of a file and returns the tensors in it. The name of such a file contains a digest of its
+    tensors. ``weights``: the tensors from which the model starts; empty if all its weights are random. ``set_aside``:
+    the server's own records, which no client holds; None if the server has none. ``moving``: the shards of all rounds,
+    if they depend on the round (see ``shards_in``); otherwise None.
     """
 
     experiment: Experiment
@@ -81,6 +94,19 @@ class Job:
     read: Callable[[str], Params] = read_by_content
     weights: Params = field(default_factory=dict)
     set_aside: Examples | None = None
+    moving: MovingParts | None = None
+
+    def shards_in(self, server_round: int) -> Parts:
+        """Return the shards in a round: for each client, the indices of its training records in ``dataset.train``.
+
+        ``server_round``: from 1; 0 means before the first round. Repeated calls for a round return the same object.
+        """
+        return self.shards if self.moving is None else self._moved(max(1, server_round))
+
+    @cached_property
+    def _moved(self) -> Callable[[int], Parts]:
+        assert self.moving is not None
+        return lru_cache(maxsize=2)(self.moving.in_round)
 
     @cached_property
     def members(self) -> NDArray[np.int64]:
@@ -313,11 +339,14 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     experiment = _resolved(experiment, dataset)
     if pooled := experiment.evaluate.pooled_share:
         dataset = own_tests.merged(dataset)
-    shards = _without_some(experiment, _without(experiment.forgotten, _shards(experiment, dataset)))
+    moving = _moving(experiment, dataset)
+    dealt = _shards(experiment, dataset) if moving is None else moving.first
+    shards = _without_some(experiment, _without(experiment.forgotten, dealt))
     own, weights = _set_aside(experiment, dataset), _weights(experiment)
     shards = shards.where(~np.isin(shards.records, own)) if len(own) else shards
     aside = dataset.train.take(own) if len(own) else None
     job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights, set_aside=aside)
+    job = replace(job, moving=moving)
     if not dataset.has_labels and job.predicts_classes:
         raise UserError(
             f"{without_settings(experiment.data)} has no labels, and model {experiment.model.name} predicts classes: "
@@ -562,6 +591,13 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
     return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
 
 
+def _moving(experiment: Experiment, dataset: Dataset) -> MovingParts | None:
+    """Return the shards of all rounds; None if shards do not depend on the round."""
+    if not (isinstance(experiment.partition, ByRound) and has_moving_shards(experiment)):
+        return None
+    return moving_of(dataset, experiment.partition, experiment.clients, experiment.seed_of_partition)
+
+
 def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
     """Return ``shards`` without the records of the clients in ``forgotten``.
 
@@ -631,37 +667,92 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
 
     The result has one array for each client: the positions of the client's records in the array ``records``.
     """
-    if uses_labels(scheme) and not dataset.has_labels:
+    labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
+
+    def drawn() -> Parts:
+        def draw(coins: np.random.Generator) -> object:
+            if groups is not None and isinstance(scheme, ByGroup):
+                return scheme.split_groups(labels, groups[records], num_clients, coins)
+            return scheme.split(labels, num_clients, coins)
+
+        return _checked(_drawn(dataset, scheme, num_clients, seed, draw), num_clients, len(labels), giver)
+
+    parts = drawn()
+    again = drawn() if is_own_kind(scheme) else parts
+    if not _are_equal(parts, again):
+        raise UserError(_not_repeated(giver, "split"))
+    return parts
+
+
+def moving_of(dataset: Dataset, scheme: ByRound, num_clients: int, seed: int) -> MovingParts:
+    """Return the shards of all rounds, for a partition whose shards depend on the round.
+
+    Raises UserError for an impossible partition.
+    """
+    giver, num_records = f"partition {kind_of(scheme)}", len(dataset.train)
+
+    def drawn() -> MovingParts:
+        def draw(coins: np.random.Generator) -> object:
+            return scheme.moving(dataset.train.labels, dataset.train.groups, num_clients, coins)
+
+        found = _drawn(dataset, scheme, num_clients, seed, draw)
+        if not isinstance(found, MovingParts):
+            raise UserError(f"{giver}: moving gave {type(found).__name__}; it must give partitions.MovingParts")
+        rounds = np.asarray(found.rounds)
+        if rounds.shape != (num_records,) or rounds.dtype.kind not in "iu":
+            raise UserError(
+                f"{giver}: moving gave rounds of shape {rounds.shape} and type {rounds.dtype}; it must give one whole "
+                f"number for each of {num_records:,} records"
+            )
+        first, last = (_checked(parts, num_clients, num_records, giver) for parts in (found.first, found.last))
+        return MovingParts(first, last, rounds)
+
+    moving = drawn()
+    again = drawn() if is_own_kind(scheme) else moving
+    same = _are_equal(moving.first, again.first) and _are_equal(moving.last, again.last)
+    if not (same and np.array_equal(moving.rounds, again.rounds)):
+        raise UserError(_not_repeated(giver, "moving"))
+    return moving
+
+
+def _drawn(
+    dataset: Dataset,
+    scheme: Scheme | ByRound,
+    num_clients: int,
+    seed: int,
+    draw: Callable[[np.random.Generator], object],
+) -> object:
+    """Return the result of ``draw``, a function that calls a method of the partition ``scheme`` with a generator.
+
+    Raises UserError if the partition is impossible for ``dataset``, or if its code fails.
+    """
+    giver = f"partition {kind_of(scheme)}"
+    if isinstance(scheme, ByLabels) and scheme.uses_labels and not dataset.has_labels:
         raise UserError(
             f"partition={kind_of(scheme)} divides records by their labels, and {without_settings(dataset.name)} has no "
             "labels: set data.label=COLUMN, or take partition=iid, natural (by the column data.client) or quantity:0.5"
         )
-    labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
-
-    def drawn() -> Parts:
+    try:
+        if isinstance(scheme, RecordSkew) and num_clients > 1:
+            scheme.check_records(dataset.input_shape, dataset.num_classes)
         coins = rng(seed, "partition")
-        try:
-            if isinstance(scheme, RecordSkew) and num_clients > 1:
-                scheme.check_records(dataset.input_shape, dataset.num_classes)
-            with seeded_alone(seed, "partition"):
-                if groups is not None and isinstance(scheme, ByGroup):
-                    parts = scheme.split_groups(labels, groups[records], num_clients, coins)
-                else:
-                    parts = scheme.split(labels, num_clients, coins)
-        except ValueError as error:
-            raise UserError(f"{giver} of {dataset.name} over {num_clients} clients: {error}") from error
-        except Exception as error:
-            raise UserError(f"{giver} failed with {in_one_line(error)}") from error
-        return _checked(parts, num_clients, len(labels), giver)
+        with seeded_alone(seed, "partition"):
+            return draw(coins)
+    except ValueError as error:
+        raise UserError(f"{giver} of {dataset.name} over {num_clients} clients: {error}") from error
+    except Exception as error:
+        raise UserError(f"{giver} failed with {in_one_line(error)}") from error
 
-    parts = drawn()
-    again = drawn() if is_own_kind(scheme) else parts
-    if not (np.array_equal(parts.records, again.records) and np.array_equal(parts.bounds, again.bounds)):
-        raise UserError(
-            f"{giver} gave different shards in two calls with the same seed: take random numbers from the generator "
-            "that split receives, or from the global generators of torch, NumPy or Python, which are seeded"
-        )
-    return parts
+
+def _are_equal(parts: Parts, others: Parts) -> bool:
+    return np.array_equal(parts.records, others.records) and np.array_equal(parts.bounds, others.bounds)
+
+
+def _not_repeated(giver: str, method: str) -> str:
+    return (
+        f"{giver} gave different shards in two calls with the same seed: take random numbers from the generator that "
+        f"{method} receives, or from the global generators of torch, NumPy or Python, which are seeded"
+    )
 
 
 def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
@@ -718,6 +809,11 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
         raise UserError(
             f"evaluate.clients={experiment.evaluate.clients} chooses each client's test records at the server, and "
             "this node has records of its own: leave evaluate.clients out"
+        )
+    if has_moving_shards(experiment):
+        raise UserError(
+            f"partition={kind_of(experiment.partition)} moves records of the server's data set between clients, and "
+            "this node has records of its own: take a partition with fixed shards, such as iid"
         )
     if experiment.left_out:
         raise UserError(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -62,16 +63,14 @@ def runtime_for(
     """
     experiment = job.experiment
     tampers = _tampers(job)
-    held: Callable[[int, Tamper | None], Records] = partial(_own_records, job)
-    if _num_bytes(job) <= _room(job.device):
-        held = _in_memory(job, {client: tamper for client, (tamper, _) in tampers.items()})
+    held = _held(job, {client: tamper for client, (tamper, _) in tampers.items()})
 
     def tamper_of(client: int, server_round: int) -> Tamper | None:
         tamper, applies_in = tampers.get(client, (None, None))
         return tamper if applies_in is not None and applies_in(max(1, server_round)) else None
 
     def own(client: int, server_round: int = 1) -> Records:
-        return held(client, tamper_of(client, server_round))
+        return held(client, tamper_of(client, server_round), server_round)
 
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
@@ -83,10 +82,10 @@ def runtime_for(
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
 
-    def joined(client: int, synthetic: str, tamper: Tamper | None) -> Records:
+    def joined(client: int, synthetic: str, tamper: Tamper | None, server_round: int) -> Records:
         if synthetic and not _trains_on_own(experiment, synthetic):
             return pool(synthetic)
-        mine = held(client, tamper)
+        mine = held(client, tamper, server_round)
         return mine + pool(synthetic) if synthetic and (len(mine) or not hides) else mine
 
     hides, model = hides_clients(experiment.aggregator), job.model()
@@ -94,14 +93,16 @@ def runtime_for(
     model = model.to(job.device)
 
     @lru_cache(maxsize=2**16)  # class counts are cached, because counting waits for the GPU
-    def counted(client: int, synthetic: str, tamper: Tamper | None) -> tuple[int, ...]:
-        return joined(client, synthetic, tamper).class_counts(job.dataset.num_classes)
+    def counted(client: int, synthetic: str, tamper: Tamper | None, server_round: int) -> tuple[int, ...]:
+        return joined(client, synthetic, tamper, server_round).class_counts(job.dataset.num_classes)
 
     def records(client: int, synthetic: str, server_round: int = 1) -> Records:
-        return joined(client, synthetic, tamper_of(client, server_round))
+        return joined(client, synthetic, tamper_of(client, server_round), server_round)
 
     def class_counts(client: int, synthetic: str, server_round: int = 1) -> tuple[int, ...]:
-        return counted(client, synthetic, tamper_of(client, server_round))
+        # With fixed shards, one cached count serves all rounds.
+        counted_in = 1 if job.moving is None else server_round
+        return counted(client, synthetic, tamper_of(client, server_round), counted_in)
 
     return ClientRuntime(
         algorithm=algorithm,
@@ -156,7 +157,7 @@ def local_settings(job: Job, learning_rate: float) -> LocalSettings:
 
 
 def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
-    """Return the number of local steps of every client in a round, shape (clients,).
+    """Return the number of local steps of every client in round 1, shape (clients,).
 
     ``num_synthetic``: the number of synthetic records in the pool that all clients share.
     """
@@ -191,13 +192,13 @@ def workload_of(job: Job, num_synthetic: int, strategy: "FederatedStrategy") -> 
     return Workload(sizes_trained_on(job, num_synthetic), settings, load_of_client)
 
 
-def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
-    """Return the number of training records of every client, shape (clients,).
+def sizes_trained_on(job: Job, num_synthetic: int, server_round: int = 1) -> NDArray[np.int64]:
+    """Return the number of training records of every client in a round, shape (clients,).
 
     A pool has ``num_synthetic`` synthetic records. The settings decide whether a client trains on its own records, on
     the pool, or on both.
     """
-    own: NDArray[np.int64] = job.shards.sizes
+    own: NDArray[np.int64] = job.shards_in(server_round).sizes
     if not num_synthetic:
         return own
     if not _trains_on_own(job.experiment, "a pool"):
@@ -250,8 +251,30 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
     return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def _own_records(job: Job, client: int, tamper: Tamper | None) -> Records:
-    examples = _as_held_by(client, job.records.train.take(job.shards[client]), job)
+def _held(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None, int], Records]:
+    """Return a function that looks up a client's own records in a round.
+
+    The arguments of the function are the client ID, ``tamper`` as in ``_in_memory``, and the number of the round. If
+    the training set fits, the records of all clients in the current round are in memory. ``tampers``: {client: function
+    that changes the client's records}.
+    """
+    fits, lock = _num_bytes(job) <= _room(job.device), Lock()
+
+    @lru_cache(maxsize=1)
+    def of_shards(shards: Parts) -> Callable[[int, Tamper | None], Records]:
+        return _in_memory(job, shards, tampers) if fits else partial(_own_records, job, shards)
+
+    def held(client: int, tamper: Tamper | None, server_round: int) -> Records:
+        with lock:  # the clients of a round may train in threads, and the first of them loads the records of all
+            look_up = of_shards(job.shards_in(server_round))
+        return look_up(client, tamper)
+
+    of_shards(job.shards)
+    return held
+
+
+def _own_records(job: Job, shards: Parts, client: int, tamper: Tamper | None) -> Records:
+    examples = _as_held_by(client, job.records.train.take(shards[client]), job)
     if tamper is not None:
         examples = tamper(examples)
     if not _is_skewed(job.experiment):
@@ -273,14 +296,15 @@ def records_as_seen(job: Job, examples: Examples, client: int, purpose: str) -> 
     return Records.of(_as_seen_by(client, inputs, job, purpose).to(job.device), labels.to(job.device))
 
 
-def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None], Records]:
+def _in_memory(job: Job, shards: Parts, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | None], Records]:
     """Load the records of all clients into one large array; return a function that looks up one client's records.
 
-    The arguments of the function are the client ID and ``tamper``: the attack's function that changes the records, or
-    None for unchanged records. ``tampers``: {client: function that changes the client's records}. The array has the
-    unchanged records of all clients, then the changed records of the attacked clients.
+    ``shards``: the indices of each client's records. The arguments of the function are the client ID and ``tamper``:
+    the attack's function that changes the records, or None for unchanged records. ``tampers``: {client: function that
+    changes the client's records}. The array has the unchanged records of all clients, then the changed records of the
+    attacked clients.
     """
-    honest, bounds = _as_held(job.records.train.take(job.shards.records), job.shards, job), job.shards.bounds
+    honest, bounds = _as_held(job.records.train.take(shards.records), shards, job), shards.bounds
     changed = list[Examples]()
     for client, tamper in tampers.items():
         part = slice(*bounds[client : client + 2])
@@ -294,13 +318,13 @@ def _in_memory(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper
         everybody = Examples(inputs, labels)
     if _is_skewed(job.experiment):
         seen, known = to_tensors(everybody, job.records)
-        holders = (*range(len(job.shards.sizes)), *tampers)
+        holders = (*range(len(shards)), *tampers)
         for client, own in zip(holders, torch.split(seen, np.diff(ends).tolist()), strict=True):
             own.copy_(_as_seen_by(client, own, job))
         source = Source(seen.to(job.device), known.to(job.device))
     else:
         source = resident(everybody, job.records, job.device)
-    place_of = {client: place for place, client in enumerate(tampers, len(job.shards.sizes))}
+    place_of = {client: place for place, client in enumerate(tampers, len(shards))}
 
     def held(client: int, tamper: Tamper | None) -> Records:
         place = client if tamper is None else place_of[client]

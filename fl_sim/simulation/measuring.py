@@ -102,8 +102,9 @@ class Measured:
 class Measuring:
     """The evaluator of a run: it measures models of ``job`` on test and validation records.
 
-    ``clients_by``: the data from which client accuracies are computed, as in ``Measured``. ``own_metrics``: the user's
-    own metric functions, {origin of the function, for error messages: function}.
+    ``clients_by``: the data from which client accuracies are computed, as in ``Measured``. If shards depend on the
+    round, the data are those of round 1. ``own_metrics``: the user's own metric functions, {origin of the function, for
+    error messages: function}.
     """
 
     job: Job
@@ -126,17 +127,21 @@ class Measuring:
         named |= metrics_at(job.experiment.evaluate.metrics)
         return cls(job, evaluation_records(job), validation, clients_by, named)
 
-    def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
+    def measured(self, params: Params, when: str, *, is_last: bool, server_round: int = 1) -> Measured:
         """Return the measures of the model with the parameters ``params``.
 
-        ``is_last``: True for the last model of the run. Raises Diverged if a loss is not finite. ``when``: the end of
+        ``is_last``: True for the last model of the run. ``server_round``: the round whose shards give the classes of
+        the clients. Raises Diverged if a loss is not finite. ``when``: the end of
         the message of this error, such as "after round 3: try a smaller learning rate".
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
         is_tested = self.job.experiment.evaluate.tests(is_last=is_last)
         test = self._scored(params, self.test, "test", when) if is_tested else None
         num_classes = self.job.dataset.num_classes
-        return Measured.of(test, num_classes, validation=validation, clients_by=self.clients_by)
+        clients_by = self.clients_by
+        if clients_by is not None and self.job.moving is not None:
+            clients_by = Holdings.of((self.job.shards_in(server_round),), self.job.dataset.train.labels)
+        return Measured.of(test, num_classes, validation=validation, clients_by=clients_by)
 
     def own(self, params: Params, server_round: int) -> dict[str, float]:
         """Return the user's own metrics, {name: number}, of the model with the parameters ``params``.
@@ -185,7 +190,7 @@ def _clients_by(job: Job) -> Holdings | OwnTests | None:
     if job.experiment.is_central:
         return None
     train, test = job.dataset.train, job.dataset.test
-    follows = isinstance(job.experiment.partition, ByGroup)
+    follows = isinstance(job.experiment.partition, ByGroup) and job.moving is None
     if follows and train.groups is not None and test.groups is not None:
         own = OwnTests.of(job.shards, train.groups, test.groups, test.labels)
         if own is not None and own.counts.any():

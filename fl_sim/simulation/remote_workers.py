@@ -27,14 +27,15 @@ from fl_sim.experiment.job import Job, device_of
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.store.tensors import load_state, save_state
 from fl_sim.types import Dataset, Examples, Params
-from partitions import Parts
+from partitions import MovingParts, Parts
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerSetup:
     """A job in the form in which it is sent to a worker without access to the driver's files.
 
-    ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``, ``weights``: as in ``Job``.
+    ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``, ``weights``, ``moving``: as in
+    ``Job``.
     ``digest``: the digest of all arrays. ``signer``: the object with which the worker checks the signatures of tickets.
     A ticket is the driver's signed proof that a client's privacy ledger contains the cost of a private output.
     ``files``: {name: content} of files that the worker received later.
@@ -48,6 +49,7 @@ class WorkerSetup:
     weights: Params
     digest: str
     signer: remote.Signer
+    moving: MovingParts | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     _tensors: dict[str, Params] = field(default_factory=dict)
 
@@ -61,8 +63,8 @@ class WorkerSetup:
         # Workers get no validation records, because the driver evaluates models.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         parts = (job.shards, job.validation, job.own_tests)
-        digest = _digest(dataset, job.weights, *parts)
-        return cls(job.experiment.model_dump_json(), dataset, *parts, job.weights, digest, signer)
+        digest = _digest(dataset, job.weights, job.moving, *parts)
+        return cls(job.experiment.model_dump_json(), dataset, *parts, job.weights, digest, signer, job.moving)
 
     @cached_property
     def runtime(self) -> ClientRuntime:
@@ -71,13 +73,13 @@ class WorkerSetup:
         Raises RunError if the received records differ from the sent records.
         """
         parts = (self.shards, self.validation, self.own_tests)
-        if _digest(self.dataset, self.weights, *parts) != self.digest:
+        if _digest(self.dataset, self.weights, self.moving, *parts) != self.digest:
             raise RunError("the received records differ from those that were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
         device = device_of(experiment)
         job = Job(
             experiment, self.dataset, self.shards, device, None, self.validation, self.own_tests, self._read,
-            self.weights,
+            self.weights, moving=self.moving,
         )  # fmt: skip
         return procedure_of(job).runtime()
 
@@ -110,9 +112,11 @@ def _plain(examples: Examples) -> Examples:
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
 
-def _digest(dataset: Dataset, weights: Params, *splits: Parts) -> str:
+def _digest(dataset: Dataset, weights: Params, moving: MovingParts | None, *splits: Parts) -> str:
     digest = hashlib.sha256()
-    dealt = [array for split in splits for array in (split.records, split.bounds)]
+    every = splits if moving is None else (*splits, moving.first, moving.last)
+    dealt = [array for split in every for array in (split.records, split.bounds)]
+    dealt += [] if moving is None else [moving.rounds]
     tensors = [weights[name].numpy() for name in sorted(weights)]
     for array in (*dataset.train.arrays, *dataset.test.arrays, *dealt, *tensors):
         digest.update(np.ascontiguousarray(array).data)

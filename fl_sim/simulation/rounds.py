@@ -38,6 +38,7 @@ from fl_sim.simulation.stage import (
     Procedure,
     Run,
     Stage,
+    holders_in,
     measured_by_stages,
     prepared_strategy,
     run_stage,
@@ -102,6 +103,8 @@ class Rounds(Procedure):
             while len(log.rounds) < experiment.rounds and not strategy.layer.ended(log.rounds):
                 start, server_round = time.perf_counter(), len(log.rounds) + 1
                 rate = experiment.local.rate_in(server_round, experiment.rounds)
+                if self.job.moving is not None:
+                    strategy.holders = holders_in(self.job, log, server_round)
                 try:
                     made = exchange(server_round, rate)
                 except Stop as why:
@@ -141,10 +144,10 @@ class Rounds(Procedure):
         if record.round % experiment.evaluate_every and not is_last:
             return _with_measures(record, further, run)
         model, when = run.model(), f"after round {record.round}: {_CURE}"
-        log.measured = run.measuring.measured(model, when, is_last=is_last)
+        log.measured = run.measuring.measured(model, when, is_last=is_last, server_round=record.round)
         noted = _with_measures(log.measured.noted_in(record), further, run)
         if log.measured.test is None and layer.ended([*log.rounds, noted]):
-            log.measured = run.measuring.measured(model, when, is_last=True)
+            log.measured = run.measuring.measured(model, when, is_last=True, server_round=record.round)
             further = measured_by_stages(run, record.round, is_last=True)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
         if twice := sorted(further.keys() & own.keys()):
@@ -170,7 +173,8 @@ class Rounds(Procedure):
         if (log.measured is None or ends_untested) and log.rounds:
             # The last model may be unmeasured: an earlier process ran all rounds, or an observer ended the run early.
             model = self._model(log.server, log.server.params)
-            log.measured = run.measuring.measured(model, f"after round {len(log.rounds)}: {_CURE}", is_last=True)
+            when = f"after round {len(log.rounds)}: {_CURE}"
+            log.measured = run.measuring.measured(model, when, is_last=True, server_round=len(log.rounds))
             log.measured_again = log.measured if ends_untested else None
         for stage in log.stages:
             assert isinstance(stage, Stage)
@@ -366,7 +370,9 @@ class Rounds(Procedure):
         if isinstance(self.algorithm, Advising) and (advice := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(advice)
         # A private run has no warning about clients without records, because numbers of records are private.
-        idle = [] if experiment.is_private else np.flatnonzero(self.job.shards.sizes == 0).tolist()
+        # A client that holds records in no round holds none in the first and in the last round.
+        held = self.job.shards_in(1).sizes + self.job.shards_in(experiment.rounds).sizes
+        idle = [] if experiment.is_private else np.flatnonzero(held == 0).tolist()
         for kind in layer_kinds(experiment):
             warnings += kind.warnings(experiment, len(log.rounds), idle)
         everybody, without = experiment.num_clients, len(idle)

@@ -102,7 +102,7 @@ def _write_outcome(job: Job, log: RunLog, out: Path) -> None:
     known, or if there are more than ``run_directory.MOST_LISTED`` clients.
     """
     run_directory.write_model(out, job.whole({**log.fixed, **log.server.model}))
-    records = job.shards.sizes + (job.validation.sizes if len(job.validation.sizes) else 0)
+    records = job.shards_in(len(log.rounds)).sizes + (job.validation.sizes if len(job.validation.sizes) else 0)
     if job.experiment.is_private or len(records) > run_directory.MOST_LISTED:
         return
     columns: dict[str, NDArray[Any]] = {}

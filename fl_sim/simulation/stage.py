@@ -456,21 +456,23 @@ def prepared_strategy(
         strategy.most_examples = held + log.num_pooled
         run_stage(stage, Run(job, strategy, grid, out, log), "before")
     strategy.most_examples = held + log.num_pooled
-    strategy.holders = _holders(job, log)
+    strategy.holders = holders_in(job, log)
     log.preprocess_seconds = time.perf_counter() - start
     for warning in log.warnings[num_warnings:]:
         observer.preparing(warning)
     return strategy
 
 
-def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
-    """Return a boolean mask, shape (clients,): True for clients with training records.
+def holders_in(job: Job, log: RunLog, server_round: int = 1) -> NDArray[np.bool_] | None:
+    """Return a boolean mask, shape (clients,): True for clients with training records in a round.
 
     Some algorithms divide by the number of clients, and count only the clients in this mask. The result is None if they
     count all clients. This has three possible reasons: all clients have records, the aggregator hides which clients
-    take part, or an older version of fl-sim began the run.
+    take part, or an older version of fl-sim began the run. If shards depend on the round, the result is never None.
     """
-    holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
+    holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled, server_round) > 0
+    if job.moving is not None:
+        return holders
     without = int((~holders).sum())
     if not without or hides_clients(job.experiment.aggregator):
         return None

@@ -66,6 +66,12 @@ class FinishedRun:
                 f"{out} holds a run of algorithm {kind_of(job.experiment.algorithm)} with server "
                 f"{kind_of(job.experiment.server)}, which has no synchronous rounds: give a run with such rounds"
             )
+        if job.moving is not None:
+            raise UserError(
+                f"{out} holds a run with partition={kind_of(job.experiment.partition)}, which moves records between "
+                "clients during the run, and an attack on a run needs the records of each client: give a run with "
+                "fixed shards"
+            )
         if not job.predicts_classes or isinstance(job.body, FrozenBody):
             raise UserError(
                 f"the model {job.experiment.model.name} of {out} has its own loss function or a frozen body: give the "

@@ -209,7 +209,7 @@ def test_messages_stay_short_whatever_was_given():
     with pytest.raises(UserError, match=r"and 999 more mistakes$") as refusal:
         experiment_from(table)
     assert len(str(refusal.value)) < 5 * 700
-    with pytest.raises(UserError, match="valid: colour, dirichlet, domain, feature-noise, iid") as refusal:
+    with pytest.raises(UserError, match="valid: colour, dirichlet, domain, drift, feature-noise, iid") as refusal:
         experiment_from({"partition": "z" * 100_000})
     assert len(str(refusal.value)) < 3000
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from fl_sim.settings import OneOf
 from partitions import (
     Dirichlet,
+    Drift,
     FeatureNoise,
     Iid,
     ImpossibleSplit,
@@ -35,6 +36,7 @@ SCHEMES = [
     FeatureNoise(sigma=0.1),
     Rotate(k=4, over=Dirichlet(beta=0.5)),
     PermuteLabels(k=6),
+    Drift(over=Dirichlet(beta=0.5), to=Iid()),
 ]
 BY_NAME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 

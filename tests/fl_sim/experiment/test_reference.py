@@ -67,8 +67,8 @@ def test_what_a_setting_takes_is_in_words() -> None:
     assert takes["device"] == "auto, cpu or cuda"
     assert takes["local.momentum"] == "number, at least 0, below 1"
     assert takes["partition"] == (
-        "colour, dirichlet, domain, feature-noise, iid, invert, label-K, natural, permute-labels, quantity, rotate or "
-        "shards"
+        "colour, dirichlet, domain, drift, feature-noise, iid, invert, label-K, natural, permute-labels, quantity, "
+        "rotate or shards"
     )
 
 

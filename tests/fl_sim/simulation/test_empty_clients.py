@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_counts_as_it_began(tmp_path: Path, monkeypatch: pyte
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
     with monkeypatch.context() as earlier:  # a version whose checkpoints do not say, as it counted all clients
-        earlier.setattr("fl_sim.simulation.stage._holders", lambda *_: None)
+        earlier.setattr("fl_sim.simulation.stage.holders_in", lambda *_: None)
         run(many, tmp_path / "all counted")
         with pytest.raises(KeyboardInterrupt):
             run(many, tmp_path / "old", observer=StopAfter(2))

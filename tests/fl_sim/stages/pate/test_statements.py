@@ -17,7 +17,7 @@ from fl_sim.seeding import rng
 from fl_sim.settings import kinds_of
 from fl_sim.stages.pate.noisy_labels import Released, Votes, release_labels
 from fl_sim.stages.pate.statements import neighbours, statements_of
-from partitions import Dirichlet, Domain, FeatureNoise, Iid, LabelK, Natural, Quantity, Rotate, Scheme, Shards
+from partitions import ByRound, Dirichlet, Domain, FeatureNoise, Iid, LabelK, Natural, Quantity, Rotate, Scheme, Shards
 from strategies.pate.labelling import UNANSWERED, LNMax
 
 CONFIDENT = (
@@ -213,7 +213,10 @@ def test_one_record_in_the_place_of_another_stays_with_its_teacher_wherever_that
 
 
 def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
-    assert {type(scheme()).__name__: neighbours(scheme())[0].value for scheme in kinds_of("partition").values()} == {
+    fixed = [
+        scheme() for scheme in kinds_of("partition").values() if not issubclass(scheme, ByRound)
+    ]  # others: refused
+    assert {type(scheme).__name__: neighbours(scheme)[0].value for scheme in fixed} == {
         "Iid": "replace-one", "Quantity": "replace-one", "FeatureNoise": "replace-one",
         "Rotate": "replace-one", "Invert": "replace-one", "Colour": "replace-one", "PermuteLabels": "replace-one",
         "Natural": "add-or-remove-one", "Domain": "add-or-remove-one",

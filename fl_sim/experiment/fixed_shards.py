@@ -1,0 +1,67 @@
+"""The check of a partition whose shards depend on the round: all settings that need fixed shards are refused here."""
+
+from typing import Any, Final
+
+from fl_sim.kinds import SettingAside, follows_moves, is_none, kind_of, path_in
+from partitions.moving import ByRound
+from strategies.algorithm import Dealing, Sharing
+
+
+def has_moving_shards(experiment: Any) -> bool:
+    """Return True if the clients' shards depend on the round, by the partition's own statement (``ByRound``)."""
+    return isinstance(experiment.partition, ByRound) and not experiment.is_central
+
+
+def check_fixed_shards(experiment: Any) -> None:
+    """Raise ValueError for a setting that needs the same shards in all rounds, if the shards depend on the round.
+
+    Local training, the weights of the mean, the numbers of clients with records, and the server's client accuracies
+    follow the round. Everything else that reads shards is refused.
+    """
+    if not has_moving_shards(experiment):
+        return
+    moves = f"partition={kind_of(experiment.partition)} moves records between clients during the run"
+    if experiment.is_private:
+        raise ValueError(
+            f"{moves}, and this run promises privacy: an epsilon for a client or a record would not cover a record "
+            "that two clients hold; take a partition with fixed shards, such as dirichlet:0.3, or leave the privacy out"
+        )
+    for setting, why in _refused(experiment):
+        name = setting.partition("=")[0]
+        raise ValueError(
+            f"{moves}, and {setting} {why}: leave {name} out, or take a partition with fixed shards, such as "
+            "dirichlet:0.3"
+        )
+
+
+def _refused(experiment: Any) -> list[tuple[str, str]]:
+    """Return the settings that need fixed shards, each with the reason."""
+    evaluate = experiment.evaluate
+    chosen = [(f"{name}={kind_of(getattr(experiment, name))}", getattr(experiment, name)) for name in _PARTS]
+    once = "has code before, after or instead of the rounds, which may need one fixed shard for each client"
+    cut = "takes records from one fixed shard for each client"
+    found = [(setting, once) for setting, part in chosen if _acts_outside(part) and not follows_moves(part)]
+    found += [(setting, once) for setting, part in chosen if isinstance(part, Sharing)]
+    found += [(setting, cut) for setting, part in chosen if isinstance(part, SettingAside) and part.num_set_aside]
+    found += [(setting, "assigns the records itself, once") for setting, part in chosen if isinstance(part, Dealing)]
+    if not is_none(experiment.devices):
+        found += [(f"devices={kind_of(experiment.devices)}", "computes times from one fixed number of records")]
+    if evaluate.measures_clients:
+        found += [(f"evaluate.clients={evaluate.clients}", "measures client models on test records of fixed shards")]
+    if evaluate.validation not in {0.0, "given"}:
+        found += [(f"evaluate.validation={evaluate.validation}", cut)]
+    if experiment.forgotten:
+        found += [(f"forgotten={'+'.join(map(str, experiment.forgotten))}", "removes the records of fixed shards")]
+    if experiment.keep_every:
+        found += [(f"keep_every={experiment.keep_every}", "keeps server states for 'fl-sim unlearn', which needs them")]
+    if experiment.left_out:
+        found += [(f"left_out={experiment.left_out:g}", cut)]
+    return found
+
+
+def _acts_outside(part: object) -> bool:
+    """Return True if a settings object has code apart from rounds: a stage or a procedure."""
+    return bool(path_in(type(part), "stage") or path_in(type(part), "procedure"))
+
+
+_PARTS: Final = ("preprocess", "algorithm", "aggregator", "sampler", "attack", "calibrate", "server")
