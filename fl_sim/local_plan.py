@@ -50,7 +50,7 @@ class Batch:
     ``data``: the tensors of ``LossTerm.data``. ``logits_of(params, inputs)``: a function that returns the logits of the
     same architecture with other parameters, without dropout. ``features``: (n, d), the d inputs of the model's last
     linear layer, if ``LossTerm.features`` is True. ``features_of(params, inputs)``: a function that returns these
-    features with other parameters.
+    features with other parameters. ``compiled_slopes``: a faster function for ``input_slopes``; None if there is none.
     """
 
     inputs: torch.Tensor
@@ -63,6 +63,22 @@ class Batch:
     logits_of: Callable[[Params, torch.Tensor], torch.Tensor]
     features_of: Callable[[Params, torch.Tensor], torch.Tensor]
     features: torch.Tensor | None = None
+    compiled_slopes: Callable[[Params, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def input_slopes(self, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of each record's cross-entropy by this record, of the shape of ``inputs``.
+
+        The result is a constant for the gradient of the loss. ``inputs``: (n, *input shape). ``labels``: (n,).
+        """
+        fixed = {name: value.detach() for name, value in params.items()}
+        if self.compiled_slopes is not None:
+            return self.compiled_slopes(fixed, inputs, labels)
+
+        def total(records: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.logits_of(fixed, records), labels, reduction="sum")
+
+        slopes: torch.Tensor = torch.func.grad(total)(inputs)
+        return slopes
 
 
 @dataclass(frozen=True)
@@ -76,12 +92,15 @@ class LossTerm:
     the same shape for all clients. The stacked trainer first tries the function on a batch of one record, with ``data``
     unchanged. So if a tensor of ``data`` has a row for each record of a batch, the function may read only its first
     ``len(batch.labels)`` rows. ``features``: True if the function reads ``Batch.features``, for which the model needs a
-    last linear layer.
+    last linear layer. ``first_order``: True if the function reads no features and differentiates no gradient of the
+    model, such as a gradient by the inputs that it computes. On a CPU, the compiled trainer can then compute the
+    model's passes, which is faster.
     """
 
     function: Callable[[Batch], torch.Tensor]
     data: Params = field(default_factory=dict)
     features: bool = False
+    first_order: bool = False
 
 
 @dataclass(frozen=True)

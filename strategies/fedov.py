@@ -82,7 +82,9 @@ class FedOV(FedDF):
         buffers = job.plan.momentum_buffers
         for step in steps_of(job):
             outliers = outliers_of(step.records.tensors()[0], draw)
-            plan = LocalPlan(loss_term=LossTerm(term, {"outliers": outliers}), momentum_buffers=buffers)
+            plan = LocalPlan(
+                loss_term=LossTerm(term, {"outliers": outliers}, first_order=True), momentum_buffers=buffers
+            )
             (made,) = yield [at(step, made.params, plan, statistics=made.statistics)]
             buffers = made.momentum_buffers or None
             losses.append(made.loss or 0.0)

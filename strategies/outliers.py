@@ -12,7 +12,6 @@ import numpy as np
 
 from fl_sim.importing import torch
 from fl_sim.local_plan import Batch
-from fl_sim.types import Params
 
 NEVER: Final = -1e4
 """A logit that is so low that a softmax gives its class the probability 0."""
@@ -35,17 +34,14 @@ def loss_of_unknown(batch: Batch, steps: int, rate: float) -> torch.Tensor:
     second is over ``batch.data["outliers"]``. The third is over these outliers after ``steps`` adversarial steps: steps
     of size ``rate`` along the sign of the gradient of their loss.
     """
-    own = batch.labels[:, None] == torch.arange(batch.logits.shape[1], device=batch.labels.device)
-    fixed, outliers = {name: value.detach() for name, value in batch.params.items()}, batch.data["outliers"]
-
-    def loss(weights: Params, images: torch.Tensor) -> torch.Tensor:
-        return -batch.logits_of(weights, images).log_softmax(1)[:, -1]
-
-    slope_of, pushed = torch.func.grad(lambda images: loss(fixed, images).sum()), outliers
+    outliers, num_classes = batch.data["outliers"], batch.logits.shape[1]
+    own = batch.labels[:, None] == torch.arange(num_classes, device=batch.labels.device)
+    unknown, pushed = torch.full((len(outliers),), num_classes - 1, device=outliers.device), outliers
     for _ in range(steps):
-        pushed = pushed + rate * slope_of(pushed).sign()
+        pushed = pushed + rate * batch.input_slopes(batch.params, pushed, unknown).sign()
     without = (batch.logits + NEVER * own.to(batch.logits.dtype)).log_softmax(1)[:, -1]
-    return loss(batch.params, outliers).mean() + loss(batch.params, pushed).mean() - (batch.weights * without).sum()
+    both = batch.logits_of(batch.params, torch.cat([outliers, pushed])).log_softmax(1)[:, -1]
+    return -2 * both.mean() - (batch.weights * without).sum()  # 2 means of equally many records
 
 
 def enlarged(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:

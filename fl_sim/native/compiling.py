@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp", FOLDER / "image_gan.cpp"
 
-SOURCES_DIGEST = "123c02b1b92994eece27710c44b0eb6c"
+SOURCES_DIGEST = "f0ab132de293b882f1108b904c381fdd"
 """The ``sources_digest`` of this version.
 
 A copy of fl-sim without C++ sources uses this digest to find a kernel of the same version.

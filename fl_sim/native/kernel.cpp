@@ -250,6 +250,70 @@ int infer(const Request& request, bool wants_features, float* rows) {
     return 0;
 }
 
+#ifndef FL_SIM_BFLOAT16
+// Returns the description of the request's layers after one more layer, which copies the records. Every layer then has an input
+// whose gradient the backward pass can compute.
+std::vector<int32_t> after_a_copy(const Request& request) {
+    std::vector<int32_t> described(FIELDS, 0);
+    described[0] = DROP;
+    described.insert(described.end(), request.layers, request.layers + request.num_layers * FIELDS);
+    for (int64_t layer = 1; layer <= request.num_layers; layer++) described[layer * FIELDS + 11]++, described[layer * FIELDS + 12]++;
+    return described;
+}
+
+// Returns the network that computes gradients by records, or null if its layers do not fit together.
+Network* network_to_records(const Request& request, int64_t batch_size) {
+    thread_local std::vector<int64_t> shape;
+    thread_local std::unique_ptr<Network> network;
+    const std::vector<int32_t> described = after_a_copy(request);
+    std::vector<int64_t> wanted(described.begin(), described.end());
+    wanted.insert(wanted.end(), request.input_shape, request.input_shape + 3);
+    wanted.insert(wanted.end(), {(batch_size + LANES - 1) / LANES, request.num_params});
+    if (!network || shape != wanted) {
+        shape.clear(), network.reset();
+        Graph graph(described.data(), int(request.num_layers) + 1,
+                    {request.input_shape[0], request.input_shape[1], request.input_shape[2]});
+        if (graph.num_params != request.num_params) return nullptr;
+        const int groups = int((batch_size + LANES - 1) / LANES);
+        graph.first_trained = 0;  // the backward pass then reaches the copy, and leaves its gradient in ``spare``
+        graph.reserve(groups, groups);
+        network = std::make_unique<Network>(std::move(graph), groups);
+        shape = wanted;
+    }
+    return network.get();
+}
+
+// Writes the gradients of sum(slopes * logits), or (``slopes`` null) of the sum of the records' cross-entropies: by the parameters,
+// and (if ``by_records`` is not null) by the records, [record][feature]. ``slopes``: [record][class].
+int backward(const Request& request, const float* slopes, float* by_params, float* by_records) {
+    const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
+    if (request.num_layers < 1) return 1;
+    if (count < 1 || batch_size < 1) return 4;
+    if (!slopes && !are_below(request.labels, count, num_classes(request))) return 3;
+    for (int64_t layer = 0; layer < request.num_layers; layer++)  // dropout and factors have no meaning here
+        if (request.layers[layer * FIELDS + 16] || request.layers[layer * FIELDS + 17]) return 1;
+    Network* network = by_records ? network_to_records(request, batch_size) : network_for(request, batch_size);
+    if (!network) return 1;
+    const int classes = num_classes(request);
+    const int64_t features = int64_t(request.input_shape[0]) * request.input_shape[1] * request.input_shape[2];
+    std::vector<float> part(request.num_params + LANES);
+    std::vector<int64_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    Length length;
+    length.start(part.data(), nullptr, request.num_params);
+    std::fill(by_params, by_params + request.num_params, 0.0f);
+    for (int64_t first = 0; first < count; first += batch_size) {
+        network->start(request.params);
+        const int here = int(std::min(batch_size, count - first));
+        const Batch batch{request.labels, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr, {}};
+        network->backward(request.inputs, batch, request.params, slopes, Kept{part.data(), length},
+                          by_records ? by_records + first * features : nullptr);
+        for (int64_t at = 0; at < request.num_params; at++) by_params[at] += part[at];
+    }
+    return 0;
+}
+#endif
+
 // Returns the result of ``work``, or an error code: no exception may reach Python.
 template <class Work>
 int guarded(const Work& work) try {
@@ -364,6 +428,12 @@ int OF_WIDTH(fl_sim_infer)(const Request* request, int64_t wants_features, float
 }
 
 #ifndef FL_SIM_BFLOAT16
+// Writes gradients, see ``backward``. Reads the same fields as fl_sim_infer, and without slopes the labels. Returns an error code
+// as fl_sim_train does.
+int OF_WIDTH(fl_sim_backward)(const Request* request, const float* slopes, float* by_params, float* by_records) {
+    return guarded([&] { return backward(*request, slopes, by_params, by_records); });
+}
+
 void OF_WIDTH(fl_sim_weighted_sum)(const float* const* vectors, const double* factors, int64_t count, int64_t size, float* sums) {
     add_up(vectors, factors, count, size, sums);
 }

@@ -141,17 +141,66 @@ class Kernel:
         rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
             return rows
-        request = Request(
-            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
-            num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
-            batch_size=_TOGETHER,
-        )  # fmt: skip
+        request = _pass_over(stack, weights, records)
         failed = self.function("infer")(
             ctypes.byref(request), ctypes.c_int64(what == "features"), ctypes.c_void_p(rows.data_ptr())
         )
         if failed:
             raise failure(failed, stack, "evaluation")
         return rows
+
+    def backward(
+        self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, slopes: torch.Tensor, *, to_inputs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of sum(``slopes`` * logits), by the parameters and by the records: the backward pass.
+
+        ``params``, ``inputs``: as for ``infer``. ``slopes``: float32, (n, classes). ``to_inputs``: if False, the second
+        gradient is None. The gradients equal PyTorch's up to rounding. Other Python threads can run meanwhile. Raises
+        ValueError as ``train`` does, and for models with dropout.
+        """
+        check_tensor("the gradient by the logits", slopes, torch.float32, (len(inputs), stack.num_classes))
+        return self._backward(stack, params, inputs, slopes.contiguous(), None, to_inputs=to_inputs)
+
+    def input_slopes(
+        self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of each record's cross-entropy by this record, of the shape of ``inputs``.
+
+        ``params``, ``inputs``: as for ``infer``. ``labels``: int64, (n,). Raises IndexError for a label outside of the
+        model's classes, and ValueError as ``backward`` does.
+        """
+        check_tensor("the labels", labels, torch.int64, (len(inputs),))
+        found = self._backward(stack, params, inputs, None, labels.contiguous(), to_inputs=True)[1]
+        assert found is not None
+        return found
+
+    def _backward(
+        self,
+        stack: Stack,
+        params: torch.Tensor,
+        inputs: torch.Tensor,
+        slopes: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        *,
+        to_inputs: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        size = num_in(stack.layout)
+        check_tensor("the model's weights", params, torch.float32, (size,))
+        check_records(stack, "the records", inputs, len(inputs))
+        weights = torch.cat([params, params.new_zeros(padded(size) - size)])  # the backward pass reads beyond the end
+        records = inputs.contiguous()
+        by_params, by_inputs = torch.zeros(size), torch.empty_like(records) if to_inputs else None
+        if not len(records):
+            return by_params, by_inputs
+        request = _pass_over(stack, weights, records)
+        request.labels = None if labels is None else labels.data_ptr()
+        failed = self.function("backward")(
+            ctypes.byref(request), *(None if one is None else ctypes.c_void_p(one.data_ptr()) for one in
+                                     (slopes, by_params, by_inputs))
+        )  # fmt: skip
+        if failed:
+            raise failure(failed, stack, "the backward pass")
+        return by_params, by_inputs
 
     def weighted_sum(self, vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
         """Return the sum of factors_i * vectors_i over all i, (n,), added in float64 in the order of the vectors.
@@ -248,6 +297,15 @@ class CompiledNormals:
 def _may_use_amx(library: ctypes.CDLL) -> bool:
     """Request the operating system's permission to use AMX (matrix instructions); return True if it was granted."""
     return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
+
+
+def _pass_over(stack: Stack, weights: torch.Tensor, records: torch.Tensor) -> Request:
+    """Return the request for a pass over all ``records``. The caller keeps all tensors in memory."""
+    return Request(
+        layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
+        num_params=num_in(stack.layout), params=weights.data_ptr(), inputs=records.data_ptr(),
+        num_examples=len(records), batch_size=_TOGETHER,
+    )  # fmt: skip
 
 
 def failure(code: int, stack: Stack, what: str) -> Exception:

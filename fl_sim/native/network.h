@@ -60,6 +60,30 @@ class Network {
             for (long i = 0; i < numbers; i++) *rows++ = from[record / LANES * numbers + i][record % LANES];
     }
 
+    // The backward pass of a batch for ``slopes``, the gradient by its logits, [record][class]; null: that of the sum of the
+    // records' cross-entropies. Passes the gradient by the parameters to ``sink``. Writes the gradient by the records,
+    // [record][feature], to ``by_records``; null: it is not needed. If it is needed, the graph's first layer must copy the records.
+    // ``params``: the same as in the last call of ``start``.
+    template <class Sink>
+    void backward(const float* inputs, const Batch& batch, const float* params, const float* slopes, const Sink& sink,
+                  float* by_records) {
+        forward(inputs, batch, params, nullptr, nullptr);
+        if (!slopes) turn(batch);
+        for (int group = 0; group < groups_; group++) {
+            vec* logits = logits_.data() + group * batch.classes;
+            if (slopes) lay_out(slopes, batch.chosen + group * LANES, records_in(batch, group), batch.classes, logits);
+            else for (int k = 0; k < batch.classes; k++) logits[k] *= float(batch.count);  // from the mean to the sum
+        }
+        std::fill(gradients_.begin(), gradients_.end(), 0.0f);
+        vec* boundary = linear_backward(batch, params, nullptr, sink);
+        const long features = graph_.nodes[0].image.features();
+        for (int group = 0; group < groups_; group++, boundary += graph_.layers[graph_.first_linear].in.features()) {
+            spatial_.backward(group, origins_, records_in(batch, group), boundary, params, dropout_, gradients_.data());
+            if (by_records) lay_back(graph_.spare.data(), records_in(batch, group), features, by_records + group * LANES * features);
+        }
+        spatial_.finish(gradients_.data(), sink);
+    }
+
     long num_features() const { return graph_.layers.back().in.features(); }
 
   private:

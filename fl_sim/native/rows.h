@@ -17,4 +17,15 @@ NOINLINE void lay_out(const float* rows, const int64_t* chosen, int count, long 
     }
 }
 
+// The inverse of ``lay_out``: writes the first ``count`` lanes of [number][lane] as rows, one after the other.
+NOINLINE void lay_back(const vec* from, int count, long numbers, float* rows) {
+    for (long first = 0; first < numbers; first += LANES) {
+        const long here = std::min<long>(LANES, numbers - first);
+        vec block[LANES] = {};
+        for (long i = 0; i < here; i++) block[i] = from[first + i];
+        transpose(block);
+        for (int lane = 0; lane < count; lane++) std::memcpy(rows + lane * numbers + first, &block[lane], here * sizeof(float));
+    }
+}
+
 }  // namespace

@@ -27,6 +27,7 @@ from fl_sim.privacy.mechanisms import Noise, add_noise
 from fl_sim.seeding import rng
 from fl_sim.store import run_directory
 from fl_sim.threats.finished import FinishedRun
+from fl_sim.training.features import Network
 from fl_sim.training.loop import Objective, trained_weights
 from fl_sim.training.per_record import clipped_sum_of
 from fl_sim.training.private_steps import StepPlan
@@ -141,7 +142,9 @@ class Observed:
         """
         plan, settings = self.training.job.plan, self.training.job.task.settings
         if self.private is None or self.step is None:
-            objective = Objective.of(self.model, plan, self.trained, inputs.device, smoothing=settings.label_smoothing)
+            objective = Objective.of(
+                Network(self.model), plan, self.trained, inputs.device, smoothing=settings.label_smoothing
+            )
             loss = len(labels) * objective.loss(inputs, labels, objective.partner(rng(0, "attack")))
             found = torch.autograd.grad(loss, list(self.trained.values()), materialize_grads=True)
             return dict(zip(self.trained, found, strict=True))

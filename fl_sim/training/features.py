@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,27 +21,45 @@ _BATCH = 500
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+class Passes(Protocol):
+    """The interface of faster passes of a model without buffers and dropout, equal to PyTorch's up to rounding.
+
+    ``params``: trained parameters by name. ``records``: (n, *input shape).
+    """
+
+    def logits(self, params: Params, records: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (n, classes). They can be differentiated once."""
+        ...
+
+    def input_slopes(self, params: Params, records: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of each record's cross-entropy by this record."""
+        ...
+
+
 @dataclass(frozen=True)
 class Network:
     """A model whose logits and features can be computed with any given parameters, not only its own.
 
-    Records have the shape (n, *input shape).
+    Records have the shape (n, *input shape). ``passes``: faster passes of the model; None if there are none.
     """
 
     model: nn.Module
+    passes: Passes | None = None
 
     def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), without changing the model's running statistics.
 
         If ``params`` contains running statistics, they are used instead of the model's own.
         """
+        if self.passes is not None:
+            return self.passes.logits(params, records)
         copies = {name: buffer.clone() for name, buffer in running_in(self.model).items()}
         logits: torch.Tensor = functional_call(self.model, {**copies, **params}, (records,))
         return logits
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the features, (n, d), of records for weights ``params``."""
-        return with_features(self.model, partial(self.logits_of, params, records))[1]
+        return with_features(self.model, partial(Network(self.model).logits_of, params, records))[1]
 
     def batch(
         self,
@@ -58,7 +77,8 @@ class Network:
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
-        return Batch(*records, logits, params, anchor, {}, logits_of, features_of, features)
+        slopes = None if self.passes is None else self.passes.input_slopes
+        return Batch(*records, logits, params, anchor, {}, logits_of, features_of, features, slopes)
 
     def _without_dropout(
         self, function: Callable[[Params, torch.Tensor], torch.Tensor], params: Params, records: torch.Tensor

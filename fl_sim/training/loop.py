@@ -25,7 +25,7 @@ from fl_sim.params import (
     statistics_of,
     trainable,
 )
-from fl_sim.training.features import Network, feature_sums
+from fl_sim.training.features import Network, Passes, feature_sums
 from fl_sim.training.losses import adjusted, check_smoothing, mixed_losses, outputs_for, terms_of, with_terms
 from fl_sim.training.optimizer import Moments, ascent_of, blended, clipped, uphill
 from fl_sim.training.records import Scale, Source, black_of, moved
@@ -89,13 +89,15 @@ def train(
     inputs: torch.Tensor,
     labels: torch.Tensor,
     generator: np.random.Generator,
+    passes: Passes | None = None,
 ) -> Trained:
     """Train one client for ``task.settings.num_steps(n)`` local steps from ``task.params``, and return the result.
 
     ``model``: provides the architecture; its weights are overwritten. Frozen parameters (``requires_grad=False``) are
     not trained. The value of a frozen parameter comes from ``task.params``, or from ``model`` if ``task.params`` does
     not contain it. ``inputs``: (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained.
-    ``generator``: the random generator for shuffling, image augmentation and mixing partners. Raises ValueError for
+    ``generator``: the random generator for shuffling, image augmentation and mixing partners. ``passes``: faster
+    passes of ``model``, for a plan whose loss terms need no second derivatives; or None. Raises ValueError for
     tensors that do not fit the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
@@ -106,7 +108,8 @@ def train(
         copy_into(weights, task.params)
         load_statistics(model, task.statistics)
     descent = Descent.of(trained, task, plan, inputs.device)
-    objective = Objective.of(model, plan, descent.anchor, inputs.device, smoothing=task.settings.label_smoothing)
+    network = Network(model, passes)
+    objective = Objective.of(network, plan, descent.anchor, inputs.device, smoothing=task.settings.label_smoothing)
     model.train()
     losses: list[torch.Tensor] = []
     norms, running = list(norms_in(model).values()), running_in(model)
@@ -278,7 +281,7 @@ class Objective:
 
     @classmethod
     def of(
-        cls, model: nn.Module, plan: LocalPlan, anchor: Params, device: torch.device, *, smoothing: float = 0.0
+        cls, network: Network, plan: LocalPlan, anchor: Params, device: torch.device, *, smoothing: float = 0.0
     ) -> Self:
         """Return the loss that ``plan`` defines. ``anchor``: the model that the client received, on ``device``.
 
@@ -288,7 +291,7 @@ class Objective:
         terms = terms_of(plan)
         data = tuple({name: value.to(device) for name, value in term.data.items()} for term in terms)
         scale, shift = (None if part is None else part.to(device) for part in (plan.logit_scale, plan.logit_shift))
-        return cls(Network(model), plan, anchor, terms, data, scale, shift, smoothing)
+        return cls(network, plan, anchor, terms, data, scale, shift, smoothing)
 
     def partner(self, generator: np.random.Generator) -> Partner | None:
         """Return a random averaged record that FedMix mixes with the next batch; None for a plan without mixing."""
@@ -321,7 +324,10 @@ class Objective:
         return with_terms(loss, self.terms, self.data, batch)
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return outputs_for(self.terms, self.network.model, lambda: self.network.model(inputs))
+        network = self.network
+        if network.passes is not None:
+            return network.passes.logits(placed_in(network.model, self.anchor), inputs), None
+        return outputs_for(self.terms, network.model, lambda: network.model(inputs))
 
 
 def batches(

@@ -18,6 +18,7 @@ from torch import nn
 
 from fl_sim import models, token_models
 from fl_sim.local_plan import LocalPlan, fields_in_use
+from fl_sim.native.differentiable import CompiledPasses
 from fl_sim.native.kernel import Kernel, Rows
 from fl_sim.native.layers import Stack, describe, slower_here
 from fl_sim.native.request import RECEIVED, TAKES, TERMS, Draws, KernelJob, tensors_of
@@ -26,7 +27,7 @@ from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class, with_features
 from fl_sim.training.loop import train
-from fl_sim.training.losses import LogitsOf
+from fl_sim.training.losses import LogitsOf, terms_of
 from fl_sim.training.records import Records, Scale, arithmetic
 from fl_sim.types import LocalSettings, LocalTask, Params, Precision, Trained
 
@@ -229,11 +230,11 @@ class Trainer:
                 with self._lock:  # wait while another thread uses this model
                     self._thread.model = copied(self._model)
             with arithmetic(inputs.device, self._precision):
-                return _train(self._thread.model, job, inputs, labels)
+                return _train(self._thread.model, job, inputs, labels, self._differentiable(job))
         with self._lock, process_alone(), arithmetic(inputs.device, self._precision):
             job.seed()
             before = process_state()
-            trained = _train(self._model, job, inputs, labels)
+            trained = _train(self._model, job, inputs, labels, self._differentiable(job))
             self._loss_draws = self._loss_draws or process_state() != before
             return trained
 
@@ -321,6 +322,19 @@ class Trainer:
         if not all(_is_plain(source.inputs) for source, _ in job.records.parts):
             return None
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
+
+    def _differentiable(self, job: LocalJob) -> CompiledPasses | None:
+        """Return the compiled passes of the model for the loss term of ``job``, in PyTorch's training loop.
+
+        Return None unless the term is ``first_order`` and the compiled trainer would support ``job`` without it.
+        """
+        term, kernel = job.plan.loss_term, self._kernel
+        if term is None or not term.first_order or kernel is None or self._precision != "float32":
+            return None
+        stack = self._native(replace(job, plan=replace(job.plan, loss_term=None)))
+        if stack is None or not self._draws_nothing or terms_of(job.plan) != (term,) or job.plan.mix is not None:
+            return None
+        return CompiledPasses(kernel, stack, self._frozen if self._has_frozen else {})
 
     def _compiled_privately(self, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained | None:
         """Train the client of ``job`` by private steps of the compiled trainer.
@@ -434,13 +448,15 @@ class Completion:
         return self._shared[id(params)][1]
 
 
-def _train(model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor) -> Trained:
-    """Train one client by PyTorch.
+def _train(
+    model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor, passes: CompiledPasses | None
+) -> Trained:
+    """Train one client by PyTorch. ``passes``: faster passes of the model, or None.
 
     Private steps draw random numbers from the source in ``plan.private``, all other steps from the job's generator.
     """
     if job.plan.private is None:
-        return train(model, job.task, job.plan, inputs, labels, job.generator)
+        return train(model, job.task, job.plan, inputs, labels, job.generator, passes)
     from fl_sim.training.private_steps import train_privately  # noqa: PLC0415 (its cryptography loads slowly)
 
     return train_privately(model, job.task, job.plan, inputs, labels)

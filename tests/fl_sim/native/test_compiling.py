@@ -138,7 +138,7 @@ def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(k
     names = {line.split()[-1] for line in listed.stdout.splitlines()}
     called = ["sources", "layout", "train", "infer", "clipped_sum", "generate", "generator_step", "discriminator_step"]
     called += [f"image_{name}" for name in called[4:]]
-    called += ["normals", "rounded_normals", "weighted_sum", "train_privately", "private_sum"]
+    called += ["normals", "rounded_normals", "weighted_sum", "train_privately", "private_sum", "backward"]
     rounded = {f"fl_sim_{name}_16_bfloat16" for name in called[:4]} if 16 in widths else set()
     by_amx = {f"fl_sim_{name}_16_amx" for name in [*called[:4], "may_use"]} if 16 in widths else set()
     by_width = {f"fl_sim_{name}_{lanes}" for name in called for lanes in widths}
