@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
@@ -26,13 +26,31 @@ POOL = "pool"
 UPPER_BOUND = "the ensemble's accuracy is an upper bound that keeps the models of all clients"
 
 
+class Norms(Protocol):
+    """The passes of a model with BatchNorm layers. The weights of a model contain its running statistics.
+
+    ``statistics``: the names of the running statistics.
+    """
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Return these names."""
+
+    def training_logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
+        """Return logits as in training, and update the running statistics in ``params`` in place."""
+
+    def distances_of(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits, and the distance of the records' statistics from the running statistics, shape ()."""
+
+
 @dataclass(frozen=True)
 class Lesson:
     """Everything that the server needs for its own training after a round, except the models.
 
     ``logits_of``: a function that computes the model's logits. ``dataset``: the experiment's data set, for shapes and
     public constants; its records are not used. ``public``: unlabelled records for the server, if any. ``device``: the
-    device of the computation. ``generator``: the random numbers of the round.
+    device of the computation. ``generator``: the random numbers of the round. ``norms``: the passes of a model with
+    BatchNorm layers; None if the model has no running statistics.
     """
 
     logits_of: LogitsOf
@@ -40,13 +58,15 @@ class Lesson:
     public: Source | None
     device: torch.device
     generator: np.random.Generator
+    norms: Norms | None = None
 
 
 @dataclass(frozen=True)
 class Taught:
     """The result of the server's training: the model after the round, and the weights of clients in the ensemble.
 
-    ``params``: the model. ``weights``: one weight for each client; empty for equal weights.
+    ``params``: the model, with its running statistics if it has them. ``weights``: one weight for each client; empty
+    for equal weights.
     """
 
     params: Params
@@ -59,6 +79,8 @@ class SeesModels(Averaging):
     kind: str = ""
     title: ClassVar[str] = ""
     layer: ClassVar[str] = "strategies.server_step:StepOnModels"
+    keeps_statistics: ClassVar[bool] = False
+    """True if the method supports models with BatchNorm layers, each with its client's running statistics."""
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for settings that do not fit, such as an aggregator that hides single models."""
@@ -67,8 +89,12 @@ class SeesModels(Averaging):
             reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
         elif path_in(type(experiment.server), "procedure"):
             reason = f"with server={kind_of(experiment.server)} clients begin from different models: leave server out"
-        elif experiment.local.batch_norm != "none":
-            reason = "its ensemble has no running statistics: leave local.batch_norm out"
+        elif experiment.local.batch_norm not in {"none", "average" if self.keeps_statistics else "none"}:
+            reason = (
+                "its models need running statistics that the server averages: take local.batch_norm=average"
+                if self.keeps_statistics
+                else "its ensemble has no running statistics: leave local.batch_norm out"
+            )
         elif not is_none(experiment.local.privacy):
             reason = "no privacy statement covers both: leave local.privacy out"
         if reason:

@@ -152,20 +152,29 @@ class OnMadeImages(OnEnsemble):
 
 
 class ImageStudent:
-    """A model that learns from a teacher's logits by SGD with momentum 0.9. Gradients are clipped to norm 10."""
+    """A model that learns from a teacher's logits by SGD with momentum 0.9. Gradients are clipped to norm 10.
+
+    Each step also updates the running statistics of the model, if it has BatchNorm layers.
+    """
 
     def __init__(self, params: Params, lesson: Lesson, rate: float, weight_decay: float = 0.0) -> None:
         self._lesson = lesson
-        self.params = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+        copies = {name: value.detach().clone() for name, value in params.items()}
+        names = frozenset[str]() if lesson.norms is None else lesson.norms.statistics
+        self.params = {name: value.requires_grad_() for name, value in copies.items() if name not in names}
+        self._statistics = {name: value for name, value in copies.items() if name in names}
         self._sgd = torch.optim.SGD(list(self.params.values()), lr=rate, momentum=0.9, weight_decay=weight_decay)
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """Return the student's logits, (n, classes)."""
-        return self._lesson.logits_of(self.params, images)
+        return self._lesson.logits_of({**self.params, **self._statistics}, images)
 
     def step(self, images: torch.Tensor, teacher: torch.Tensor, temperature: float, rate: float) -> None:
         """Take one step with learning rate ``rate`` to reduce the divergence from the ``teacher``'s logits."""
-        loss = divergence(self.logits(images), teacher, temperature).mean()
+        norms = self._lesson.norms
+        training = self._lesson.logits_of if norms is None else norms.training_logits_of
+        logits = training({**self.params, **self._statistics}, images)
+        loss = divergence(logits, teacher, temperature).mean()
         self._sgd.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(list(self.params.values()), _LONGEST)
@@ -173,8 +182,8 @@ class ImageStudent:
         self._sgd.step()
 
     def trained(self) -> Params:
-        """Return the student's parameters, after all steps so far."""
-        return {name: value.detach() for name, value in self.params.items()}
+        """Return the student's parameters and running statistics, after all steps so far."""
+        return {name: value.detach() for name, value in {**self.params, **self._statistics}.items()}
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fl_sim.errors import UserError
 from fl_sim.params import add
-from fl_sim.types import Aggregate, Cohort, Params, ServerState
+from fl_sim.types import Aggregate, Cohort, Params, Reply, ServerState
 from strategies.layer import Layer
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ Step: TypeAlias = Callable[[Params, list[Params], int], Params]
 class StepOnModels(Layer):
     """The layer that stores the clients' models of a round, from which ``step`` then computes the server's model.
 
-    ``models``: the models of the last round's clients with records, in the order of clients. ``step``: a function from
-    these models to the server's model; a stage sets it before the first round.
+    ``models``: the models of the last round's clients with records, in the order of clients; each with its client's
+    running statistics, if clients send them. ``step``: a function from these models to the server's model; a stage sets
+    it before the first round.
     """
 
     models: list[Params] = field(default_factory=list)
@@ -52,7 +53,7 @@ class StepOnModels(Layer):
         """Return the aggregate, and store the models of all clients with records."""
         self._round = cohort.server_round
         held = [reply for reply in cohort.replies if reply.num_examples]
-        self.models = [add(server.params, reply.payloads["delta"]) for reply in held]
+        self.models = [{**add(server.params, reply.payloads["delta"]), **_layers(reply, server)} for reply in held]
         return self.inner.aggregate(cohort, algorithm, server)
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
@@ -60,4 +61,12 @@ class StepOnModels(Layer):
         merged = self.inner.merge(algorithm, server, aggregate)
         if self.step is None:
             return merged
-        return replace(merged, params=self.step(merged.params, self.models, self._round))
+        found = self.step(merged.model, self.models, self._round)
+        params, layers = ({name: found[name] for name in old} for old in (merged.params, merged.layers))
+        return replace(merged, params=params, layers=layers)
+
+
+def _layers(reply: Reply, server: ServerState) -> Params:
+    """Return the running statistics in a reply. They are no part of the algorithm's own payload, ``delta``."""
+    sent = [values for group, values in reply.payloads.items() if group != "delta"]
+    return {name: value for values in sent for name, value in values.items() if name in server.layers}

@@ -51,7 +51,9 @@ class EnsembleDistillation(MeasuresEnsemble):
     def _learn(self, public: Source | None, mean: Params, models: list[Params], server_round: int) -> Params:
         student, *teachers = (on_device(self.job.device, one) for one in (mean, *models))
         generator = rng(self.job.experiment.seed, "distillation", server_round)
-        lesson = Lesson(self.network.logits_of, self.job.dataset, public, self.job.device, generator)
+        network = self.network
+        norms = network if network.statistics else None
+        lesson = Lesson(network.logits_of, self.job.dataset, public, self.job.device, generator, norms)
         found = self.settings.taught(student, teachers, lesson)
         self.weights = found.weights
         if not is_finite({"params": found.params}):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch
-from fl_sim.params import running_in, trainable
+from fl_sim.params import norms_in, running_in, trainable
 from fl_sim.trained_part import head_of as head_of  # noqa: PLC0414 (for mypy: this module exports the name, too)
 from fl_sim.types import Params
 
@@ -56,6 +56,47 @@ class Network:
         copies = {name: buffer.clone() for name, buffer in running_in(self.model).items()}
         logits: torch.Tensor = functional_call(self.model, {**copies, **params}, (records,))
         return logits
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Return the names of the running statistics of BatchNorm layers."""
+        return frozenset(running_in(self.model))
+
+    def training_logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (n, classes), that BatchNorm layers compute in training, and update the statistics.
+
+        ``params`` contains the running statistics, which are updated in place. Dropout is off.
+        """
+        norms = norms_in(self.model).values()
+        try:
+            for layer in norms:
+                layer.train()
+            return self.logits_of(params, records)
+        finally:
+            for layer in norms:
+                layer.eval()
+
+    def distances_of(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pair (logits (n, classes), distance of the records' statistics from the running ones, shape ()).
+
+        The distance is the sum over BatchNorm layers of |m - m'| + |v - v'| (L2 norms over channels). m and v are the
+        mean and the biased variance of the layer's inputs, m' and v' the running statistics in ``params``. Without
+        BatchNorm layers it is 0.
+        """
+        found = [records.new_zeros(())]
+
+        def compare(norm: Any, given: tuple[torch.Tensor, ...]) -> None:
+            inputs = given[0].transpose(0, 1).flatten(1)
+            for kept, own in ((norm.running_mean, inputs.mean(1)), (norm.running_var, inputs.var(1, correction=0))):
+                found.append(torch.linalg.vector_norm(own - kept))
+
+        hooks = [layer.register_forward_pre_hook(compare) for layer in norms_in(self.model).values()]
+        try:
+            logits = self.logits_of(params, records)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits, torch.stack(found).sum()
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the features, (n, d), of records for weights ``params``."""

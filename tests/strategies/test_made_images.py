@@ -1,5 +1,6 @@
 """DENSE and Co-Boosting: without epochs they are FedAvg; a student learns its teacher; weights follow the paper."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.params import detached, statistics_of
+from fl_sim.seeding import torch_kept
 from fl_sim.simulation.run import run
+from fl_sim.training.features import Network
 from fl_sim.types import Dataset, Params
 from strategies.co_boosting import CoBoosting
 from strategies.dense import Dense
@@ -133,7 +137,7 @@ def test_without_mu_weights_stay_equal(digits: Dataset) -> None:
     [
         ({"aggregator": {"kind": "global-dp", "noise_multiplier": 1}}, "hides these models"),
         ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8}}}, "no privacy statement covers both"),
-        ({"local": {"batch_norm": "average"}}, "no running statistics"),
+        ({"local": {"batch_norm": "personal"}}, "running statistics"),
     ],
 )
 @pytest.mark.parametrize("kind", [*KINDS, "feddf"])
@@ -150,3 +154,87 @@ def test_records_that_are_no_images_and_sums_that_hide_models_are_refused(kind: 
         job_of(experiment_from({"data": f"npz:{tmp_path / 'x.npz'}", "algorithm": kind}), None)
     with pytest.raises(UserError, match="reads single updates"):
         run(experiment_from(RUN | {"algorithm": kind, "aggregator": "secure-sum"}), tmp_path / "run")
+
+
+MODEL = """
+from torch import nn
+
+
+def normed(shape, classes):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.ReLU(),
+        nn.Linear(8, classes),
+    )
+"""
+
+
+def _normed() -> tuple[torch.nn.Module, Network]:
+    with torch_kept():
+        torch.manual_seed(0)
+        made: dict[str, Any] = {}
+        exec(MODEL, made)
+        model = made["normed"]((1, 8, 8), 10)
+    return model, Network(model.eval())
+
+
+def test_images_with_the_running_statistics_have_distance_0_and_others_are_pulled_there() -> None:
+    model, network = _normed()
+    images = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():  # one layer after the other, because a layer's inputs depend on the statistics before it
+        values = images
+        for layer in model:
+            if isinstance(layer, torch.nn.BatchNorm2d | torch.nn.BatchNorm1d):
+                rows = values.transpose(0, 1).flatten(1)
+                layer.running_mean.copy_(rows.mean(1))
+                layer.running_var.copy_(rows.var(1, unbiased=False))
+            values = layer(values)
+    params = {**detached(model.named_parameters()), **statistics_of(model)}
+    logits, distance = network.distances_of(params, images)
+    assert torch.equal(logits, network.logits_of(params, images))
+    assert float(distance) < 1e-5
+    other = {**params, "1.running_mean": params["1.running_mean"] + torch.tensor([3.0, 0, 0, 4.0])}
+    assert float(network.distances_of(other, images)[1]) > 5 - 1e-4  # |(3, 0, 0, 4)|, and what it changes in layer 5
+    moved = (images + 0.5).requires_grad_()
+    before = network.distances_of(params, moved)[1]
+    (slope,) = torch.autograd.grad(before, moved)
+    assert float((slope * 0.5).sum()) > 0  # downhill is towards the images with the running statistics
+    lower = moved.detach() - 0.05 * slope / slope.norm()
+    assert float(network.distances_of(params, lower)[1]) < float(before.detach())
+    plain = Network(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    assert float(plain.distances_of({**detached(plain.model.named_parameters())}, images)[1]) == 0
+    assert not plain.statistics
+
+
+def test_a_students_statistics_move_and_its_teachers_stay(digits: Dataset) -> None:
+    model, network = _normed()
+    params = {**detached(model.named_parameters()), **statistics_of(model)}
+    lesson = Lesson(network.logits_of, digits, None, torch.device("cpu"), np.random.default_rng(0), network)
+    held = {name: value.clone() for name, value in params.items()}
+    taught = Dense(**SMALL).taught(params, [params, params], lesson).params
+    assert taught.keys() == params.keys()
+    assert all(torch.equal(params[name], held[name]) for name in params)
+    assert not torch.equal(taught["1.running_var"], params["1.running_var"])
+    assert not any(module.training for module in model.modules())
+    with_term, without = (
+        Dense(statistics=weight, **SMALL).taught(params, [params], replace(lesson, generator=np.random.default_rng(0)))
+        for weight in (1.0, 0.0)
+    )
+    assert not torch.equal(with_term.params["0.weight"], without.params["0.weight"])
+
+
+def test_a_run_of_models_with_batch_norm_ends_with_the_students_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dense_models.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    local = {"learning_rate": 0.1, "batch_norm": "average"}
+    settings = RUN | {"model": "dense_models:normed", "partition": "iid", "clients": 1, "local": local}
+    found = run(experiment_from(settings | {"algorithm": {"kind": "dense", **SMALL}}), tmp_path / "dense")
+    plain = run(experiment_from(settings | {"algorithm": {"kind": "dense", "epochs": 0}}), tmp_path / "plain")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "plain"))
+    assert one.keys() == other.keys() >= {"1.running_mean", "5.running_var"}
+    assert not torch.equal(one["1.running_mean"], other["1.running_mean"])
+    assert found["ensemble"] == plain["ensemble"]
+    assert found["ensemble"]["accuracy"] == plain["final_accuracy"] > 0.5  # the one teacher has its own statistics
+    with pytest.raises(UserError, match="no running statistics"):
+        experiment_from(settings | {"algorithm": {"kind": "co-boosting", **SMALL}})
