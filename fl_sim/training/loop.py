@@ -46,6 +46,9 @@ The other trainers support fewer fields. They call ``train`` for a client whose 
 LARGE = 2**17
 """The size, in numbers, from which on a step may update only a part of a parameter."""
 
+BLOCK = 2**17
+"""The size in numbers of a block of a large parameter for each thread. The tensors of a block fit into a cache."""
+
 FEW = 0.25
 """The largest share of a large parameter that is updated separately. With more, copies cost more than they save."""
 
@@ -204,7 +207,7 @@ class Descent:
         importing them takes over a second.
         """
         if (part := self._part(name, weight, gradient)) is None:
-            self._update(name, weight, gradient, self.buffers, self.moments)
+            self._update_whole(name, weight, gradient)
             return
         axis, places = part
         weights, gradients = (one.index_select(axis, places) for one in (weight, gradient))
@@ -235,6 +238,24 @@ class Descent:
             # Two reductions are several times as fast as ``any`` of floats. They are NaN for a gradient with NaN.
             touched |= (gradient.amax(others) != 0) | (gradient.amin(others) != 0)
         return (axis, touched.nonzero().flatten()) if int(touched.sum()) <= FEW * len(touched) else None
+
+    def _update_whole(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update one parameter in place. A large parameter is updated block by block, with the same bits.
+
+        Then no temporary tensor is large. The memory of large tensors costs a page fault for every 4 kB.
+        """
+        moments = self.moments.get(name)
+        is_large = weight.numel() >= LARGE and weight.device.type == "cpu" and weight.is_contiguous()
+        if moments is None or not is_large or self.drift:
+            self._update(name, weight, gradient, self.buffers, self.moments)
+            return
+        size = BLOCK * torch.get_num_threads()
+        tensors = weight, gradient, moments.first, moments.second
+        parts = (torch.split(one.reshape(-1), size) for one in tensors)
+        for block, change, first, second in zip(*parts, strict=True):
+            own = Moments(first, second, moments.num_steps.clone())
+            self._update(name, block, change, {}, {name: own})
+        moments.num_steps.add_(1)
 
     def _update(
         self,

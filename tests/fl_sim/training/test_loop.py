@@ -183,31 +183,44 @@ class _Means(nn.Module):
         return self.head(found.mean(1))
 
 
-@pytest.mark.parametrize(("optimizer", "momentum", "clip_norm"), [("sgd", 0.9, 0.0), ("adam", 0.0, 0.5)])
-def test_an_embedding_is_updated_only_at_its_tokens_with_the_same_bits(monkeypatch, optimizer, momentum, clip_norm):
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "weight_decay", "clip_norm"),
+    [("sgd", 0.9, 0.0, 0.0), ("adam", 0.0, 0.0, 0.5), ("adam", 0.0, 0.01, 0.0), ("adamw", 0.0, 0.01, 0.0)],
+)
+def test_large_parameters_are_updated_in_parts_with_the_same_bits(
+    monkeypatch, optimizer, momentum, weight_decay, clip_norm
+):
     torch.manual_seed(0)
     model, generator = _Means(), torch.Generator().manual_seed(2)
     inputs = torch.randint(60, (48, 2), generator=generator).float()
     inputs[24:] = torch.arange(48.0).view(24, 2)
     labels = torch.randint(3, (48,), generator=generator)
-    settings = LocalSettings(0.1, momentum, 0.0, 3, 1, clip_norm=clip_norm, optimizer=optimizer)
+    settings = LocalSettings(0.1, momentum, weight_decay, 3, 1, clip_norm=clip_norm, optimizer=optimizer)
     task = _task(model, settings, 48)
     whole = train(model, task, LocalPlan(), inputs, labels, rng(0, "batches"))
-    before = Descent._part
-    parts = []
+    before, parts, sizes = (Descent._part, Descent._update), [], set()
 
-    def noted(self, name, weight, gradient):
-        if (part := before(self, name, weight, gradient)) is not None:
+    def part_of(self, name, weight, gradient):
+        if (part := before[0](self, name, weight, gradient)) is not None:
             parts.append((name, part[0]))
         return part
 
+    def update(self, name, weight, *rest):
+        sizes.add(weight.numel())
+        before[1](self, name, weight, *rest)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(loop, "LARGE", 200)
-    monkeypatch.setattr(Descent, "_part", noted)
+    monkeypatch.setattr(loop, "BLOCK", 32)  # at most one vector of the processor
+    monkeypatch.setattr(Descent, "_part", part_of)
+    monkeypatch.setattr(Descent, "_update", update)
     again = train(model, task, LocalPlan(), inputs, labels, rng(0, "batches"))
     assert _equal(again.params, whole.params)
     assert _equal(again.momentum_buffers, whole.momentum_buffers)
-    assert set(parts) == {("rows.weight", 0), ("columns", 1)}
+    assert set(parts) == (set() if weight_decay else {("rows.weight", 0), ("columns", 1)})
     assert len(parts) < 2 * whole.num_steps  # later steps update the whole parameter
+    assert (240 in sizes) == (optimizer == "sgd")  # the whole embedding at once
+    assert (32 in sizes) == (optimizer != "sgd")
 
 
 def test_no_records_mean_no_step_no_loss_and_an_untouched_model():
