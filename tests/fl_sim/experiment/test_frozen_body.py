@@ -23,6 +23,7 @@ from fl_sim.simulation.forecast import features_work
 from fl_sim.simulation.run import run
 from fl_sim.token_models import TOKEN_MODELS, trimmed
 from fl_sim.trained_part import TrainedPart
+from fl_sim.training import loop, trainer
 from fl_sim.types import Dataset, Examples
 from strategies.fedavg import FedAvg
 
@@ -291,3 +292,26 @@ def test_models_of_clients_share_the_frozen_parameters() -> None:
     shared = {name for name, weight in first.items() if weight.data_ptr() == second[name].data_ptr()}
     assert shared == {name for name, weight in first.items() if not weight.requires_grad}
     assert shared
+
+
+def by_pytorch(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return a model that the compiled trainer does not support."""
+    del input_shape
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 37), nn.Tanh(), nn.Linear(37, num_classes))
+
+
+def test_a_hundred_clients_train_adapters_beside_one_copy_of_the_frozen_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    used: list[dict[str, int]] = []
+
+    def train(model: nn.Module, *rest: Any) -> Any:
+        used.append({name: weight.data_ptr() for name, weight in model.named_parameters() if not weight.requires_grad})
+        return loop.train(model, *rest)
+
+    monkeypatch.setattr(trainer, "train", train)
+    settings = ["clients=100", "rounds=1", "local.epochs=0", "local.steps=1", f"model={HERE}:by_pytorch"]
+    run(changed(*settings, "model.trainable=lora", "engine.workers=2"), out=tmp_path / "run")
+    assert len(used) == 100
+    assert all(one == used[0] for one in used)
+    assert {"1.weight", "3.weight"} <= used[0].keys()
