@@ -16,19 +16,25 @@ from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset, Examples
 
-Features: TypeAlias = Literal["none", "scattering", "whitened-scattering", "scattering-maps"]
+Features: TypeAlias = Literal[
+    "none", "scattering", "whitened-scattering", "scattering-maps", "mirrored-scattering-maps"
+]
 """The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering).
 
-"scattering-maps" are all whitened scattering maps (fl_sim.data.scattering_maps).
+"scattering-maps" are all whitened scattering maps, "mirrored-scattering-maps" the means of an image's maps and those of
+its mirror image (fl_sim.data.scattering_maps).
 """
 
 Vectors: TypeAlias = NDArray[np.float32]
 
-_VERSION: Final = {"scattering": 1, "whitened-scattering": 1, "scattering-maps": 1}
+_VERSION: Final = {"scattering": 1, "whitened-scattering": 1, "scattering-maps": 1, "mirrored-scattering-maps": 1}
 """The version of each transform. Increase it when the results of the transform change.
 
 Old cache files are then ignored.
 """
+
+_BOTH: Final = {"scattering-maps": False, "mirrored-scattering-maps": True}
+"""Features that are maps, and whether they are those of an image and of its mirror image."""
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
@@ -51,8 +57,9 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         return dataset
     from fl_sim.data import scattering, scattering_maps  # noqa: PLC0415 (torch and scipy: settings need neither)
 
-    size_of = scattering_maps.num_numbers if features == "scattering-maps" else scattering.dimension_of
-    size = size_of(dataset.input_shape)
+    shape = dataset.input_shape
+    in_maps = features in _BOTH
+    size = scattering_maps.num_numbers(shape, both=_BOTH[features]) if in_maps else scattering.dimension_of(shape)
     if dataset.validation is not None:
         raise UserError(
             f"features={features} are computed for training and test images only, and {dataset.name} has validation "
@@ -102,8 +109,8 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
     from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 
-    if features == "scattering-maps":
-        return maps_of(images)
+    if features in _BOTH:
+        return maps_of(images, both=_BOTH[features])
     vectors = features_of(images)
     if features == "scattering":
         return vectors

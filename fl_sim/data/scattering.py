@@ -85,9 +85,13 @@ def dimension_of(shape: tuple[int, ...]) -> int:
     return min(DIMENSION, num_coefficients(shape))
 
 
-def num_coefficients(shape: tuple[int, ...]) -> int:
-    """Return the number of scattering coefficients of an image of ``shape``: the number of values in all its maps."""
-    return shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2])
+def num_coefficients(shape: tuple[int, ...], *, both: bool = False) -> int:
+    """Return the number of scattering coefficients of an image of ``shape``: the number of values in all its maps.
+
+    ``both``: in the maps that ``mirrored`` returns.
+    """
+    columns = _positions(shape[2])
+    return shape[0] * NUM_MAPS * _positions(shape[1]) * (-(-columns // 2) if both else columns)
 
 
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
@@ -122,8 +126,23 @@ def described(images: torch.Tensor) -> torch.Tensor:
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
     """Return the scattering maps of ``images`` (see ``scattered``) after group normalisation with 27 groups."""
-    groups = math.gcd(GROUPS, images.shape[1] * NUM_MAPS)
-    return torch.nn.functional.group_norm(scattered(images), groups, eps=_EPSILON)
+    return in_groups(scattered(images))
+
+
+def mirrored(images: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the scattering maps of each image and of its mirror image, (n, maps, rows, columns).
+
+    Group normalisation follows. An image and its mirror image have the same result, to the bit. The right half of the
+    mean contains nearly the same numbers as the left half, in other maps. So only the left half of the columns is
+    returned.
+    """
+    maps = in_groups((scattered(images) + scattered(images.flip(-1))) / 2)
+    return maps[..., : -(-maps.shape[3] // 2)]
+
+
+def in_groups(maps: torch.Tensor) -> torch.Tensor:
+    """Return ``maps`` (n, maps, rows, columns) after group normalisation of each record with 27 groups."""
+    return torch.nn.functional.group_norm(maps, math.gcd(GROUPS, maps.shape[1]), eps=_EPSILON)
 
 
 def scattered(images: torch.Tensor) -> torch.Tensor:

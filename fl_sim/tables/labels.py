@@ -49,6 +49,9 @@ _IN_SETTINGS = {
 }  # fmt: skip
 """The settings that the caption's line "Settings" states."""
 
+_MOST_PLACES, _FEW = 60, 3
+"""The number of rows or columns above which a caption names groups of them, and a group's largest number of values."""
+
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
@@ -382,20 +385,30 @@ def _values(values: Iterable[Any]) -> str:
 def _with_places(values: Iterable[Any], *, places: Sequence[Sequence[str]]) -> str:
     """Return the most frequent value as text, then each other value with the names of its experiments in ``places``.
 
+    Of the lists in ``places`` it takes the first in which experiments with equal names have equal values. If this list
+    has many names, it takes a shorter one, in which experiments with equal names have few values.
+
     >>> _with_places([0.9, 0.0, 0.9], places=[["A", "B", "C"], ["x"] * 3])
     '0.9 (0 for B)'
     """
     texts = [_short(value) for value in values]
+    named = []
     for names in places if len(set(texts)) > 1 else ():
-        found = dict(zip(names, texts, strict=True))
-        if all(found[name] == text for name, text in zip(names, texts, strict=True)):
-            by_text: dict[str, list[str]] = {}
-            for place, text in found.items():
-                by_text.setdefault(text, []).append(place)
-            usual = max(by_text, key=lambda text: len(by_text[text]))
-            others = (f"{text} for {', '.join(map(_quoted, some))}" for text, some in by_text.items() if text != usual)
-            return f"{usual} ({'; '.join(others)})"
-    return ", ".join(dict.fromkeys(texts))
+        found: dict[str, dict[str, None]] = {}
+        for name, one in zip(names, texts, strict=True):
+            found.setdefault(name, {})[one] = None
+        named.append(found)
+    shown = next((found for found in named if all(len(some) == 1 for some in found.values())), None)
+    if shown is None:
+        return ", ".join(dict.fromkeys(texts))
+    if len(shown) > _MOST_PLACES:
+        shown = min((found for found in named if all(len(some) <= _FEW for some in found.values())), key=len)
+    by_text: dict[str, list[str]] = {}
+    for name, some in shown.items():
+        by_text.setdefault(" or ".join(some), []).append(name)
+    usual = max(by_text, key=lambda text: len(by_text[text]))
+    others = (f"{text} for {', '.join(map(_quoted, some))}" for text, some in by_text.items() if text != usual)
+    return f"{usual} ({'; '.join(others)})"
 
 
 def _quoted(place: str) -> str:

@@ -157,3 +157,14 @@ def test_settings_that_came_later_leave_the_names_of_runs_without_them_as_they_w
     plain, held = (job_of(experiment_from(table)) for table in ({}, {"evaluate": {"validation": 0.1}}))
     assert run_name(plain.experiment, plain.dataset) == "fedavg-digits-label-1-seed-0-fd89a2b7"
     assert run_name(held.experiment, held.dataset) != run_name(plain.experiment, plain.dataset)
+
+
+def test_a_caption_names_groups_of_rows_in_place_of_very_many_rows() -> None:
+    def settings(count: int) -> str:
+        made = [experiment_from({"local": {"learning_rate": rate}}) for rate in (0.1, 0.2, 0.3)]
+        rates, places = [0, 0, 1, 2] * (count // 4), ["A", "A", "B", "B"] * (count // 4)
+        rows = [f"row {number}" for number in range(count)]
+        return caption([made[one] for one in rates], {}, {}, has_bound=False, places=[places, rows])[2]
+
+    assert "constant learning rate 0.1 (0.2 for row 2, row 6; 0.3 for row 3, row 7)" in settings(8)
+    assert "constant learning rate 0.1 (0.2 or 0.3 for B)" in settings(64)
