@@ -6,7 +6,7 @@ The name of a cache file (fl_sim.data.kept) contains a digest of the records and
 import hashlib
 import math
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +17,24 @@ from fl_sim.errors import UserError
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal[
-    "none", "scattering", "whitened-scattering", "scattering-maps", "mirrored-scattering-maps"
-]
+    "none", "scattering", "whitened-scattering", "scattering-maps",
+    "mirrored-scattering", "mirrored-whitened-scattering", "mirrored-scattering-maps",
+]  # fmt: skip
 """The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering).
 
-"scattering-maps" are all whitened scattering maps, "mirrored-scattering-maps" the means of an image's maps and those of
-its mirror image (fl_sim.data.scattering_maps).
+"scattering-maps" are all whitened scattering maps (fl_sim.data.scattering_maps). "mirrored-" before a name: the maps
+are the means of those of an image and of its mirror image.
 """
 
 Vectors: TypeAlias = NDArray[np.float32]
 
-_VERSION: Final = {"scattering": 1, "whitened-scattering": 1, "scattering-maps": 1, "mirrored-scattering-maps": 1}
+_VERSION: Final = {name: 1 for name in get_args(Features) if name != "none"}
 """The version of each transform. Increase it when the results of the transform change.
 
 Old cache files are then ignored.
 """
 
-_BOTH: Final = {"scattering-maps": False, "mirrored-scattering-maps": True}
-"""Features that are maps, and whether they are those of an image and of its mirror image."""
+_MIRRORED: Final = "mirrored-"
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
@@ -57,9 +57,9 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         return dataset
     from fl_sim.data import scattering, scattering_maps  # noqa: PLC0415 (torch and scipy: settings need neither)
 
-    shape = dataset.input_shape
-    in_maps = features in _BOTH
-    size = scattering_maps.num_numbers(shape, both=_BOTH[features]) if in_maps else scattering.dimension_of(shape)
+    kind, both = _kind_of(features)
+    size_of = scattering_maps.num_numbers if kind == "scattering-maps" else scattering.dimension_of
+    size = size_of(dataset.input_shape, both=both)
     if dataset.validation is not None:
         raise UserError(
             f"features={features} are computed for training and test images only, and {dataset.name} has validation "
@@ -109,10 +109,16 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
     from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 
-    if features in _BOTH:
-        return maps_of(images, both=_BOTH[features])
-    vectors = features_of(images)
-    if features == "scattering":
+    kind, both = _kind_of(features)
+    if kind == "scattering-maps":
+        return maps_of(images, both=both)
+    vectors = features_of(images, both=both)
+    if kind == "scattering":
         return vectors
     channels, height, width = images.shape[1:]
-    return whitening_of((channels, height, width)).of(vectors)
+    return whitening_of((channels, height, width), both=both).of(vectors)
+
+
+def _kind_of(features: Features) -> tuple[str, bool]:
+    """Return the name of the features without "mirrored-", and whether the name has it."""
+    return features.removeprefix(_MIRRORED), features.startswith(_MIRRORED)

@@ -39,7 +39,7 @@ def num_numbers(shape: tuple[int, ...], *, both: bool = False) -> int:
 
     ``both``: of ``mirrored-scattering-maps``, else of ``scattering-maps``.
     """
-    dimension_of(shape)
+    dimension_of(shape, both=both)
     return num_coefficients(shape, both=both)
 
 

@@ -195,9 +195,9 @@ class Kernel:
         request = _pass_over(stack, weights, records)
         request.labels = None if labels is None else labels.data_ptr()
         failed = self.function("backward")(
-            ctypes.byref(request), *(None if one is None else ctypes.c_void_p(one.data_ptr()) for one in
-                                     (slopes, by_params, by_inputs))
-        )  # fmt: skip
+            ctypes.byref(request),
+            *(ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (slopes, by_params, by_inputs)),
+        )
         if failed:
             raise failure(failed, stack, "the backward pass")
         return by_params, by_inputs

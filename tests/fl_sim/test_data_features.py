@@ -1,13 +1,14 @@
 """Public features: made once, kept in a file that is checked, and stated wherever results are."""
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from fl_sim.data import features, fingerprint, load, scattering
-from fl_sim.data.features import as_features, version_of
+from fl_sim.data.features import Features, as_features, vectors_of, version_of
 from fl_sim.data.kept import cache_root
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
@@ -51,6 +52,9 @@ def test_a_data_set_becomes_vectors_and_says_so() -> None:
         ("scattering-1", [[0.060306, 0.096634, 0.05652], [0.093008, 0.091501, 0.017207]]),
         ("whitened-scattering-1", [[-0.018754, 0.050402, -0.041734], [0.045091, 0.00513, -0.118793]]),
         ("scattering-maps-1", [[-0.033776, 0.044306, -0.04199], [0.029142, 0.027321, -0.111266]]),
+        ("mirrored-scattering-1", [[0.113113, 0.108541, -0.054468], [0.136115, 0.081265, -0.045682]]),
+        ("mirrored-whitened-scattering-1", [[0.017844, -0.010891, -0.00421], [0.052325, -0.068479, 0.04638]]),
+        ("mirrored-scattering-maps-1", [[0.011449, -0.007626, -0.002973], [0.062717, -0.073423, 0.040713]]),
     ],
 )
 def test_a_version_stands_for_the_same_numbers_always(name: str, numbers: list[list[float]]) -> None:
@@ -59,6 +63,16 @@ def test_a_version_stands_for_the_same_numbers_always(name: str, numbers: list[l
     assert version_of(kind) == name
     found = as_features(load("digits"), kind, "digits").train.inputs[:2, :3]
     assert found == pytest.approx(np.array(numbers), abs=1e-5), "count the version in fl_sim/data/features.py up"
+
+
+@pytest.mark.parametrize("kind", ["scattering", "whitened-scattering", "scattering-maps"])
+def test_mirrored_features_of_an_image_and_of_its_mirror_image_are_the_same(kind: Features) -> None:
+    before = load("digits").train.inputs[:20]
+    after = np.ascontiguousarray(before[..., ::-1])
+    mirrored = cast("Features", f"mirrored-{kind}")
+    assert np.array_equal(vectors_of(before, mirrored), vectors_of(after, mirrored))
+    assert not np.array_equal(vectors_of(before, kind), vectors_of(after, kind))
+    assert 2 * vectors_of(before, mirrored).shape[1] == vectors_of(before, kind).shape[1]
 
 
 def test_features_are_made_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
