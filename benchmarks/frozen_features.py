@@ -41,7 +41,7 @@ def round_of(job: Job) -> Callable[[], None]:
             task = LocalTask(client, 0, 1, len(records), settings, params)
             todo.append(LocalJob(task, LocalPlan(), records, rng(0, "turn", client)))
         last = job.trainer.train_all(todo)[-1]
-        measuring.measured(last.params, "in a turn", is_last=True)
+        measuring.measured(last.params, "in a turn", is_last=True, server_round=1)
 
     return turn
 

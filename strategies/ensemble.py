@@ -89,7 +89,7 @@ class SeesModels(Averaging):
             reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
         elif path_in(type(experiment.server), "procedure"):
             reason = f"with server={kind_of(experiment.server)} clients begin from different models: leave server out"
-        elif experiment.local.batch_norm not in {"none", "average" if self.keeps_statistics else "none"}:
+        elif experiment.local.batch_norm not in (("none", "average") if self.keeps_statistics else ("none",)):
             reason = (
                 "its models need running statistics that the server averages: take local.batch_norm=average"
                 if self.keeps_statistics

@@ -174,14 +174,14 @@ def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
 
     Returns (images, distances). The features of an image are similar to its vector, and the distance states how
     similar. The search prints its progress. It uses only the vectors, the shape of the images and the public feature
-    transform. Raises ValueError if the shape or the transform is unknown, or if ``vectors`` cannot be features of
-    images of this shape.
+    transform. Raises ValueError if the shape is unknown, if the transform has no approximate inverse, or if
+    ``vectors`` cannot be features of images of this shape.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)
 
     features, shape = run.config.features, _shape_of(run)
     if features not in {"scattering", "whitened-scattering"}:
-        raise ValueError(f"features={features} does not exist in this version of fl-sim")
+        raise ValueError(f"no images can be found for features={features}, only for scattering and whitened-scattering")
     console = Console(file=sys.stderr)
     console.print(
         f"finding images for {len(vectors)} synthetic feature vectors of {run.path}",

@@ -6,7 +6,7 @@ The name of a cache file (fl_sim.data.kept) contains a digest of the records and
 import hashlib
 import math
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,10 @@ are the means of those of an image and of its mirror image.
 
 Vectors: TypeAlias = NDArray[np.float32]
 
-_VERSION: Final = {name: 1 for name in get_args(Features) if name != "none"}
+_VERSION: Final = {
+    "scattering": 1, "whitened-scattering": 1, "scattering-maps": 1,
+    "mirrored-scattering": 1, "mirrored-whitened-scattering": 1, "mirrored-scattering-maps": 1,
+}  # fmt: skip
 """The version of each transform. Increase it when the results of the transform change.
 
 Old cache files are then ignored.
@@ -57,9 +60,9 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         return dataset
     from fl_sim.data import scattering, scattering_maps  # noqa: PLC0415 (torch and scipy: settings need neither)
 
-    kind, both = _kind_of(features)
+    kind, mirrored = _without_prefix(features)
     size_of = scattering_maps.num_numbers if kind == "scattering-maps" else scattering.dimension_of
-    size = size_of(dataset.input_shape, both=both)
+    size = size_of(dataset.input_shape, mirrored=mirrored)
     if dataset.validation is not None:
         raise UserError(
             f"features={features} are computed for training and test images only, and {dataset.name} has validation "
@@ -109,16 +112,16 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
     from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
     from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 
-    kind, both = _kind_of(features)
+    kind, mirrored = _without_prefix(features)
     if kind == "scattering-maps":
-        return maps_of(images, both=both)
-    vectors = features_of(images, both=both)
+        return maps_of(images, mirrored=mirrored)
+    vectors = features_of(images, mirrored=mirrored)
     if kind == "scattering":
         return vectors
     channels, height, width = images.shape[1:]
-    return whitening_of((channels, height, width), both=both).of(vectors)
+    return whitening_of((channels, height, width), mirrored=mirrored).of(vectors)
 
 
-def _kind_of(features: Features) -> tuple[str, bool]:
+def _without_prefix(features: Features) -> tuple[str, bool]:
     """Return the name of the features without "mirrored-", and whether the name has it."""
     return features.removeprefix(_MIRRORED), features.startswith(_MIRRORED)

@@ -67,11 +67,10 @@ _COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
 
-def dimension_of(shape: tuple[int, ...], *, both: bool = False) -> int:
+def dimension_of(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``, (channels, height, width).
 
-    ``both``: of mirrored features (see ``mirrored``).
-
+    ``mirrored``: of features that are means over an image and its mirror image (see ``mirrored_maps``).
     Raises UserError for records that are not images, and for images that are too small or too large.
     """
     if len(shape) != 3:
@@ -84,46 +83,46 @@ def dimension_of(shape: tuple[int, ...], *, both: bool = False) -> int:
             f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, but these "
             f"have {shape[1]}x{shape[2]}: leave features out, or scale the images"
         )
-    return min(DIMENSION, num_coefficients(shape, both=both))
+    return min(DIMENSION, num_coefficients(shape, mirrored=mirrored))
 
 
-def num_coefficients(shape: tuple[int, ...], *, both: bool = False) -> int:
+def num_coefficients(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of scattering coefficients of an image of ``shape``: the number of values in all its maps.
 
-    ``both``: in the maps that ``mirrored`` returns.
+    ``mirrored``: in the maps that ``mirrored_maps`` returns.
     """
     columns = _positions(shape[2])
-    return shape[0] * NUM_MAPS * _positions(shape[1]) * (-(-columns // 2) if both else columns)
+    return shape[0] * NUM_MAPS * _positions(shape[1]) * (-(-columns // 2) if mirrored else columns)
 
 
-def features_of(images: NDArray[np.uint8] | NDArray[np.float32], *, both: bool = False) -> NDArray[np.float32]:
+def features_of(images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool = False) -> NDArray[np.float32]:
     """Return the scattering features of ``images`` (n, channels, height, width): (n, features), of L2 norm at most 1.
 
     The features of a record depend only on that record. They are computed by ``described`` from the record's bytes
-    divided by 255, and scaled to norm 1 if their norm is larger. ``both``: as in ``described``. Raises UserError for
-    images of an unsuitable shape, as ``dimension_of`` does.
+    divided by 255, and scaled to norm 1 if their norm is larger. ``mirrored``: as in ``described``. Raises UserError
+    for images of an unsuitable shape, as ``dimension_of`` does.
     """
     shape = images.shape[1:]
-    size = dimension_of(shape, both=both)
+    size = dimension_of(shape, mirrored=mirrored)
     features = np.empty((len(images), size), dtype=np.float32)
 
     def fill(rows: slice) -> None:
-        found = described(torch.from_numpy(images[rows].astype(np.float32)) / 255, both=both).numpy()
+        found = described(torch.from_numpy(images[rows].astype(np.float32)) / 255, mirrored=mirrored).numpy()
         features[rows] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1)
 
     in_threads(fill, len(images), max(1, _BATCH // shape[0]))
     return features
 
 
-def described(images: torch.Tensor, *, both: bool = False) -> torch.Tensor:
+def described(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
     """Return the scattering features of ``images`` (n, channels, height, width) in [0, 1], without a limit on the norm.
 
     The steps are scattering, normalisation in groups, projection, and division by the square root of the number of
-    features. ``both``: the scattering is the mean over an image and its mirror image (see ``mirrored``). The function
-    is differentiable.
+    features. ``mirrored``: the scattering is the mean over an image and its mirror image (see ``mirrored_maps``). The
+    function is differentiable.
     """
-    size = dimension_of(tuple(images.shape[1:]), both=both)
-    maps = mirrored(images) if both else normalised(images)
+    size = dimension_of(tuple(images.shape[1:]), mirrored=mirrored)
+    maps = mirrored_maps(images) if mirrored else normalised(images)
     projected: torch.Tensor = _Projected.apply(maps.flatten(1), size)
     return projected / math.sqrt(size)
 
@@ -133,7 +132,7 @@ def normalised(images: torch.Tensor) -> torch.Tensor:
     return in_groups(scattered(images))
 
 
-def mirrored(images: torch.Tensor) -> torch.Tensor:
+def mirrored_maps(images: torch.Tensor) -> torch.Tensor:
     """Return the mean of the scattering maps of each image and of its mirror image, (n, maps, rows, columns).
 
     Group normalisation follows. An image and its mirror image have the same result, to the bit. The right half of the
@@ -217,12 +216,12 @@ class Whitening:
 
 
 @lru_cache(maxsize=2)
-def whitening_of(shape: tuple[int, int, int], *, both: bool = False) -> Whitening:
+def whitening_of(shape: tuple[int, int, int], *, mirrored: bool = False) -> Whitening:
     """Return the ``Whitening`` of the scattering features of images of ``shape``, (channels, height, width).
 
-    ``both``: of mirrored features. The computation takes seconds to a minute. Its result is cached for each shape.
+    ``mirrored``: of mirrored features. The computation takes seconds to a minute. Its result is cached for each shape.
     """
-    features = features_of(public_images(shape), both=both)
+    features = features_of(public_images(shape), mirrored=mirrored)
     # ``_whitening`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_whitening, features).result()

@@ -25,7 +25,7 @@ from fl_sim.data.scattering import (
     dimension_of,
     in_threads,
     inverse_root,
-    mirrored,
+    mirrored_maps,
     normalised,
     num_coefficients,
     public_images,
@@ -34,27 +34,27 @@ from fl_sim.data.scattering import (
 _IMAGES: Final = 20  # images per batch
 
 
-def num_numbers(shape: tuple[int, ...], *, both: bool = False) -> int:
+def num_numbers(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``. Raises UserError as ``dimension_of`` does.
 
-    ``both``: of ``mirrored-scattering-maps``, else of ``scattering-maps``.
+    ``mirrored``: of ``mirrored-scattering-maps``, else of ``scattering-maps``.
     """
-    dimension_of(shape, both=both)
-    return num_coefficients(shape, both=both)
+    dimension_of(shape, mirrored=mirrored)
+    return num_coefficients(shape, mirrored=mirrored)
 
 
-def maps_of(images: NDArray[np.uint8] | NDArray[np.float32], *, both: bool = False) -> NDArray[np.float32]:
+def maps_of(images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool = False) -> NDArray[np.float32]:
     """Return the whitened maps of ``images`` (n, channels, height, width): (n, numbers), of L2 norm at most 1.
 
-    ``both``: the mean of the maps of an image and of its mirror image, of norm 1. The features of a record depend only
-    on that record. Raises UserError for images of an unsuitable shape.
+    ``mirrored``: the mean of the maps of an image and of its mirror image, of norm 1. The features of a record depend
+    only on that record. Raises UserError for images of an unsuitable shape.
     """
     channels, height, width = images.shape[1:]
     num_numbers((channels, height, width))
-    centre, matrix = mixing_of((channels, height, width), both=both)
-    found = _coefficients(images, both=both)
+    centre, matrix = mixing_of((channels, height, width), mirrored=mirrored)
+    found = _coefficients(images, mirrored=mirrored)
     num_positions = found.shape[1] // len(centre)
-    shortest = 1e-12 if both else 1.0
+    shortest = 1e-12 if mirrored else 1.0  # mirrored maps are also scaled up to norm 1; 1e-12 prevents a division by 0
 
     def fill(rows: slice) -> None:
         maps = torch.from_numpy(found[rows]).double().reshape(-1, len(centre), num_positions)
@@ -68,9 +68,9 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32], *, both: bool = Fal
 
 
 @lru_cache(maxsize=2)
-def mixing_of(shape: tuple[int, int, int], *, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def mixing_of(shape: tuple[int, int, int], *, mirrored: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
-    found = _coefficients(public_images(shape), both=both)
+    found = _coefficients(public_images(shape), mirrored=mirrored)
     # ``_mixing`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
@@ -84,10 +84,10 @@ def _mixing(found: NDArray[np.float32], num_maps: int) -> tuple[torch.Tensor, to
     return centre, matrix / lengths.quantile(WITHIN)
 
 
-def _coefficients(images: NDArray[np.uint8] | NDArray[np.float32], *, both: bool) -> NDArray[np.float32]:
-    """Return all normalised scattering maps of each image, or their left half (``both``), as a vector, (n, numbers)."""
-    found = np.empty((len(images), num_coefficients(images.shape[1:], both=both)), dtype=np.float32)
-    transform = mirrored if both else normalised
+def _coefficients(images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool) -> NDArray[np.float32]:
+    """Return the numbers of ``normalised``, or of ``mirrored_maps``, for each image as one vector, (n, numbers)."""
+    found = np.empty((len(images), num_coefficients(images.shape[1:], mirrored=mirrored)), dtype=np.float32)
+    transform = mirrored_maps if mirrored else normalised
 
     def fill(rows: slice) -> None:
         found[rows] = transform(torch.from_numpy(images[rows].astype(np.float32)) / 255).flatten(1).numpy()

@@ -345,8 +345,9 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     own, weights = _set_aside(experiment, dataset), _weights(experiment)
     shards = shards.where(~np.isin(shards.records, own)) if len(own) else shards
     aside = dataset.train.take(own) if len(own) else None
-    job = Job(experiment, dataset, shards, device_of(experiment), data_root, weights=weights, set_aside=aside)
-    job = replace(job, moving=moving)
+    job = Job(
+        experiment, dataset, shards, device_of(experiment), data_root, weights=weights, set_aside=aside, moving=moving
+    )
     if not dataset.has_labels and job.predicts_classes:
         raise UserError(
             f"{without_settings(experiment.data)} has no labels, and model {experiment.model.name} predicts classes: "

@@ -127,12 +127,12 @@ class Measuring:
         named |= metrics_at(job.experiment.evaluate.metrics)
         return cls(job, evaluation_records(job), validation, clients_by, named)
 
-    def measured(self, params: Params, when: str, *, is_last: bool, server_round: int = 1) -> Measured:
+    def measured(self, params: Params, when: str, *, is_last: bool, server_round: int) -> Measured:
         """Return the measures of the model with the parameters ``params``.
 
         ``is_last``: True for the last model of the run. ``server_round``: the round whose shards give the classes of
-        the clients. Raises Diverged if a loss is not finite. ``when``: the end of
-        the message of this error, such as "after round 3: try a smaller learning rate".
+        the clients. Raises Diverged if a loss is not finite. ``when``: the end of the message of this error, such as
+        "after round 3: try a smaller learning rate".
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
         is_tested = self.job.experiment.evaluate.tests(is_last=is_last)

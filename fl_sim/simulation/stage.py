@@ -456,14 +456,14 @@ def prepared_strategy(
         strategy.most_examples = held + log.num_pooled
         run_stage(stage, Run(job, strategy, grid, out, log), "before")
     strategy.most_examples = held + log.num_pooled
-    strategy.holders = holders_in(job, log)
+    strategy.holders = holders_in(job, log, 1)
     log.preprocess_seconds = time.perf_counter() - start
     for warning in log.warnings[num_warnings:]:
         observer.preparing(warning)
     return strategy
 
 
-def holders_in(job: Job, log: RunLog, server_round: int = 1) -> NDArray[np.bool_] | None:
+def holders_in(job: Job, log: RunLog, server_round: int) -> NDArray[np.bool_] | None:
     """Return a boolean mask, shape (clients,): True for clients with training records in a round.
 
     Some algorithms divide by the number of clients, and count only the clients in this mask. The result is None if they

@@ -80,7 +80,7 @@ class Calibration(Stage):
             params = with_trained_head(settings.training, job.model(), params, features, labels, generator)
         calibrated = replace(log.server, params=params)
         when = "after the calibration; try a smaller calibrate.learning_rate"
-        after = run.measuring.measured(calibrated.model, when, is_last=True)
+        after = run.measuring.measured(calibrated.model, when, is_last=True, server_round=len(run.log.rounds))
         skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
         self._found = {
             "accuracy_before": log.rounds[-1].test_accuracy,

@@ -31,7 +31,9 @@ class OneShot(Procedure):
         log.fixed = fixed_in(self.job.model())
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         record = RoundRecord(1, None, None, None, None, None, 0.0, None)
-        log.measured = Measuring.of(self.job, {}).measured(log.server.model, "with its new head", is_last=True)
+        log.measured = Measuring.of(self.job, {}).measured(
+            log.server.model, "with its new head", is_last=True, server_round=1
+        )
         record = log.measured.noted_in(record)
         log.rounds.append(record)
         log.chain = run_directory.append_round(out, record, log.chain)

@@ -100,6 +100,7 @@ class Network:
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the features, (n, d), of records for weights ``params``."""
+        # by PyTorch, because faster passes do not call the head, whose inputs are the features
         return with_features(self.model, partial(Network(self.model).logits_of, params, records))[1]
 
     def batch(

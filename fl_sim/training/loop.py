@@ -250,9 +250,9 @@ class Descent:
             self._update(name, weight, gradient, self.buffers, self.moments)
             return
         size = BLOCK * torch.get_num_threads()
-        tensors = weight, gradient, moments.first, moments.second
-        parts = (torch.split(one.reshape(-1), size) for one in tensors)
-        for block, change, first, second in zip(*parts, strict=True):
+        changed = weight, moments.first, moments.second  # a view raises an error where a copy would lose the update
+        parts = (torch.split(one, size) for one in (gradient.reshape(-1), *(one.view(-1) for one in changed)))
+        for change, block, first, second in zip(*parts, strict=True):
             own = Moments(first, second, moments.num_steps.clone())
             self._update(name, block, change, {}, {name: own})
         moments.num_steps.add_(1)

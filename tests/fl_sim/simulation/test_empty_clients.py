@@ -1,5 +1,6 @@
 """Clients without records change nothing: K, of |S|/K, are the clients that can ever take part."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,9 +15,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
 from fl_sim.simulation.rounds import procedure_of
-from fl_sim.simulation.run import Silent, run
+from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.store.run_directory import RoundRecord
 from strategies.algorithm import Averaging
 from strategies.attacks import hostile_clients
 
@@ -120,20 +120,13 @@ class Watching(Averaging):
         return super().merge(server, aggregate)
 
 
-class StopAfter(Silent):
-    def __init__(self, server_round: int) -> None:
-        self._last = server_round
-
-    def finished_round(self, record: RoundRecord) -> None:
-        if record.round == self._last:
-            raise KeyboardInterrupt
-
-
-def test_a_run_that_goes_on_counts_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_counts_as_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: Callable[[int], Any]
+) -> None:
     many = experiment(HOLDERS + 5, algorithm="scaffold")
     run(many, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(many, tmp_path / "stopped", observer=StopAfter(2))
+        run(many, tmp_path / "stopped", observer=stop_after(2))
     assert not any("without records" in one for one in run(many, tmp_path / "stopped")["warnings"])
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
@@ -141,7 +134,7 @@ def test_a_run_that_goes_on_counts_as_it_began(tmp_path: Path, monkeypatch: pyte
         earlier.setattr("fl_sim.simulation.stage.holders_in", lambda *_: None)
         run(many, tmp_path / "all counted")
         with pytest.raises(KeyboardInterrupt):
-            run(many, tmp_path / "old", observer=StopAfter(2))
+            run(many, tmp_path / "old", observer=stop_after(2))
     [warning] = [one for one in run(many, tmp_path / "old")["warnings"] if "without records" in one]
     assert "counted the 5 clients without records" in warning
     assert "--again" in warning

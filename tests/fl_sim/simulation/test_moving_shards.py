@@ -1,7 +1,7 @@
 """Shards that depend on the round: what follows the round, and what is refused."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +21,7 @@ from fl_sim.simulation import client_runtime
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.remote_workers import WorkerSetup
 from fl_sim.simulation.rounds import procedure_of
-from fl_sim.simulation.run import Silent, run
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.simulation.run import run
 from fl_sim.threats.finished import FinishedRun
 from fl_sim.training.evaluation import Holdings
 from partitions import MovingParts, Parts
@@ -58,24 +57,15 @@ def test_a_drift_from_a_partition_to_itself_is_the_plain_run(algorithm: str, tmp
     assert other[1][1]["train_loss"] != plain[1][1]["train_loss"]
 
 
-class StopAfter(Silent):
-    def __init__(self, server_round: int) -> None:
-        self._last = server_round
-
-    def finished_round(self, record: RoundRecord) -> None:
-        if record.round == self._last:
-            raise KeyboardInterrupt
-
-
 def test_resumed_threaded_stacked_and_unstored_runs_follow_the_same_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: Callable[[int], Any]
 ) -> None:
     """Client 4 has no records at first, and client 0 none at last: SCAFFOLD counts the clients with records."""
     ends = {"over": f"{__name__}:Lacking", "to": {"kind": f"{__name__}:Lacking", "client": 0}}
     base = {"algorithm": "scaffold", "partition": DRIFT | ends, "attack": {"kind": "label-flip", "clients": 1}}
     whole = output(made(**base), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(made(**base), tmp_path / "part", observer=StopAfter(2))
+        run(made(**base), tmp_path / "part", observer=stop_after(2))
     assert same(whole, output(made(**base), tmp_path / "part"))
     assert same(whole, output(made(**base, engine={"kind": "inprocess", "workers": 3}), tmp_path / "threads"))
     stacked = output(made(**base, engine={"kind": "inprocess", "stack": 5}), tmp_path / "stacked")
