@@ -86,7 +86,7 @@ def test_an_error_of_ray_is_told_as_what_it_is(gone: str, listening: str) -> Non
 @pytest.mark.parametrize("process", ["ray::DashboardAgent", "raylet/raylet"])
 def test_a_run_whose_node_is_gone_ends_with_a_line_and_goes_on(process: str, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "fl_sim", "run", "clients=4", "rounds=400", "model=logistic", "engine=ray:1",
+        sys.executable, "-m", "fl_sim", "run", "clients=4", "rounds=4000", "model=logistic", "engine=ray:1",
         "engine.cpus=0.5", "--out", str(tmp_path / "run"),
     ]  # fmt: skip
     with (tmp_path / "log").open("wb") as log:
@@ -97,7 +97,11 @@ def test_a_run_whose_node_is_gone_ends_with_a_line_and_goes_on(process: str, tmp
         assert time.monotonic() < deadline
         assert running.poll() is None
         time.sleep(0.1)
-    os.kill(next(pid for pid, title in _descendants(running.pid) if process in title), signal.SIGKILL)
+    while not (found := [pid for pid, title in _descendants(running.pid) if process in title]):
+        assert time.monotonic() < deadline  # an agent names itself only after its imports
+        assert running.poll() is None
+        time.sleep(0.1)
+    os.kill(found[0], signal.SIGKILL)
     assert running.wait(120) == 1
     while "is gone: start the same command again" not in (tmp_path / "log").read_text(errors="replace"):
         assert time.monotonic() < deadline + 60

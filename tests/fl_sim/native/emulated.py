@@ -1,14 +1,16 @@
-"""A library for another processor, called as if it were this one's: an emulator runs each call on a copy of memory.
+"""A library for another processor, called as if it were this one's: an emulator runs its calls on copies of memory.
 
 What a call may read and write is not known, so what lies behind every pointer is copied, and more of it where a call
 goes beyond: until it ends well, nothing is written back.
 """
 
+import atexit
 import ctypes
 import mmap
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,30 +54,56 @@ class EmulatedLibrary:
         source = Path(__file__).with_name("call_on_arm.cpp")
         subprocess.run([compiler, "-O1", "-static-libgcc", str(source), "-o", str(caller), "-ldl"], check=True)
         self._command = [found, "-L", "/usr/aarch64-linux-gnu", str(caller), str(library)]
+        self._running: subprocess.Popen[str] | None = None
+        self._one_call_at_a_time = threading.Lock()
+        atexit.register(self._end)
 
     def __getattr__(self, name: str) -> "_Function":
         if not name.startswith("fl_sim_"):
             raise AttributeError(name)
-        return _Function([*self._command, name])
+        return _Function(self, name)
+
+    def run(self, name: str, file: str) -> str:
+        """Call the function ``name`` on the memory in ``file``; return "0", or why there was no call or no end of it.
+
+        The emulator stays for the next call, unless the function ended it.
+        """
+        with self._one_call_at_a_time:
+            if self._running is None:
+                self._running = subprocess.Popen(
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            assert self._running.stdin is not None
+            assert self._running.stdout is not None
+            self._running.stdin.write(f"{name} {file}\n")
+            self._running.stdin.flush()
+            answer = self._running.stdout.readline().strip()
+            return answer if answer == "0" else f"{answer} {self._end()}"
+
+    def _end(self) -> str:
+        """End the emulator, and return what it says then."""
+        running, self._running = self._running, None
+        if running is None:
+            return ""
+        said, _ = running.communicate()
+        return f"{said} (exit code {running.returncode})"
 
 
 class _Function:
     restype: Any = ctypes.c_int
 
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
+    def __init__(self, library: EmulatedLibrary, name: str) -> None:
+        self._library, self._name = library, name
 
     def __call__(self, *arguments: Any) -> Any:
         for reach in _REACHES:
-            code, found = self._run(arguments, reach)
-            if not code:
-                break
-        if code:
-            raise RuntimeError(f"{self._command[-1]} in the emulator: {code} {found}")
-        return found
+            failed, found = self._run(arguments, reach)
+            if not failed:
+                return found
+        raise RuntimeError(f"{self._name} in the emulator: {failed}")
 
-    def _run(self, arguments: tuple[Any, ...], reach: int) -> tuple[int, Any]:
-        """Return 0 and what the function returned, or another code and what was said."""
+    def _run(self, arguments: tuple[Any, ...], reach: int) -> tuple[str, Any]:
+        """Return "" and what the function returned, or why it did not, and None."""
         memory, call, numbers, reals = _Memory(reach), _Call(), [], []
         for argument in arguments:
             if isinstance(argument, ctypes.c_double):
@@ -89,11 +117,11 @@ class _Function:
         call.returns_text = self.restype is ctypes.c_char_p
         with tempfile.NamedTemporaryFile() as file:
             memory.write(file, call, numbers)
-            done = subprocess.run([*self._command, file.name], capture_output=True, text=True, check=False)
-            if done.returncode:
-                return done.returncode, done.stderr
+            answer = self._library.run(self._name, file.name)
+            if answer != "0":
+                return answer, None
             after = memory.take_back(file)
-        return 0, after.text if call.returns_text else ctypes.c_int(after.returned).value
+        return "", after.text if call.returns_text else ctypes.c_int(after.returned).value
 
 
 class _Memory:
