@@ -18,19 +18,22 @@ from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal[
     "none", "scattering", "whitened-scattering", "scattering-maps",
-    "mirrored-scattering", "mirrored-whitened-scattering", "mirrored-scattering-maps",
+    "root-scattering-maps", "mirrored-scattering", "mirrored-whitened-scattering", "mirrored-scattering-maps",
+    "mirrored-root-scattering-maps",
 ]  # fmt: skip
 """The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering).
 
-"scattering-maps" are all whitened scattering maps (fl_sim.data.scattering_maps). "mirrored-" before a name: the maps
-are the means of those of an image and of its mirror image.
+"scattering-maps" are all whitened scattering maps, and "root-scattering-maps" their square roots, whitened
+(fl_sim.data.scattering_maps). "mirrored-" before a name: the maps are the means of those of an image and of its mirror
+image.
 """
 
 Vectors: TypeAlias = NDArray[np.float32]
 
 _VERSION: Final = {
-    "scattering": 1, "whitened-scattering": 1, "scattering-maps": 1,
+    "scattering": 1, "whitened-scattering": 1, "scattering-maps": 1, "root-scattering-maps": 1,
     "mirrored-scattering": 1, "mirrored-whitened-scattering": 1, "mirrored-scattering-maps": 1,
+    "mirrored-root-scattering-maps": 1,
 }  # fmt: skip
 """The version of each transform. Increase it when the results of the transform change.
 
@@ -38,6 +41,7 @@ Old cache files are then ignored.
 """
 
 _MIRRORED: Final = "mirrored-"
+_MAPS, _ROOT_MAPS = "scattering-maps", "root-scattering-maps"
 
 _FILE: Final = "features.safetensors"
 _PARTS: Final = ("train", "test")
@@ -61,7 +65,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     from fl_sim.data import scattering, scattering_maps  # noqa: PLC0415 (torch and scipy: settings need neither)
 
     kind, mirrored = _without_prefix(features)
-    size_of = scattering_maps.num_numbers if kind == "scattering-maps" else scattering.dimension_of
+    size_of = scattering_maps.num_numbers if kind in {_MAPS, _ROOT_MAPS} else scattering.dimension_of
     size = size_of(dataset.input_shape, mirrored=mirrored)
     if dataset.validation is not None:
         raise UserError(
@@ -113,8 +117,8 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
     from fl_sim.data.scattering_maps import maps_of  # noqa: PLC0415 (as above)
 
     kind, mirrored = _without_prefix(features)
-    if kind == "scattering-maps":
-        return maps_of(images, mirrored=mirrored)
+    if kind in {_MAPS, _ROOT_MAPS}:
+        return maps_of(images, mirrored=mirrored, root=kind == _ROOT_MAPS)
     vectors = features_of(images, mirrored=mirrored)
     if kind == "scattering":
         return vectors

@@ -139,7 +139,26 @@ def mirrored_maps(images: torch.Tensor) -> torch.Tensor:
     mean contains nearly the same numbers as the left half, in other maps. So only the left half of the columns is
     returned.
     """
-    maps = in_groups((scattered(images) + scattered(images.flip(-1))) / 2)
+    return _left_half(in_groups(_of_both(images)))
+
+
+def root_maps(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
+    """Return the square roots of the scattering maps of ``images``, (n, maps, rows, columns), not normalised.
+
+    Scattering maps are averages of moduli: they have long tails, and an image with twice the contrast has twice the
+    values. Roots make both smaller, and they keep the contrast of an image, which group normalisation removes. A value
+    below 0, from rounding, counts as 0. ``mirrored``: the roots of the mean over an image and its mirror image, left
+    half of the columns (see ``mirrored_maps``).
+    """
+    maps = (_of_both(images) if mirrored else scattered(images)).clamp(min=0).sqrt()
+    return _left_half(maps) if mirrored else maps
+
+
+def _of_both(images: torch.Tensor) -> torch.Tensor:
+    return (scattered(images) + scattered(images.flip(-1))) / 2
+
+
+def _left_half(maps: torch.Tensor) -> torch.Tensor:
     return maps[..., : -(-maps.shape[3] // 2)]
 
 

@@ -1,4 +1,4 @@
-"""All scattering maps of an image, whitened across the maps: ``scattering-maps`` and ``mirrored-scattering-maps``.
+"""All scattering maps of an image, whitened across the maps: ``scattering-maps`` and kinds with other names before it.
 
 Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
 would reduce the accuracy of these models. Without a projection, the maps are correlated, and some directions have a far
@@ -9,10 +9,14 @@ all positions. The matrix is small: it needs only the covariance of maps, estima
 The features ``mirrored-scattering-maps`` are the mean of the maps of an image and of its mirror image, with half as
 many numbers. A linear model on them predicts the same class for both images. Privacy noise then has half as many
 directions. Photographs keep their class in a mirror; digits and letters do not. Each record has norm 1.
+
+The features ``root-scattering-maps`` and ``mirrored-root-scattering-maps`` are the square roots of the maps, without
+the normalisation in groups. Square roots of histogram-like features are common in computer vision (Perronnin, Sanchez
+and Mensink 2010; Arandjelovic and Zisserman 2012). Each record has norm 1.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -29,6 +33,7 @@ from fl_sim.data.scattering import (
     normalised,
     num_coefficients,
     public_images,
+    root_maps,
 )
 
 _IMAGES: Final = 20  # images per batch
@@ -37,24 +42,28 @@ _IMAGES: Final = 20  # images per batch
 def num_numbers(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``. Raises UserError as ``dimension_of`` does.
 
-    ``mirrored``: of ``mirrored-scattering-maps``, else of ``scattering-maps``.
+    ``mirrored``: of features that are means over an image and its mirror image.
     """
     dimension_of(shape, mirrored=mirrored)
     return num_coefficients(shape, mirrored=mirrored)
 
 
-def maps_of(images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool = False) -> NDArray[np.float32]:
+def maps_of(
+    images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool = False, root: bool = False
+) -> NDArray[np.float32]:
     """Return the whitened maps of ``images`` (n, channels, height, width): (n, numbers), of L2 norm at most 1.
 
-    ``mirrored``: the mean of the maps of an image and of its mirror image, of norm 1. The features of a record depend
-    only on that record. Raises UserError for images of an unsuitable shape.
+    ``mirrored``: the mean of the maps of an image and of its mirror image, of norm 1. ``root``: square roots of maps
+    that are not normalised in groups, of norm 1. The features of a record depend only on that record. Raises UserError
+    for images of an unsuitable shape.
     """
     channels, height, width = images.shape[1:]
     num_numbers((channels, height, width))
-    centre, matrix = mixing_of((channels, height, width), mirrored=mirrored)
-    found = _coefficients(images, mirrored=mirrored)
+    centre, matrix = mixing_of((channels, height, width), mirrored=mirrored, root=root)
+    found = _coefficients(images, mirrored=mirrored, root=root)
     num_positions = found.shape[1] // len(centre)
-    shortest = 1e-12 if mirrored else 1.0  # mirrored maps are also scaled up to norm 1; 1e-12 prevents a division by 0
+    # mirrored maps and roots are also scaled up to norm 1; 1e-12 prevents a division by 0
+    shortest = 1e-12 if mirrored or root else 1.0
 
     def fill(rows: slice) -> None:
         maps = torch.from_numpy(found[rows]).double().reshape(-1, len(centre), num_positions)
@@ -68,9 +77,11 @@ def maps_of(images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool =
 
 
 @lru_cache(maxsize=2)
-def mixing_of(shape: tuple[int, int, int], *, mirrored: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def mixing_of(
+    shape: tuple[int, int, int], *, mirrored: bool = False, root: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
-    found = _coefficients(public_images(shape), mirrored=mirrored)
+    found = _coefficients(public_images(shape), mirrored=mirrored, root=root)
     # ``_mixing`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
@@ -84,10 +95,12 @@ def _mixing(found: NDArray[np.float32], num_maps: int) -> tuple[torch.Tensor, to
     return centre, matrix / lengths.quantile(WITHIN)
 
 
-def _coefficients(images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool) -> NDArray[np.float32]:
-    """Return the numbers of ``normalised``, or of ``mirrored_maps``, for each image as one vector, (n, numbers)."""
+def _coefficients(
+    images: NDArray[np.uint8] | NDArray[np.float32], *, mirrored: bool, root: bool
+) -> NDArray[np.float32]:
+    """Return the maps of each image as one vector, (n, numbers), before whitening."""
     found = np.empty((len(images), num_coefficients(images.shape[1:], mirrored=mirrored)), dtype=np.float32)
-    transform = mirrored_maps if mirrored else normalised
+    transform = partial(root_maps, mirrored=mirrored) if root else mirrored_maps if mirrored else normalised
 
     def fill(rows: slice) -> None:
         found[rows] = transform(torch.from_numpy(images[rows].astype(np.float32)) / 255).flatten(1).numpy()

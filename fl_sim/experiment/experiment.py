@@ -89,10 +89,11 @@ class Experiment(Settings):
     accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
     the same variance, so that noise harms accuracy less. These variances are measured on artificial images.
     "scattering-maps" keeps all outputs of the transform, such as 3,888 numbers for a CIFAR-10 image. Its maps have
-    about the same variance (fl_sim.data.scattering_maps). "mirrored-" before such a name takes means over an image and
-    its mirror image, for photographs. "none" leaves pixels. ``partition_seed``: the seed of the partition; left out:
-    the run's seed. ``model_seed``: the seed of the initial weights; left out: the run's seed. ``sampling_seed``: the
-    seed of the cohorts; left out: the run's seed (fl_sim.seeding).
+    about the same variance (fl_sim.data.scattering_maps). "root-scattering-maps" takes their square roots, and keeps an
+    image's contrast. "mirrored-" before such a name takes means over an image and its mirror image, for photographs.
+    "none" leaves pixels. ``partition_seed``: the seed of the partition; left out: the run's seed. ``model_seed``: the
+    seed of the initial weights; left out: the run's seed. ``sampling_seed``: the seed of the cohorts; left out: the
+    run's seed (fl_sim.seeding).
 
     ``forgotten``: the IDs of clients, such as 3 or 3+5. Their records are removed after the partition, and the run
     never uses these records. These clients are sampled as before, and answer like clients without records. All other

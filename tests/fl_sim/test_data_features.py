@@ -52,6 +52,8 @@ def test_a_data_set_becomes_vectors_and_says_so() -> None:
         ("scattering-1", [[0.060306, 0.096634, 0.05652], [0.093008, 0.091501, 0.017207]]),
         ("whitened-scattering-1", [[-0.018754, 0.050402, -0.041734], [0.045091, 0.00513, -0.118793]]),
         ("scattering-maps-1", [[-0.033776, 0.044306, -0.04199], [0.029142, 0.027321, -0.111266]]),
+        ("root-scattering-maps-1", [[-0.080521, -0.049808, -0.084202], [-0.031214, -0.032899, -0.111351]]),
+        ("mirrored-root-scattering-maps-1", [[-0.106509, -0.110728, 0.010223], [-0.056591, -0.117259, 0.121815]]),
         ("mirrored-scattering-1", [[0.113113, 0.108541, -0.054468], [0.136115, 0.081265, -0.045682]]),
         ("mirrored-whitened-scattering-1", [[0.017844, -0.010891, -0.00421], [0.052325, -0.068479, 0.04638]]),
         ("mirrored-scattering-maps-1", [[0.011449, -0.007626, -0.002973], [0.062717, -0.073423, 0.040713]]),
@@ -65,7 +67,7 @@ def test_a_version_stands_for_the_same_numbers_always(name: str, numbers: list[l
     assert found == pytest.approx(np.array(numbers), abs=1e-5), "count the version in fl_sim/data/features.py up"
 
 
-@pytest.mark.parametrize("kind", ["scattering", "whitened-scattering", "scattering-maps"])
+@pytest.mark.parametrize("kind", ["scattering", "whitened-scattering", "scattering-maps", "root-scattering-maps"])
 def test_mirrored_features_of_an_image_and_of_its_mirror_image_are_the_same(kind: Features) -> None:
     before = load("digits").train.inputs[:20]
     after = np.ascontiguousarray(before[..., ::-1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fl_sim.data import load
-from fl_sim.data.scattering import NUM_MAPS, in_groups, mirrored_maps, normalised, public_images, scattered
+from fl_sim.data.scattering import NUM_MAPS, in_groups, mirrored_maps, normalised, public_images, root_maps, scattered
 from fl_sim.data.scattering_maps import maps_of, mixing_of, num_numbers
 from fl_sim.errors import UserError
 from fl_sim.testing_fixtures import FewerImages
@@ -60,6 +60,32 @@ def test_an_image_and_its_mirror_image_have_the_same_features_of_norm_one() -> N
     centre, matrix = mixing_of(SHAPE, mirrored=True)
     white = (made.permute(0, 2, 3, 1).flatten(0, 2) - centre) @ matrix
     assert float(white.mean(dim=0).abs().max()) < 1e-6
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_roots_are_whitened_roots_of_the_maps_and_have_norm_one(*, mirrored: bool) -> None:
+    def roots(images: np.ndarray) -> np.ndarray:
+        """Return the roots as rows of (image, position), with one column for each map."""
+        given = torch.from_numpy(images.astype(np.float32)) / 255
+        maps = ((scattered(given) + scattered(given.flip(-1))) / 2)[..., :1] if mirrored else scattered(given)
+        return np.sqrt(np.maximum(maps.numpy().astype(float), 0)).transpose(0, 2, 3, 1).reshape(-1, NUM_MAPS)
+
+    images = load("digits").train.inputs[:30]
+    found = maps_of(images, mirrored=mirrored, root=True)
+    centre, matrix = (one.numpy() for one in mixing_of(SHAPE, mirrored=mirrored, root=True))
+    assert np.abs(((roots(public_images(SHAPE)) - centre) @ matrix).mean(axis=0)).max() < 1e-6
+    expected = ((roots(images) - centre) @ matrix).reshape(30, -1, NUM_MAPS).transpose(0, 2, 1).reshape(30, -1)
+    assert np.abs(found - expected / np.linalg.norm(expected, axis=1, keepdims=True)).max() < 1e-4
+    assert np.linalg.norm(found.astype(float), axis=1) == pytest.approx(1, abs=1e-5)
+    assert np.linalg.norm(found.astype(float), axis=1).max() <= 1
+    assert np.abs(maps_of(images[7:8], mirrored=mirrored, root=True) - found[7:8]).max() < 1e-6
+
+
+def test_roots_of_a_quarter_of_the_contrast_are_half_as_large() -> None:
+    images = torch.from_numpy(load("digits").train.inputs[:5].astype(np.float32)) / 255
+    assert torch.allclose(root_maps(images / 4), root_maps(images) / 2, atol=1e-3)
+    assert not torch.allclose(normalised(images / 4), normalised(images) / 2, atol=0.1)
 
 
 def test_what_cannot_be_scattered_is_refused() -> None:
