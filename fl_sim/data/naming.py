@@ -220,8 +220,8 @@ _TUNED_ON = {
     ),
     "cifar10": (
         "the radius of DA-FL's generator gaussian, how coarse DA-FL's generator mean-embedding takes colours to be, "
-        "how features=whitened-scattering whitens, the square roots of features=root-scattering-maps, the ridge and the "
-        "intercept of heads in closed form, and the settings of the benchmark of DP-SGD on public features"
+        "how features=whitened-scattering whitens, the square roots of features=root-scattering-maps, the ridge and "
+        "the intercept of heads in closed form, and the settings of the benchmark of DP-SGD on public features"
     ),
     DIGITS: (
         "how many synthetic records the preset digits asks clients for, and the learning rates, momenta and further "
