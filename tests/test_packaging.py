@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
-from fl_sim.native.compiling import FOLDER, LIBRARY, lanes_of, processor
+from fl_sim.native.compiling import LIBRARY, SOURCES_DIGEST, lanes_of, processor, sources_digest
 from fl_sim.native.kernel import load_kernel
 
 PROJECT = Path(__file__).parents[1]
@@ -84,13 +84,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compiler_that_takes_the_installed_kernel(folder: Path) -> dict[str, str]:
-    """Return a compiler's environment variable: its output is the kernel that this checkout's installation compiled.
+    """Return the environment variable of a stand-in compiler, which copies the kernel of this checkout's installation.
 
-    A second compilation, in another folder and at another time, so that a minute is saved. Where the checkout has no
-    kernel of these sources, the result is empty.
+    That kernel was compiled in another folder and at another time, so it counts as the second compilation, and a minute
+    is saved. The result is empty, and the kernel is compiled again, if the checkout's kernel is missing, is from other
+    sources, or may be from another compiler.
     """
-    changed = max(path.stat().st_mtime for path in FOLDER.glob("*.[ch]*"))
-    if load_kernel()[0] is None or not LIBRARY.exists() or LIBRARY.stat().st_mtime < changed:
+    is_current = LIBRARY.exists() and load_kernel()[0] is not None and sources_digest() == SOURCES_DIGEST
+    if not is_current or "CXX" in os.environ:
         return {}
     compiler = folder / "compiler"
     compiler.write_text(f"#!/bin/sh\nwhile [ $# -gt 1 ]; do [ $1 = -o ] && cp '{LIBRARY}' \"$2\"; shift; done; true\n")

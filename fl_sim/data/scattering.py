@@ -70,7 +70,7 @@ _LEAVES_AT_A_TIME: Final = 100  # images per batch
 def dimension_of(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``, (channels, height, width).
 
-    ``mirrored``: of features that are means over an image and its mirror image (see ``mirrored_maps``).
+    ``mirrored``: of features that are means over an image and its mirror image (see ``normalised``).
     Raises UserError for records that are not images, and for images that are too small or too large.
     """
     if len(shape) != 3:
@@ -89,7 +89,7 @@ def dimension_of(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
 def num_coefficients(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of scattering coefficients of an image of ``shape``: the number of values in all its maps.
 
-    ``mirrored``: in the maps that ``mirrored_maps`` returns.
+    ``mirrored``: in the maps that ``normalised`` returns.
     """
     columns = _positions(shape[2])
     return shape[0] * NUM_MAPS * _positions(shape[1]) * (-(-columns // 2) if mirrored else columns)
@@ -118,28 +118,24 @@ def described(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
     """Return the scattering features of ``images`` (n, channels, height, width) in [0, 1], without a limit on the norm.
 
     The steps are scattering, normalisation in groups, projection, and division by the square root of the number of
-    features. ``mirrored``: the scattering is the mean over an image and its mirror image (see ``mirrored_maps``). The
+    features. ``mirrored``: the scattering is the mean over an image and its mirror image (see ``normalised``). The
     function is differentiable.
     """
     size = dimension_of(tuple(images.shape[1:]), mirrored=mirrored)
-    maps = mirrored_maps(images) if mirrored else normalised(images)
+    maps = normalised(images, mirrored=mirrored)
     projected: torch.Tensor = _Projected.apply(maps.flatten(1), size)
     return projected / math.sqrt(size)
 
 
-def normalised(images: torch.Tensor) -> torch.Tensor:
-    """Return the scattering maps of ``images`` (see ``scattered``) after group normalisation with 27 groups."""
-    return in_groups(scattered(images))
+def normalised(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
+    """Return the scattering maps of ``images`` after group normalisation with 27 groups, (n, maps, rows, columns).
 
-
-def mirrored_maps(images: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the scattering maps of each image and of its mirror image, (n, maps, rows, columns).
-
-    Group normalisation follows. An image and its mirror image have the same result, to the bit. The right half of the
-    mean contains nearly the same numbers as the left half, in other maps. So only the left half of the columns is
-    returned.
+    ``mirrored``: the maps are the means of those of an image and of its mirror image, which thus have the same result,
+    to the bit. The right half of a mean contains nearly the same numbers as the left half, in other maps. So only the
+    left half of the columns is returned.
     """
-    return _left_half(in_groups(_of_both(images)))
+    maps = in_groups(_scattered(images, mirrored=mirrored))
+    return _left_half(maps) if mirrored else maps
 
 
 def root_maps(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
@@ -147,15 +143,14 @@ def root_maps(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
 
     Scattering maps are averages of moduli: they have long tails, and an image with twice the contrast has twice the
     values. Roots make both smaller, and they keep the contrast of an image, which group normalisation removes. A value
-    below 0, from rounding, counts as 0. ``mirrored``: the roots of the mean over an image and its mirror image, left
-    half of the columns (see ``mirrored_maps``).
+    below 0, from rounding, counts as 0. ``mirrored``: as in ``normalised``.
     """
-    maps = (_of_both(images) if mirrored else scattered(images)).clamp(min=0).sqrt()
+    maps = _scattered(images, mirrored=mirrored).clamp(min=0).sqrt()
     return _left_half(maps) if mirrored else maps
 
 
-def _of_both(images: torch.Tensor) -> torch.Tensor:
-    return (scattered(images) + scattered(images.flip(-1))) / 2
+def _scattered(images: torch.Tensor, *, mirrored: bool) -> torch.Tensor:
+    return (scattered(images) + scattered(images.flip(-1))) / 2 if mirrored else scattered(images)
 
 
 def _left_half(maps: torch.Tensor) -> torch.Tensor:

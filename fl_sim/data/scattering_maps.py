@@ -1,4 +1,4 @@
-"""All scattering maps of an image, whitened across the maps: ``scattering-maps`` and kinds with other names before it.
+"""Whitened scattering maps of an image, without a projection: all kinds of features that end in ``scattering-maps``.
 
 Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
 would reduce the accuracy of these models. Without a projection, the maps are correlated, and some directions have a far
@@ -16,7 +16,7 @@ and Mensink 2010; Arandjelovic and Zisserman 2012). Each record has norm 1.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -29,7 +29,6 @@ from fl_sim.data.scattering import (
     dimension_of,
     in_threads,
     inverse_root,
-    mirrored_maps,
     normalised,
     num_coefficients,
     public_images,
@@ -100,10 +99,11 @@ def _coefficients(
 ) -> NDArray[np.float32]:
     """Return the maps of each image as one vector, (n, numbers), before whitening."""
     found = np.empty((len(images), num_coefficients(images.shape[1:], mirrored=mirrored)), dtype=np.float32)
-    transform = partial(root_maps, mirrored=mirrored) if root else mirrored_maps if mirrored else normalised
+    transform = root_maps if root else normalised
 
     def fill(rows: slice) -> None:
-        found[rows] = transform(torch.from_numpy(images[rows].astype(np.float32)) / 255).flatten(1).numpy()
+        given = torch.from_numpy(images[rows].astype(np.float32)) / 255
+        found[rows] = transform(given, mirrored=mirrored).flatten(1).numpy()
 
     in_threads(fill, len(images), _IMAGES)
     return found

@@ -57,3 +57,19 @@ def test_the_students_of_each_labelling_are_told_as_they_are(mechanism: str) -> 
 def test_forests_on_adult_are_told_as_they_are() -> None:
     (cell,) = (one for one in _cells("pate-tables") if one["column"] == "Adult iid")
     assert f"reach {cell['mean']:.1f} %" in " ".join((DOCS / "tutorials/pate.md").read_text("utf-8").split())
+
+
+@pytest.mark.parametrize("epsilon", [10, 3])
+def test_dp_sgd_is_better_on_roots_of_mirrored_features_as_the_leaderboard_says(epsilon: int) -> None:
+    assert "Roots of mirrored features are better on CIFAR-10" in (DOCS / "results/README.md").read_text("utf-8")
+    roots, others = (
+        [
+            cell["mean"]
+            for cell in _cells(table)
+            if cell["column"] == "CIFAR-10 1-Label" and f"epsilon={epsilon}" in cell["row"]
+        ]
+        for table in ("private-roots", "private-beside")
+    )
+    assert len(roots) == 1
+    assert others
+    assert roots[0] > max(others)

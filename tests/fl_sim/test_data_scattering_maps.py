@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fl_sim.data import load
-from fl_sim.data.scattering import NUM_MAPS, in_groups, mirrored_maps, normalised, public_images, root_maps, scattered
+from fl_sim.data.scattering import NUM_MAPS, in_groups, normalised, public_images, root_maps, scattered
 from fl_sim.data.scattering_maps import maps_of, mixing_of, num_numbers
 from fl_sim.errors import UserError
 from fl_sim.testing_fixtures import FewerImages
@@ -42,7 +42,7 @@ def test_half_of_the_numbers_of_both_images_are_left_out(shape: tuple[int, ...],
 def test_the_half_that_is_left_out_has_nearly_the_same_numbers() -> None:
     images = torch.from_numpy(load("digits").train.inputs[:20].astype(np.float32)) / 255
     one, both = scattered(images), (scattered(images) + scattered(images.flip(-1))) / 2
-    assert torch.equal(in_groups(both)[..., :1], mirrored_maps(images))
+    assert torch.equal(in_groups(both)[..., :1], normalised(images, mirrored=True))
     apart = [float((left.flatten(1).sort(dim=1).values - right.flatten(1).sort(dim=1).values).norm())
              for left, right in ((maps[..., :1], maps[..., 1:]) for maps in (one, both))]  # fmt: skip
     assert apart[1] < apart[0] / 10
@@ -56,7 +56,7 @@ def test_an_image_and_its_mirror_image_have_the_same_features_of_norm_one() -> N
     assert np.linalg.norm(found.astype(float), axis=1) == pytest.approx(1, abs=1e-5)
     assert np.linalg.norm(found.astype(float), axis=1).max() <= 1
     assert np.abs(maps_of(images, mirrored=True)[3] - maps_of(images[3:4], mirrored=True)[0]).max() < 1e-6
-    made = mirrored_maps(torch.from_numpy(public_images(SHAPE).astype(np.float32)) / 255).double()
+    made = normalised(torch.from_numpy(public_images(SHAPE).astype(np.float32)) / 255, mirrored=True).double()
     centre, matrix = mixing_of(SHAPE, mirrored=True)
     white = (made.permute(0, 2, 3, 1).flatten(0, 2) - centre) @ matrix
     assert float(white.mean(dim=0).abs().max()) < 1e-6

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ class EmulatedLibrary:
                 )
             assert self._running.stdin is not None
             assert self._running.stdout is not None
-            self._running.stdin.write(f"{name} {file}\n")
-            self._running.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended since the last call: no answer comes
+                self._running.stdin.write(f"{name} {file}\n")
+                self._running.stdin.flush()
             answer = self._running.stdout.readline().strip()
             return answer if answer == "0" else f"{answer} {self._end()}"
 
