@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from clients.policy import Policy
 
 _RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
-"""The allowed form of the run's name in a message. Another name could be a path out of the owner's folder."""
+"""The allowed form of the run's name in a message. A name with other characters could be a path to another folder."""
 
 _PATH: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 
@@ -39,8 +39,8 @@ _PATH: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 def build_client_app(runtime_of: RuntimeFactory, signer: remote.Signer | None = None) -> ClientApp:
     """Return the ClientApp that all engines use: in this process, in Ray actors and on Flower's own runtime.
 
-    The driver is the process that started this worker. A ticket is a signed proof that the driver has written a task's
-    privacy cost into the client's privacy ledger. ``signer``: the object that verifies tickets. If it is None, messages
+    ``signer``: the object that verifies tickets. A ticket is a signed proof that a task's privacy cost is in the
+    client's privacy ledger. The driver, the process that started this worker, signs it. If ``signer`` is None, messages
     with tickets are refused.
     """
     reuse_freed_memory()
@@ -75,7 +75,7 @@ def task_of(client: Client) -> ClientTask:
     task = tasks[name]
     if client.policy and type(task) is Train:
         task.check(client)
-    # the class of a user's own task may state ``reads_records = False`` although the task sends records
+    # a user-defined task counts as reading records: the ``reads_records = False`` of its class may be wrong
     elif client.policy:
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
     client.runtime.use_threads()
@@ -170,7 +170,7 @@ def client_of(context: Context) -> int:
 
 
 def owner_of(context: Context) -> Owner | None:
-    """Return the owner's settings from the node's configuration; None if the node has no data set of its own."""
+    """Return the owner's settings from the node's configuration; None if the node does not have its own data set."""
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
@@ -179,11 +179,11 @@ def owner_of(context: Context) -> Owner | None:
 
 
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Let the client answer a message, without paths and records in error messages to the server.
+    """Handle a message, and remove paths and records from error messages to the server.
 
     The function is a Flower mod (middleware): it wraps the handling of every message. A node (a machine with one
-    client) may have its own data set. Only then are paths and records removed from its error messages; the node's log
-    contains the full error. A node without its own data set sends its error messages unchanged.
+    client) may have its own data set. In this case, paths and records are removed from the node's error messages; the
+    node's log contains the full error. A node without its own data set sends its error messages unchanged.
     """
     if owner_of(context) is None:
         return call_next(message, context)

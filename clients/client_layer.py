@@ -172,8 +172,8 @@ class ClientLayer:
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
         """Return the layer for a run whose clients have models of different architectures.
 
-        ``others``: a list of such layers, one for each architecture. In such a run, the tensors of all client states
-        must have the same names and shapes.
+        ``others``: this layer as built for each architecture, including this object. In such a run, the client states
+        of all clients must contain tensors of the same names and shapes.
         """
         del others
         return self
@@ -190,7 +190,7 @@ class ClientLayer:
 def _checked(name: str, wanted: Any) -> Any:
     """Return a method that calls the user's method ``name`` and checks that its result has the type ``wanted``.
 
-    ``wanted``: a type, or its import path if a module of settings must not import it. Error messages name the user's
+    ``wanted``: a type, or the import path of the type, for types that load slowly. Error messages name the user's
     method, with file and line.
     """
 
@@ -213,7 +213,7 @@ def _checked(name: str, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class OwnClientLayer(ClientLayer):
-    """A wrapper of the client half of a user's own layer. It checks the type of every method's result."""
+    """A wrapper of the client half of a user-defined layer. It checks the type of every method's result."""
 
     half: ClientLayer
 
@@ -221,7 +221,7 @@ class OwnClientLayer(ClientLayer):
     planned = _checked("planned", LocalPlan)
     typical = _checked("typical", LocalPlan)
     shown = _checked("shown", "fl_sim.training.records:Records")
-    # None is the only result: fl-sim cannot verify that a user's own layer protects anything
+    # None is the only allowed result: fl-sim cannot verify that a user-defined layer protects records
     protected = _checked("protected", type(None))
     finishing = _checked("finishing", tuple)
     sent = _checked("sent", ClientUpdate)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fl_sim.training.stacked import StackedTrainer
 
 
-_OWN_TRAINER_LOCK = Lock()  # held while a user's own trainer runs, because this trainer is possibly not thread-safe
+_OWN_TRAINER_LOCK = Lock()  # held while a user-defined trainer runs, because this trainer is possibly not thread-safe
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class TrainingStart(Protocol):
     """An algorithm whose method ``start`` trains, in minibatch steps. Time forecasts count and time these steps."""
 
     def start_steps(self, num_examples: int, batch_size: int, starts: float) -> float:
-        """Return the number of steps in a client's first ``starts`` calls of ``start``, at least.
+        """Return a lower bound on the number of minibatch steps in a client's first ``starts`` calls of ``start``.
 
         ``num_examples``: the number of the client's training records.
         """
         ...
 
     def start_plan(self, params: Params) -> LocalPlan:
-        """Return the local plan of such a step. ``params``: the parameters of the received model."""
+        """Return the local plan of a step in ``start``. ``params``: the parameters of the received model."""
         ...
 
 
@@ -124,11 +124,11 @@ class Broadcast:
 class Client:
     """A client, the message that it received, and everything that the message's task needs.
 
-    ``content``: the Flower records of the message. ``policy``: the privacy limits that the client's owner has set, or
-    None. ``ticket``: a proof that the privacy cost of the task is already in the client's privacy ledger. A worker that
-    cannot access the client's files needs this proof. ``check``: a function that long tasks call repeatedly. It aborts
-    the task by an exception. ``read``: a function that unpacks the tensors of a message. The clients of a round may
-    share the unpacked tensors.
+    ``content``: the content of the message, as a Flower ``RecordDict``. ``policy``: the privacy limits that the
+    client's owner has set, or None. ``ticket``: a proof that the privacy cost of the task is already in the client's
+    privacy ledger. A worker that cannot access the client's files needs this proof. ``check``: a function that long
+    tasks call repeatedly. It aborts the task by an exception. ``read``: a function that unpacks the tensors of a
+    message. The clients of a round may share the unpacked tensors.
     """
 
     number: int
@@ -326,7 +326,7 @@ class ClientRuntime:
     ledger: Callable[[int], Path] = lambda _: Path()
 
     def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
-        """Return a context that seeds the global random generators of the process for a user's own algorithm.
+        """Return a context that seeds the global random generators of the process for a user-defined algorithm.
 
         For fl-sim's algorithms the context does nothing, because they do not use the global generators.
         """

@@ -1,6 +1,6 @@
 """The client task that measures a client's models on the client's own test and validation records.
 
-The answer contains counts for each class, and the values of the user's own metrics (setting ``evaluate.metrics``).
+The answer contains counts for each class, and the values of user-defined metrics (setting ``evaluate.metrics``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ RECEIVED: Final = "received"
 OWN: Final = "own"
 """The name of the client's own model: its personal model, or the received model if it has no personal model.
 
-Algorithms of the class ``OwnModel`` have personal models. An algorithm with ``OwnPredictions`` predicts in its own way.
+Algorithms of the class ``OwnModel`` have personal models. Algorithms of the class ``OwnPredictions`` combine a model
+with other predictions.
 """
 
 TRAINED: Final = "trained"
@@ -58,7 +59,7 @@ MEASURES: Final = frozenset({
     "accuracy", "accuracy_pooled", "balanced_accuracy", "macro_f1", "mean_balanced_accuracy", "mean_macro_f1",
     "recalls", "worst_tenth", "deviation", "entropy", "validation_accuracy", "worse_than_alone",
 })  # fmt: skip
-"""The names of the measures that every model has. A metric of the user's own has another name."""
+"""The names of the measures that every model has. A user-defined metric must have another name."""
 
 ROWS: Final = 3
 """The number of counts for each class: records of the class, predictions of the class, and correct predictions."""
@@ -104,7 +105,8 @@ class EvaluateOwn:
     ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if models
     are measured on test records. ``trains``: True if models are also measured after further training by the client (one
     more round, or fine-tuning). ``fine_tune_epochs``: the number of epochs of fine-tuning (setting
-    ``evaluate.fine_tune_epochs``). ``metrics``: the user's own metrics on test records (setting ``evaluate.metrics``).
+    ``evaluate.fine_tune_epochs``). ``metrics``: the user-defined metrics on test records (setting
+    ``evaluate.metrics``).
     """
 
     own_records: OwnRecords
@@ -138,7 +140,7 @@ class EvaluateOwn:
         return answer
 
     def _own_metrics(self, client: Client, measured: MeasuredModel, tests: Records) -> dict[str, float]:
-        """Return the user's own metrics of a model on test records, {name: number}.
+        """Return the user-defined metrics of a model on test records, {name: number}.
 
         Raises RunError if a metric has the name of a measure of fl-sim (``MEASURES``).
         """
@@ -218,7 +220,7 @@ class MeasuredModel:
     """One of a client's models, which is measured on the client's own records.
 
     ``scores``: a function that computes scores from inputs and labels. ``network``: a function that returns a copy of
-    the model, in evaluation mode, for the user's own metrics.
+    the model, in evaluation mode, for user-defined metrics.
     """
 
     scores: Callable[..., Scores]
@@ -279,7 +281,7 @@ class OwnAnswer:
 def answer_in(content: RecordDict, num_classes: int, *, has_metrics: bool) -> OwnAnswer:
     """Return the counts and metrics in a client's answer.
 
-    ``has_metrics``: True if the experiment has metrics of the user's own. Raises Malformed for impossible counts, for
+    ``has_metrics``: True if the experiment has user-defined metrics. Raises Malformed for impossible counts, for
     metrics that are not finite, and for metrics that the experiment does not have.
     """
     found = {}

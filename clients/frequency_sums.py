@@ -54,7 +54,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class FrequencyQuestion:
-    """The question that the server asks clients in one step of the private start (see this module).
+    """The question that the server asks clients in one step of the private start (see the module's docstring).
 
     Step 1 asks for the mean and the mean square of all records. Step 2 asks for the number and the mean of the records
     of each class. Step 3 asks for sums of outer products of the records. ``records``: the public mean number of records

@@ -95,7 +95,8 @@ def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -
     transport map between two normal distributions (Olkin and Pukelsheim 1982).
 
     If no normal distribution has the wanted moments after clamping, the result is an approximation. ``mean`` and
-    ``root`` are returned unchanged if d is more than 400, which would take minutes, or if the variance is zero.
+    ``root`` are returned unchanged if the variance is zero, or if d is more than 400, because the iteration would then
+    take minutes.
     """
     wanted, size = root @ root.T, len(mean)
     variance = float(np.trace(wanted)) / size

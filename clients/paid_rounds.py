@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fl_sim.training.trainer import LocalJob
 
 _SPENT: Final = (0,)
-"""The field ``counts`` in the ticket of a client that may not take part in the round."""
+"""The field ``counts`` in the ticket of a client that must not train in the round."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class Releases:
     def paid(self, client: Payer, server_round: int, cost: RoundCost) -> Noise | None:
         """Write the cost of a client's round into its privacy ledger, and return the source of the round's noise.
 
-        Return None if the budget is spent. Raises RunError if a policy forbids the release, or if this worker has
-        neither access to the ledger nor a ticket (the driver's proof that the cost is charged).
+        Return None if the budget is spent. Raises RunError if a policy forbids the release. A worker without access to
+        the ledger needs a ticket (the driver's proof that the cost is charged). Without a ticket, it raises RunError.
         """
         policy = client.policy
         if ticket := client.ticket:
@@ -175,7 +175,7 @@ def ticket_of(noise: Noise) -> Ticket:
 
 
 def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
-    """Return the private round of a client that has no records, or may not use them.
+    """Return the private round of a client that has no records, or must not use them.
 
     The client does not train, and sends zeros.
     """
@@ -187,7 +187,7 @@ def round_without_records(jobs: Mapping[str, LocalJob]) -> PaidRound:
 
 
 def silent(update: ClientUpdate) -> ClientUpdate:
-    """Return ``update`` with zeros, weight 0 and no loss, for a client that may not send a private update."""
+    """Return ``update`` with zeros, weight 0 and no loss, for a client that must not send a private update."""
     payloads = {group: zeros_like(params) for group, params in update.payloads.items()}
     return ClientUpdate(payloads, 0, None, update.state)
 

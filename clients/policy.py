@@ -4,13 +4,13 @@ The policy is a TOML file on the client's machine, which no task of a server can
 
     epsilon = 10.0               # the largest epsilon per record over ALL that this client ever publishes
     delta = 1e-5
-    allow_raw_updates = false    # may it train on its own records, and send updates without noise?
-    allow_votes = false          # may it send the votes of a PATE teacher, without noise?
+    allow_raw_updates = false    # may the client train on its own records, and send updates without noise?
+    allow_votes = false          # may the client send the votes of a PATE teacher, without noise?
 
 The folder ``<file>.private`` next to the policy contains the privacy ledger, with the privacy costs of all tasks under
-the policy. The folder also contains temporary files. All tasks share this privacy ledger, whatever experiment, seed,
-partition or data set they name. So a new task does not start with a new privacy budget. Only secret noise is allowed.
-If the client refuses a task, the server gets an error message without information about the records.
+the policy. The folder also contains temporary files. All tasks share this privacy ledger, even if they name different
+experiments, seeds, partitions or data sets. So a new task does not start with a new privacy budget. Only secret noise
+is allowed. If the client refuses a task, the server gets an error message without information about the records.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class _PolicyFile(Settings):
 
 @dataclass(frozen=True)
 class Policy:
-    """The limits that a client's owner has set in a policy file (see this module). ``path``: the file."""
+    """The limits that a client's owner has set in a policy file (see the module's docstring). ``path``: the file."""
 
     path: Path
     epsilon: float

@@ -17,10 +17,10 @@ from clients.private_moments import Protection
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 
 _SUMMANDS: Final = math.isqrt(MOST_RECORDS) + 1
-"""The argument ``summands`` of ``clipping_norm_on_grid``. The allowance for float64 rounding grows with its square.
+"""The argument ``summands`` of ``clipping_norm_on_grid``. The rounding allowance grows with the square of ``summands``.
 
-The sums are exact. Only the multiplication by sqrt 2 is rounded. For either of two neighbouring data sets, this changes
-the sums by at most 2^-53 times the number of records.
+The sums are exact. Only the multiplication by sqrt 2 is rounded. For either of two neighbouring data sets, this
+rounding changes the sums by at most 2^-53 times the number of records.
 """
 
 

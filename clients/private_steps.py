@@ -90,7 +90,7 @@ class ClientPrivateSteps(ClientLayer):
         return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples))
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return ``plan`` with private steps and seeded noise. Used only for forecasts and the choice of a trainer."""
+        """Return ``plan`` with private steps and seeded noise, only for forecasts and the choice of a trainer."""
         noise = self.protection.noise_multiplier or 1.0
         norm = self.protection.clipping_norm
         return replace(plan, private=PrivateSteps(norm, noise, Noise.seeded(0), "typical", self.clipping))

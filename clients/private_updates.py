@@ -1,7 +1,7 @@
 """The client half of local differential privacy: each client clips its update, adds noise, and sends the result.
 
-The private update is min(1, C / |u|) u + N(0, z^2 C^2 I), where u is the vector of all numbers in the algorithm's
-update, C the clipping norm and z the noise multiplier (Gaussian mechanism; Dwork and Roth 2014, theorem A.1). Two
+The private update is min(1, C / |u|) u + N(0, z^2 C^2 I). Here u is the vector of all numbers in the algorithm's
+update, C is the clipping norm and z is the noise multiplier (Gaussian mechanism; Dwork and Roth 2014, theorem A.1). Two
 clipped updates differ by at most 2 C, the sensitivity. So the ledger counts the noise multiplier as z / 2. The settings
 are in ``strategies.local_dp``.
 """
@@ -97,8 +97,8 @@ class ClientPrivateUpdates(ClientLayer):
         """Return the clipped update with noise. It has the weight 1, no loss, and the unchanged client state.
 
         All payloads together are one vector with one norm. An update that is not finite counts as zeros. Raises
-        RunError if names or shapes of the update differ from the template, because they could reveal facts about
-        records.
+        RunError if names or shapes of the update differ from the template, because such differences could reveal facts
+        about records.
         """
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
         if shapes[0] != shapes[1] or update.packed:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class NetworkTeacher(Settings):
     """A PATE teacher that is a network: the experiment's ``model``, trained with the settings ``local``.
 
-    Each client's teacher has initial weights of its own.
+    Each client's teacher has different initial weights.
     """
 
     kind: Literal["network"] = "network"
@@ -42,8 +42,8 @@ class RandomForest(Settings):
     """A random forest (Breiman 2001; scikit-learn's code) for tables of numbers, as PATE's teacher or student.
 
     ``trees``: the number of trees. Each tree is grown on a bootstrap sample, without a limit on depth. ``min_leaf``:
-    the least number of records in a leaf. ``balanced``: every class has the same total weight, however few records the
-    class has. Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never
+    the least number of records in a leaf. ``balanced``: True gives every class the same total weight, even if the class
+    has few records. Otherwise a forest rarely predicts a rare class, and the noisy majority vote of many forests never
     predicts it. The weights have an effect only if leaves contain several records.
     """
 

@@ -74,9 +74,10 @@ class TrainingJob:
 
     @property
     def ticket(self) -> remote.Ticket | None:
-        """Return the proof (ticket) that the round's cost is in the client's privacy ledger, for a worker without disk.
+        """Return the round's ticket: the proof that the round's cost is in the client's privacy ledger.
 
-        The result is None if no layer protects the client.
+        A worker without access to the client's files needs this proof. The result is None if no layer protects the
+        client.
         """
         return self.paid[0].ticket if self.paid else None
 
@@ -176,7 +177,7 @@ class TrainingJob:
             guard.check(*methods)
 
     def check_bits(self) -> None:
-        """Raise RunError if a read-only tensor changed. This finds writes that PyTorch does not count, too."""
+        """Raise RunError if a read-only tensor changed. This check also finds writes that PyTorch does not count."""
         for guard in self.guards:
             guard.check_bits(self.client.runtime.algorithm.plan, self.client.runtime.algorithm.finish)
 

@@ -23,7 +23,7 @@ class Distilled(Averaging):
     gamma: float = Field(0.2, ge=0)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the plan that adds the loss term. A second argument of LossTerm would be data of the client for it."""
+        """Return the plan that adds the loss term. LossTerm has a second, optional argument: tensors of the client."""
         del task
         return LocalPlan(loss_term=LossTerm(self.distance))
 

@@ -17,10 +17,11 @@ from strategies.algorithm import Averaging, Weighting
 
 
 class FedDyn(Averaging):
-    """Clients minimise F_i(w) - <g_i, w> + alpha/2 |w - x|^2, so that all of them agree at the optimum (algorithm 1).
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 |w - x|^2 (algorithm 1).
 
-    F_i is the loss of client i, w its model during training, y_i its trained model, x the global model. g_i is the
-    client state and approaches the gradient of F_i at y_i. h, in the server state, is the mean of all g_i.
+    At the optimum, all clients have the same model. F_i is the loss of client i, w its model during training, y_i its
+    trained model, x the global model. g_i is the client state and approaches the gradient of F_i at y_i. h, in the
+    server state, is the mean of all g_i.
     """
 
     title: ClassVar[str] = "FedDyn"

@@ -32,6 +32,6 @@ class HalfPrecision(ErrorFeedback):
         return Packed.of(torch.zeros(0), rounded.numpy().view(np.uint8))
 
     def unpack(self, packed: Packed, layout: Layout, coins: Coins) -> FlatParams:
-        """Return the update as float32. All bytes are valid here; for invalid bytes raise fl_sim.errors.Malformed."""
+        """Return the update as float32. Raise fl_sim.errors.Malformed for invalid bytes (here all bytes are valid)."""
         del coins
         return FlatParams(torch.from_numpy(packed.bits.view(np.float16).astype(np.float32)), layout)

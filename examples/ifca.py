@@ -2,7 +2,8 @@
 
     fl-sim run algorithm=ifca:Ifca algorithm.num_models=3 partition=dirichlet:0.1 model=mlp
 
-``own_tests`` in ``result.json`` is computed as for ``fedper:FedPer``. A client's own model is its chosen model.
+IFCA means Iterative Federated Clustering Algorithm. ``own_tests`` in ``result.json`` is computed as for
+``fedper:FedPer``. A client's own model is its chosen model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,16 +41,16 @@ class Ifca(Averaging):
         return ServerState(params, broadcast=others)
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task with the model of the lowest loss on the client's records (without records: the first)."""
+        """Return the task with the model of lowest loss on the client's records. With no records: the first."""
         models = models_of(task.params, task.broadcast)
         best = int(np.argmin([client.scores(one).loss for one in models])) if len(client.records) else 0
         chosen = {"chosen": {"model": torch.tensor([float(best)])}}
         return replace(task, params=models[best], state={**task.state, **chosen})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return one update per model, multiplied by the number of records, and this number for each model.
+        """Return, for each model, an update times a number of records, and this number.
 
-        Updates and numbers of the models that the client did not choose are 0.
+        For the chosen model, it is the number of the client's records. For all other models, it is 0.
         """
         chosen = int(task.state["chosen"]["model"]) if "chosen" in task.state else 0
         weight, delta = float(task.num_examples), subtract(trained.params, task.params)

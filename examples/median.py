@@ -3,7 +3,7 @@
     fl-sim run aggregator=median:Median partition=iid
 
 The median replaces the mean of a round. The class derives from ``Robust``, so algorithms that need the mean refuse it.
-The aggregator gives no privacy guarantee, and results state none.
+The aggregator gives no privacy guarantee, so results contain no privacy statement.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     fl-sim run preprocess=da-fl preprocess.generator=noisy_means:NoisyMeans
 
-``bill`` returns the privacy cost before any record is read, and ``generate`` adds the noise that this cost is for.
+``bill`` returns the privacy cost before any record is read, and ``generate`` adds the noise with this cost.
 """
 
 import math
@@ -29,7 +29,7 @@ class NoisyMeans(Settings):
     spread: float = Field(0.2, ge=0)
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the privacy cost and the noise multiplier of one Gaussian release; no noise for epsilon inf."""
+        """Return the privacy cost and the noise multiplier of one Gaussian release; no noise for infinite epsilon."""
         del num_records, num_classes
         if math.isinf(epsilon):
             return GeneratorBill(NonPrivateDpEvent(), steps=1, noise_multiplier=0.0, sampling_rate=1.0)

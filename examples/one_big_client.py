@@ -22,7 +22,7 @@ class OneBigClient:
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
     ) -> list[NDArray[np.int64]]:
-        """Return each client's record indices, sorted. Users see the message of ImpossibleSplit as an error."""
+        """Return each client's record indices, sorted. fl-sim shows the message of ImpossibleSplit to the user."""
         if not 0 < self.share < 1 or num_partitions < 2:
             raise ImpossibleSplit(f"share={self.share:g} of {num_partitions} clients: take 0 < share < 1 and 2 clients")
         shuffled = rng.permutation(len(labels))

@@ -2,7 +2,7 @@
 
     fl-sim run model=two_layers:two_layers
 
-The module's input are records, shape (n, *input shape); its output are logits, shape (n, classes).
+The inputs of the module are records, shape (n, *input shape). Its outputs are logits, shape (n, classes).
 """
 
 import math

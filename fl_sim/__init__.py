@@ -46,7 +46,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that ``fl-sim --help`` does not wait for torch."""
+    """Import a public name at its first use. So ``fl-sim --help`` starts fast, without importing torch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'fl_sim' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -56,7 +56,7 @@ def command() -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # the reader of the output has ended, such as ``head`` in a pipe
+    except OSError:  # the program that reads the output has ended, such as ``head``
         code = 1
     os._exit(code if isinstance(code, int) else int(code is not None))
 

@@ -3,8 +3,8 @@
 The matrices A and B are trained. ``r`` is the rank of the adapter, and ``alpha`` is a constant factor. A layer with an
 adapter keeps the names of its parameters. It gets two further parameters: A, shape (r, inputs), and B, shape (outputs,
 r). Their names are ``lora_A`` and ``lora_B``, or ``lora_embedding_A`` and ``lora_embedding_B`` for embeddings. The
-attribute ``weight`` of the layer is W + (alpha / r) B A. So code that reads ``weight`` without a call of ``forward``,
-such as fast paths of PyTorch, computes the same outputs.
+attribute ``weight`` of the layer is W + (alpha / r) B A. Some code of PyTorch reads ``weight`` and does not call
+``forward``. Such code computes the same outputs.
 """
 
 import math
@@ -70,12 +70,12 @@ class Adapted(nn.Module):
     def draws_random_numbers(self) -> bool:
         """Return True if the adapter has dropout.
 
-        Trainers read this attribute of every layer, to learn whether training draws random numbers.
+        Trainers read this attribute of every layer. It tells them that training draws random numbers.
         """
         return self.lora_dropout > 0
 
     def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs`` after the adapter's dropout. The result enters only the product B A, not the weights W."""
+        """Return ``inputs`` after the adapter's dropout, as inputs of the product B A. The weights W get no dropout."""
         return functional.dropout(inputs, self.lora_dropout, self.training) if self.lora_dropout else inputs
 
     def _own(self, name: str) -> torch.Tensor:
@@ -146,7 +146,7 @@ _ADAPTED: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
 }  # fmt: skip
 """{class of a layer: class of the layer with an adapter}.
 
-Subclasses get no adapter, as they may use weights differently.
+Subclasses of these layers get no adapter, because they may use their weights in another way.
 """
 
 

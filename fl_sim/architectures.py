@@ -21,10 +21,10 @@ from fl_sim.own_code import in_one_line, package_folders
 from fl_sim.types import Params
 
 _SMALL: Final = 64
-"""The smallest side of an image, in pixels, for architectures that were made for 224x224 pixels."""
+"""Images with a smaller side, in pixels, cause a warning: these architectures were made for 224x224 pixels."""
 
 _OWN_TOKENS: Final = 0.9
-"""The smallest share of a model's tokens that the model's own tokenizer uses. Some models have a few unused tokens."""
+"""A model's own tokenizer uses at least this share of the model's tokens. A few tokens may be unused."""
 
 _CONFIG: Final = "config.json"
 
@@ -244,7 +244,7 @@ def _missing(library: str, model: str, extra: str) -> UserError:
 def _quiet(transformers: Any) -> Iterator[None]:
     """Switch off the warnings and progress bars of transformers within a ``with`` block.
 
-    They are not needed, because fl-sim itself checks the model.
+    These outputs are not needed, because fl-sim itself checks the model.
     """
     say, before = transformers.utils.logging, transformers.utils.logging.get_verbosity()
     say.set_verbosity(logging.ERROR)

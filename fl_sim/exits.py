@@ -1,4 +1,4 @@
-"""Models with exits: a classifier after each block, so that a client may have only the first blocks."""
+"""Models with exits: a classifier after each block. A client may then have a smaller model: only the first blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WithExits(nn.Module):
     """A model with a classifier (exit) after each of its blocks. Its logits are the mean of the logits of all exits.
 
     ``blocks``: each block receives the output of the block before it. ``exits``: exit i maps the output of block i to
-    logits. A user's factory of models may return such a model, too.
+    logits. A user's own model function may return such a model, too.
     """
 
     draws_random_numbers = False
@@ -67,9 +67,9 @@ def with_exits(model: nn.Module, input_shape: tuple[int, ...]) -> WithExits:
     """Return ``model`` with an exit after each of its blocks. The weights of new exits are drawn by torch's generators.
 
     ``model``: an nn.Sequential that ends in an nn.Linear, which becomes the last exit. If some of its layers consist of
-    other layers, such as a ResNet's residual blocks, each of them is a block. Otherwise each layer with a weight matrix
-    is a block. Layers between blocks belong to the block before them, and layers before the first block belong to it.
-    Each new exit is one linear layer; if its input is images, they are pooled to 4 to 7 pixels per side first. A
+    other layers, such as a ResNet's residual blocks, each such layer is a block. Otherwise each layer with a weight
+    matrix is a block. Layers between two blocks belong to the earlier block. Layers before the first block belong to
+    the first block. Each new exit is one linear layer; input images are first pooled to 4 to 7 pixels per side. A
     ``WithExits`` is returned unchanged. ``input_shape``: the shape of one record. Raises UserError for any other model,
     and for a model of fewer than two blocks.
     """

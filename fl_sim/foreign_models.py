@@ -29,8 +29,8 @@ SOURCES: Final = "fl_sim.model"
 class ModelSource(Protocol):
     """A source of architectures by name, such as torchvision for ``torchvision:resnet18``.
 
-    An entry point in the group ``SOURCES`` (a constant of this module) defines the name of the source. The class is
-    called with one argument, the name of an architecture, such as "resnet18".
+    An entry point in the group ``SOURCES`` (a constant of this module) defines the name of the source, and a class. The
+    class is called with the name of an architecture, such as "resnet18".
     """
 
     def build(self, input_shape: Shape, num_classes: int, vocabulary: int) -> nn.Module:
@@ -149,7 +149,7 @@ class _Ids:
 
     def __call__(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         del model
-        if not given:  # only the model's own code calls with keyword arguments alone: these stay unchanged
+        if not given:  # only the model's own code passes no positional arguments: such a call stays unchanged
             return given, named
         tokens = trimmed(given[0].long()) if self.has_mask else given[0].long()
         ids = tokens if self.padding == 0 else torch.where(tokens == 0, self.padding or 0, tokens - 1)
@@ -161,7 +161,7 @@ class _Ids:
 class _Logits:
     """A PyTorch hook that replaces a model's output by the logits in this output.
 
-    ``name``: the name or index of the logits in the output.
+    ``name``: the name or the index under which the output contains the logits.
     """
 
     name: str | int

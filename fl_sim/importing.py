@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-# set after a call of the function leave_out; gc.get_freeze_count would also tell this, but it counts all objects, which
-# is slow
+# The function leave_out sets this event. gc.get_freeze_count could replace the event, but is slow: it counts all
+# objects.
 _EXCLUDED: Final = Event()
 
 
@@ -18,7 +18,8 @@ def importing() -> Iterator[None]:
     """Disable garbage collection in this ``with`` block. Later collections skip the objects imported here.
 
     torch and Flower create a million objects at import. Without this function, garbage collection would scan these
-    objects again and again. That takes a quarter of a short run's time (see ``gc.freeze`` in Python's documentation).
+    objects again and again. These scans would take a quarter of a short run's time (see ``gc.freeze`` in Python's
+    documentation).
     """
     before = len(sys.modules)
     gc.disable()
@@ -61,7 +62,7 @@ def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection in this ``with`` block.
 
     If ``leave_out`` was called before, this function changes nothing: all objects stay excluded after the block, too.
-    To include them again would cost a garbage collection of almost a second.
+    Including them again would cause a garbage collection of almost a second.
     """
     if _EXCLUDED.is_set():
         yield

@@ -48,10 +48,10 @@ RESULTS = Path("results")
 class RunResult:
     """The result of a run.
 
-    ``experiment``: the experiment with all defaults filled in. ``rounds``: one record per round; accuracies are in [0,
-    1], and None in rounds without evaluation. ``final_accuracy``: test accuracy after the last round.
+    ``experiment``: the experiment with all defaults filled in. ``rounds``: one ``RoundRecord`` per round; accuracies
+    are in [0, 1], and None in rounds without evaluation. ``final_accuracy``: test accuracy after the last round.
     ``best_accuracy``: test accuracy of the round with the best validation accuracy. Without validation records it is
-    the best test accuracy of all rounds, which is optimistic. ``privacy``: one privacy statement for each protected
+    the best test accuracy of all rounds, an optimistic measure. ``privacy``: one privacy statement for each protected
     unit; empty if nothing is protected. ``facts``: the content of ``result.json`` in ``directory``.
     """
 
@@ -86,7 +86,7 @@ class TableResult:
 
         return markdown(self.table)
 
-    _repr_markdown_ = to_markdown  # Jupyter shows an object by the method of this name
+    _repr_markdown_ = to_markdown  # Jupyter calls this method to show the object
 
     def to_pandas(self) -> Any:
         """Return ``table.csv`` as a pandas DataFrame with one row per run; accuracies and other shares are in percent.
@@ -206,12 +206,13 @@ def table(
     """Run a grid of experiments in worker processes, and return the table. Finished runs are not repeated.
 
     ``plan``: the name of a preset, the path of a TOML file, or the content of such a file: ``{"base": {...}, "grid":
-    {...}}``, which may contain settings objects. ``out``: by default ``results/NAME``, for a plan from Python
-    ``results/table-DIGEST``. ``jobs``: the number of parallel runs (default: one per core). ``budget``: the time limit
-    in hours. After this time the table is returned with the cells finished so far; the same call later continues the
-    table. A failed run becomes a cell with its error. ``track``: trackers of each run, as for ``run``. ``again``: True
-    repeats each finished run whose records or code have changed since, and moves its old files to another folder. If
-    ``again`` is False, such a run raises UserError. A plan that cannot be run raises UserError, too.
+    {...}}``, which may contain settings objects. ``out``: the directory of all runs, by default ``results/NAME``, or
+    ``results/table-DIGEST`` if ``plan`` is a mapping. ``jobs``: the number of parallel runs (default: one per core).
+    ``budget``: the time limit in hours. After this time the table is returned with the finished cells; the same call
+    later runs the missing cells. A failed run becomes a cell with its error. ``track``: trackers of each run, as for
+    ``run``. ``again``: True repeats each finished run whose records or code have changed since the run, and moves its
+    old files to another folder. If ``again`` is False, such a run raises UserError. A plan that cannot be run raises
+    UserError, too.
     """
     from fl_sim.tables.filling import TableState, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 

@@ -74,7 +74,7 @@ class EvaluateChoices(Protocol):
 
     @property
     def validation(self) -> object:
-        """The share of each client's records that is held out for validation; "given": the data set's own records."""
+        """The share of each client's records that is held out; "given": the data set's own validation records."""
 
 
 class Harm(Protocol):
@@ -170,7 +170,7 @@ class Choices(Protocol):
 
     @property
     def hides_time(self) -> bool:
-        """True if the run hides each client's computing time, because this time would reveal private facts."""
+        """True if the run hides the computing time of each client, because the time would reveal private facts."""
 
 
 class Staged(Protocol):
@@ -263,7 +263,7 @@ class Promising(Protocol):
 
 @runtime_checkable
 class Withstanding(Protocol):
-    """A settings class whose privacy guarantee for honest clients holds whatever other clients send."""
+    """A settings class with a privacy guarantee for honest clients that may hold despite hostile clients."""
 
     def check_hostile(self, attack: str, *, sees_honest: bool) -> None:
         """Raise ValueError if the privacy guarantee would not hold during the attack with the name ``attack``.
@@ -308,7 +308,7 @@ class SettingAside(Protocol):
 
 @runtime_checkable
 class FollowingMoves(Protocol):
-    """A settings class with a stage that reads no shards: its runs may have shards that depend on the round."""
+    """A settings class whose stage reads no shards. So it may be used in runs whose shards depend on the round."""
 
     follows_moves: ClassVar[bool]
 
@@ -331,7 +331,8 @@ class Captioned(Protocol):
     def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
         """Return captions for the table, one sentence each. ``chosen``: the objects of this class in the table's runs.
 
-        ``values``: a function that takes the values of one field in all runs, and lists the different ones as text.
+        ``values``: a function that takes the values of one field in all runs, and returns a text with the distinct
+        values.
         """
 
 
@@ -359,8 +360,8 @@ class Computing(Protocol):
 def hides_clients(aggregator: object) -> bool:
     """Return True if ``aggregator`` promises privacy for clients: nobody may learn which clients have records.
 
-    A client without records then sends zeros, even if it could train on synthetic records. The mean of the updates
-    includes these zeros.
+    If the aggregator does so, a client without records sends zeros, even if it could train on synthetic records. The
+    mean of the updates includes these zeros.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 

@@ -66,9 +66,9 @@ class Batch:
     compiled_slopes: Callable[[Params, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def input_slopes(self, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of each record's cross-entropy by this record, of the shape of ``inputs``.
+        """Return the gradient of each record's cross-entropy with respect to the record, in the shape of ``inputs``.
 
-        The result is a constant for the gradient of the loss. ``inputs``: (n, *input shape). ``labels``: (n,).
+        The gradient of the loss treats the result as a constant. ``inputs``: (n, *input shape). ``labels``: (n,).
         """
         fixed = {name: value.detach() for name, value in params.items()}
         if self.compiled_slopes is not None:
@@ -87,14 +87,15 @@ class LossTerm:
 
     ``function``: differentiable torch operations. No branch may depend on numbers in tensors, because many clients are
     computed at once. All clients must use the same object, such as a module-level function or a method of the
-    algorithm. The function may return one number per record, shape (n,); then the mean is added to the loss. Or it
-    returns one number, shape (), which is added to the loss. ``data``: this client's tensors for the function; each has
-    the same shape for all clients. The stacked trainer first tries the function on a batch of one record, with ``data``
+    algorithm. The function returns one number for each record, shape (n,), or a single number, shape (). In the first
+    case, the mean over the records is added to the loss. ``data``: this client's tensors for the function; each has the
+    same shape for all clients. The stacked trainer first tries the function on a batch of one record, with ``data``
     unchanged. So if a tensor of ``data`` has a row for each record of a batch, the function may read only its first
     ``len(batch.labels)`` rows. ``features``: True if the function reads ``Batch.features``, for which the model needs a
-    last linear layer. ``first_order``: True if the function reads no features and differentiates no gradient of the
-    model, such as a gradient by the inputs that it computes. On a CPU, the compiled trainer can then compute the
-    model's passes, which is faster.
+    last linear layer. ``first_order``: True if the function reads no features and needs no second derivative of the
+    model. A term that differentiates a gradient, such as a gradient with respect to the inputs, needs second
+    derivatives. If True, the compiled trainer can compute the model's forward and backward passes on a CPU, which is
+    faster.
     """
 
     function: Callable[[Batch], torch.Tensor]
@@ -127,7 +128,7 @@ class Suppression:
 
     The term adds ``weight`` * (the sum over all C classes c of ``shares[c]`` * log(the mean of e_c over the batch)).
     For a record of class c, e_c is 1. For any other record, e_c is exp(logit c) / (C * ``shares[c]``). ``shares``:
-    (C,), the share of each class in the client's records. A class whose share is not above 0 adds nothing.
+    (C,), the share of each class in the client's records. A class with the share 0 adds nothing.
     """
 
     shares: torch.Tensor
@@ -155,10 +156,10 @@ class Contrast:
     """MOON's contrastive loss term: it compares the features of three models (Li et al. 2021, eq. 3).
 
     The term moves the trained model's features towards those of the received model, and away from those of the model
-    ``previous``, such as the client's model of its last round. The features z of a record are the inputs of the last
-    linear layer, flattened. The term adds ``weight`` * softplus((cos(z, z of ``previous``) - cos(z, z of the received
-    model)) / ``temperature``), the mean over the batch. Only z of the trained model is differentiated. If z is a vector
-    of zeros, it has no direction: its cosines and its gradient are set to 0.
+    ``previous``. For example, ``previous`` is the client's model of its last round. The features z of a record are the
+    inputs of the last linear layer, flattened. The term adds ``weight`` * softplus((cos(z, z of ``previous``) - cos(z,
+    z of the received model)) / ``temperature``), the mean over the batch. Only z of the trained model is
+    differentiated. If z is a vector of zeros, it has no direction: its cosines and its gradient are set to 0.
     """
 
     weight: float
@@ -213,9 +214,9 @@ class NoiseSource(Protocol):
         """Draw a batch from ``count`` records by Poisson sampling, and return its mask, shape (``count``,)."""
 
     def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> npt.NDArray[np.float64]:
-        """Return ``count`` independent random numbers from N(0, std^2), rounded to multiples of a step.
+        """Return ``count`` independent random numbers from N(0, std^2), rounded to the points of a grid.
 
-        The results are whole numbers: the unit is this step, ``fl_sim.privacy.mechanisms.grid_spacing(std)``.
+        The results are whole numbers: multiples of the grid spacing, ``fl_sim.privacy.mechanisms.grid_spacing(std)``.
         """
 
 
@@ -366,7 +367,7 @@ class Sending(Protocol):
 
 
 def sent_by(algorithm: object, params: Params, personal: str = "none") -> Params:
-    """Return those of ``params`` that clients send: by default all of them, for some algorithms none.
+    """Return the parameters in ``params`` that clients send. By default all are sent; for some algorithms none is sent.
 
     ``params``: a model's trained parameters. ``personal``: the setting ``local.personal``. Raises UserError for unknown
     names, and for an algorithm that sends no parameters without declaring it.

@@ -10,7 +10,7 @@ from fl_sim.kinds import Choosing, field_defaults, is_settings, kinds
 from fl_sim.other_words import bare, elsewhere, privacy_settings
 
 MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
-"""Limits of a message: the number of mistakes; the length, in characters, of all mistakes, of one, and of a value."""
+"""Limits of a message: number of mistakes; number of characters of all mistakes, of one mistake, and of one value."""
 
 
 def guess(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:

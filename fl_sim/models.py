@@ -24,7 +24,7 @@ from fl_sim.types import BatchNorm
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]
 Prepare: TypeAlias = Callable[[nn.Module], nn.Module]
-"""A function that changes a new model, such as one that freezes parameters, and returns it or a model made from it."""
+"""A function that changes a new model, for example freezes parameters, and returns the model or a new model."""
 
 
 def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
@@ -65,7 +65,7 @@ def mlp(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 def two_nn(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return the "2NN" of McMahan et al. 2017, section 3, with two hidden layers of 200 units. FedVLS' code uses it."""
+    """Return the "2NN" of McMahan et al. 2017, section 3, with two hidden layers of 200 units. FedVLS uses it, too."""
     return _perceptron(input_shape, (200, 200), num_classes)
 
 
@@ -168,7 +168,7 @@ def build(
     number. ``trial``: two records, on which a model of the user or of a library is tested. ``prepare``: a function that
     changes the new model, and returns the model to use. A model of a library is tested once for all functions
     ``prepare`` that compare equal, so equal functions must make the same change. Raises UserError for an unknown name,
-    and for a model that fails the test. If ``batch_norm`` is set, a model without BatchNorm layers raises it, too.
+    for a model that fails the test, and, if ``batch_norm`` is set, for a model without BatchNorm layers.
     """
     own = None
     if ":" in name:
@@ -303,7 +303,7 @@ _CURE: Final = (
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
 """Pairs (import path, factory or source) that passed a check: two calls with one seed gave equal models."""
 _TRIED: Final[set[Hashable]] = set()
-"""The arguments of the library models that passed all tests, without the seed: (source, ..., ``prepare``)."""
+"""The arguments of models that passed all tests of ``_build_own``, without the seed: (source, ..., ``prepare``)."""
 
 
 def _factory(path: str) -> Callable[..., Any]:
@@ -368,7 +368,7 @@ def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
 def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
     """Return the model's logits for the two records ``trial``, in training mode.
 
-    If the model computes its loss itself, return the losses. Every call seeds all random generators alike.
+    If the model computes its loss itself, return the losses. Every call seeds the random generators with the same seed.
     """
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training

@@ -69,7 +69,7 @@ _OF_PRIVACY: Final = {
 }
 
 OF_PRIVACY: Final = {bare(word): reason for reason, words in _OF_PRIVACY.items() for word in words.split()}
-"""{name of a privacy feature elsewhere: settings of fl-sim for it}, for messages about unknown names."""
+"""{name of a privacy feature in other frameworks: settings of fl-sim}, for messages about unknown names."""
 
 
 def privacy_settings(word: str) -> str:

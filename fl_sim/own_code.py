@@ -244,7 +244,7 @@ def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the file of the module ``name`` if it is the user's own; None for installed, built-in or unknown ones."""
+    """Return the file of the module ``name`` if it is the user's own; None for any other module."""
     top = name.partition(".")[0]
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None

@@ -33,14 +33,14 @@ With error feedback, the stored tensors are the part of the update that was not 
 
 
 class Compressor(Protocol):
-    """A compressor of updates: a settings object without further state. Client and server each have a copy."""
+    """A compressor of updates: a settings object without other state. Client and server each have a copy."""
 
     @property
     def keeps_error(self) -> bool:
-        """True for error feedback: a client stores what compression removes from an update, and sends it later."""
+        """True for error feedback: a client adds the compression error of an update to its next update."""
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of a compressed update. The size may depend only on ``layout``, its names and shapes."""
+        """Return the size of a compressed update. It may depend only on its names and shapes, ``layout``."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
         """Return the compressed ``update`` of a client, and the tensors that the client stores for its next round.
@@ -100,7 +100,7 @@ class Packing:
         return self.compressor.unpack(packed, layout, self._coins(name, client, server_round))
 
     def held_back(self, template: Payloads, model: Params) -> dict[str, Payloads]:
-        """Return zeros in the names and shapes of the tensors that a client stores for the compressor."""
+        """Return zeros with the names and shapes of the tensors that a client stores for the compressor."""
         blank = {name: zeros_like(flattened(params)) for name, params in template.items()}
         return self.pack(blank, model, {}, 0, 1)[2]
 

@@ -64,7 +64,7 @@ class FlatParams(Params):
 def flattened(params: Params) -> FlatParams:
     """Return ``params`` as a FlatParams.
 
-    A FlatParams is returned unchanged; all others are copied without gradients.
+    A FlatParams is returned unchanged; any other mapping is copied, without gradients.
     """
     if isinstance(params, FlatParams):
         return params
@@ -254,9 +254,9 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
     """Return the pair (parameters, running statistics of BatchNorm layers) to load into a model.
 
-    ``params``: the model's parameters. ``layers``: further tensors of BatchNorm layers, such as a client's own. If a
-    tensor in ``layers`` has the name of a parameter, it replaces the parameter. All other tensors in ``layers`` are
-    running statistics.
+    ``params``: the model's parameters. ``layers``: further tensors of BatchNorm layers, such as a client's personal
+    ones. If a tensor in ``layers`` has the name of a parameter, it replaces the parameter. All other tensors in
+    ``layers`` are running statistics.
     """
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
@@ -335,9 +335,10 @@ def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fixed_in(model: torch.nn.Module) -> Params:
-    """Return those tensors of a newly built ``model`` on the CPU that training never changes (no copies).
+    """Return the tensors of ``model`` that training never changes (no copies, except of integers).
 
-    These are frozen parameters, and running statistics of BatchNorm layers that stay in evaluation mode.
+    These are frozen parameters, and running statistics of BatchNorm layers that stay in evaluation mode. ``model``: a
+    new model on the CPU.
     """
     trained = norms_in(model)
     kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
@@ -383,11 +384,12 @@ def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
 class WriteGuard:
     """A guard that detects writes to tensors that an algorithm's code must only read.
 
-    The clients of a process may share these tensors: a write by one client would change the global model for all
-    clients. ``writes``: PyTorch's count of writes to each tensor, including writes to its views. ``sums``: a sum over
-    the bits of each tensor, which detects writes that PyTorch does not count, such as writes through NumPy. The sums
-    take about 1 % of the shortest round's time. If ``sums`` is empty, bits are not compared. ``found``: the messages of
-    all detected writes. An error shows the first of these messages, which names the code that made the first write.
+    The clients of a process may share these tensors, such as the global model. A write by one client would then change
+    the tensors for all clients. ``writes``: PyTorch's count of writes to each tensor, including writes to its views.
+    ``sums``: a sum over the bits of each tensor, which detects writes that PyTorch does not count, such as writes
+    through NumPy. The sums take about 1 % of the shortest round's time. If ``sums`` is empty, bits are not compared.
+    ``found``: the messages of all detected writes. An error shows the first of these messages, which names the code
+    that made the first write.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]

@@ -14,8 +14,8 @@ for test and validation records) and "client groups".
 ``sampling_seed``: "sampler" (the choice of clients in each round).
 
 ``seed``: all other purposes, such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server
-epochs", "class gaussians", and the "teacher" and students of PATE's random forests. Noise that the user chose to be
-seeded also depends on ``seed``. Secret noise and the cohorts of Global DP do not come from a seed.
+epochs", "class gaussians", and the "teacher" and students of PATE's random forests. Seeded noise, which a user may
+choose for tests, also depends on ``seed``. Secret noise and the cohorts of Global DP do not come from a seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. These generators are seeded for the
 purposes above, and for "data set" (with the seed 0). In a round, they are seeded before an algorithm's methods ``plan``
@@ -47,7 +47,7 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return a NumPy random generator for ``purpose``. Other purposes or keys give independent generators.
 
     ``keys``: integers such as (client, server_round). The same arguments give the same stream in every process. These
-    streams are for simulation, not for noise that protects people.
+    streams are for simulation, not for noise that protects privacy.
 
     >>> rng(0, "batches", 3, 1).integers(100) == rng(0, "batches", 3, 1).integers(100)
     np.True_

@@ -244,7 +244,7 @@ MOST_BYTES: Final = 2**20
 """The maximum size of a settings file in bytes. A real settings file with 10,000 numbers has a tenth of this size."""
 
 MOST_LEVELS: Final = 16
-"""The maximum depth of nested tables. It protects the recursive parser. Real settings need fewer levels."""
+"""The maximum depth of nested tables. This limit protects the recursive parser. Real settings need fewer levels."""
 
 _DEEP_KEY: Final = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_LEVELS}}}""")
 _INT64: Final = range(-(2**63), 2**63)

@@ -1,4 +1,4 @@
-"""Functions that test an algorithm (``check``) or a compressor (``check_compressor``) against laws that all must keep.
+"""Tests of an algorithm (``check``) or a compressor (``check_compressor``) against laws that each of them must obey.
 
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
@@ -186,8 +186,8 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
 def _architecture(algorithm: Algorithm) -> str:
     """Return the name of a model for tests of ``algorithm``.
 
-    The model has several layers if the algorithm sends clients only a part of the model, and else one layer. Low-rank
-    factors, which ``Unfolding`` multiplies, are a part of one layer.
+    If clients send or receive only a part of the model, the model has several layers, else one layer. Low-rank factors,
+    which ``Unfolding`` multiplies, can be a part of a single layer, so one layer is enough.
     """
     is_part = isinstance(algorithm, Sending) or (isinstance(algorithm, Sizing) and not isinstance(algorithm, Unfolding))
     return "mlp" if is_part else "logistic"
@@ -329,7 +329,7 @@ LAYOUTS: tuple[Layout, ...] = (
     (("only", (1,)),),
 )
 MANY, OFF = 1000, 0.25
-"""The number of rounds, and the largest relative distance of the sum of received updates from the sum of sent ones."""
+"""The number of rounds, and the largest relative distance between the sums of received and of sent updates."""
 
 
 def check_compressor(way: Compressor) -> None:

@@ -65,8 +65,9 @@ def check_run(*, ray: bool = False, **settings: Any) -> None:
     workers, end in the same bits. If ``ray`` is True, a run on Ray also ends in the same bits. 3. A run that is
     interrupted after any round and resumed ends in the same bits: model, log and result. 4. If rounds or stages declare
     privacy costs, a privacy ledger has an entry before the first answer of a client. 5. If a run promises privacy, its
-    log and its result do not reveal whether one client has records. So a run with the client's records and a run
-    without them have equal texts and whole numbers in both files, except for measures of the model.
+    log and its result do not reveal whether one client has records. The test compares a run with the client's records
+    and a run without them. All texts and whole numbers in log and result must be equal, except for measures of the
+    model.
 
     Settings that are not given have small values: three rounds of four clients with a linear model. All noise must come
     from a seed.
@@ -120,7 +121,7 @@ def _output_of(experiment: Experiment, out: Path) -> _Output:
 
 
 def _comparable(told: Any) -> Any:
-    """Return JSON values without the fields, such as times, that may differ if one experiment is run twice."""
+    """Return the JSON value ``told`` without the fields, such as times, that may differ between two equal runs."""
     if isinstance(told, dict):
         passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
         return {name: _comparable(value) for name, value in told.items() if name not in passing}
@@ -204,7 +205,7 @@ def _expect_as_shown(one: _Output, other: _Output) -> None:
 
 
 def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
-    """Return a text on the first difference between two JSON values (its path and both values); empty if none.
+    """Describe the first difference between two JSON values by its path and both values; return "" if there is none.
 
     Floats are not compared: they are measures of a model that was trained with random noise. ``apart``: names of fields
     that are not compared, at any depth.
@@ -224,7 +225,7 @@ def _first_change(one: Any, other: Any, apart: Iterable[str]) -> str:
 
 
 Answer: TypeAlias = Callable[[int, Message], RecordDict | Message | None]
-"""A function (client ID, message) -> the client's reply, as a message or its content; None is a lost reply.
+"""A function (client ID, message) -> the client's reply, as a message or its content; None for a lost reply.
 
 If the function raises an exception, the reply is that of a failed client; ``TimeoutError`` means a late client.
 """

@@ -72,7 +72,7 @@ class TrainedPart:
                 part.p = 0.0  # the compiled trainer reads the rate, not the mode
 
     def in_words(self, model: nn.Module) -> str:
-        """Return a sentence on the numbers of trained and of all parameters of ``model``.
+        """Return a sentence with the numbers of trained and of all parameters of ``model``.
 
         The parameters must already be frozen by a call of this object.
         """
@@ -177,7 +177,7 @@ def _inside(named: Mapping[str, torch.Tensor], module: nn.Module) -> set[str]:
 
 
 def _body_of_trained_head(model: nn.Module) -> list[nn.Module]:
-    """Return all modules outside the head, without those that contain it, if only the head is trained; else nothing."""
+    """Return the modules that do not overlap with the head, if only the head is trained; else an empty list."""
     try:
         inside = {id(part) for part in head_of(model).modules()}
     except UserError:
@@ -188,7 +188,7 @@ def _body_of_trained_head(model: nn.Module) -> list[nn.Module]:
 
 
 def _stay_in_evaluation(layer: nn.Module) -> None:
-    """Put ``layer`` into evaluation mode for good, whatever mode the model is put into."""
+    """Put ``layer`` into evaluation mode permanently: later calls of ``train`` do not change the mode."""
     layer.eval()
     layer.train = _stays  # type: ignore[method-assign,assignment]
 

@@ -37,8 +37,7 @@ Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
 BatchNorm: TypeAlias = Literal["none", "average", "personal"]
 """The treatment of BatchNorm layers. "none" refuses such layers; "average" averages their statistics over clients.
 
-"personal" leaves BatchNorm layers on each client. Neither their parameters nor their running statistics are averaged
-(FedBN).
+With "personal", each client trains with its own BatchNorm layers, which no mean replaces (FedBN).
 """
 
 
@@ -92,7 +91,7 @@ class Examples:
 
     @property
     def arrays(self) -> tuple[NDArray[np.generic], ...]:
-        """Return inputs, labels and, if known, groups. A digest of the records reads these arrays in this order."""
+        """Return inputs, labels and, if known, groups. Digests of the records are computed in this order."""
         return (self.inputs, self.labels) if self.groups is None else (self.inputs, self.labels, self.groups)
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
@@ -137,10 +136,10 @@ class Dataset:
     such as the number of ignored records; shown only if the run promises no privacy. ``columns``: the columns of a
     table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the names of the
     classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (column or part of a
-    file, how the data set uses it), to be shown to the user. ``read_off``: facts that were computed from the records
-    and are visible in results or in the model's shape, each with the setting that makes it public, if there is one.
-    Every privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such as
-    its decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
+    file, its use in the data set), to be shown to the user. ``read_off``: facts that were computed from the records,
+    and that results or the model's shape reveal. A fact also names the setting that would make it public, if there is
+    one. Every privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such
+    as its decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
     (tokens). ``validation``: validation records that come with the data set, for ``evaluate.validation=given``; no
     client holds them. ``image_shape``: the shape of the original images if features have replaced the images; else
     empty. ``sources``: the names of the sources of records, if known. The source with the ID i (in ``Examples.groups``)
@@ -213,9 +212,9 @@ class LocalSettings:
     all classes. ``clip_norm``: the maximum L2 norm of the gradient of a step, all parameters together (0: no maximum).
     The gradient is clipped after the local plan's corrections are added, and before weight decay and momentum. So a
     correction that cancels the gradient at the optimum is clipped together with the gradient, and still cancels it.
-    FedDyn's released code does the same, because its correction is part of the loss. (That code adds one term of
-    FedDyn's gradient, alpha w for parameters w, as weight decay, and so does not clip this term.) ``augment``: the
-    random augmentation of images, drawn anew for each use of a record.
+    FedDyn's released code does the same, because its correction is part of the loss. (That code does not clip one term
+    of FedDyn's gradient: alpha w for the parameters w, which it adds as weight decay.) ``augment``: the random
+    augmentation of images, drawn anew for each use of a record.
     """
 
     learning_rate: float
@@ -308,7 +307,7 @@ class Trained:
 class Size(NamedTuple):
     """The size of a compressed group of tensors (``Packed``).
 
-    ``numbers``: how many float32 numbers it has. ``bits``: how many bytes it has in addition.
+    ``numbers``: the number of float32 numbers. ``bits``: the number of additional bytes.
     """
 
     numbers: int
@@ -412,7 +411,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The means over a round's clients. The server half of an algorithm sees nothing else of a round.
+    """The means over a round's clients. The server half of an algorithm receives no other data of a round.
 
     ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients whose updates
     are in the means, divided by the number of clients with records. Under Global DP the set of clients with records is

@@ -33,7 +33,7 @@ class Drift:
     This holds for each pair of clients: of m records that go from client i to client k, s m have moved, rounded up or
     down. The records of a pair move in a random order. So client i has about (1 - s) of its first shard and s of its
     last shard. No record moves back, and in each round a record belongs to at most one client. The seed of the
-    partition determines all shards. This law is fl-sim's; the literature has no common definition.
+    partition determines all shards. This rule is fl-sim's own; the literature has no common definition.
 
     Only training records move; the test set stays the same. Client accuracies use the class distributions of the round.
     Client states, such as SCAFFOLD's control variates, come from earlier shards. Settings that need fixed shards are
@@ -103,7 +103,7 @@ class Drift:
 
         Raises ImpossibleSplit if ``over`` or ``to`` cannot assign the records to ``num_partitions`` clients.
         """
-        # Both partitions draw from the state of rng in which a run without drift would call them.
+        # Both partitions get a copy of rng. Its state is the same as in a run with that partition and without drift.
         same, another = copy.deepcopy(rng), copy.deepcopy(rng)
         key = rng.integers(2**32, size=4).tolist()
         if self.to_seed:
@@ -125,11 +125,11 @@ def _parts(scheme: Scheme, labels: Indices, groups: Indices | None, num_partitio
 
 
 def _done_by(pair: Indices, rng: Generator) -> NDArray[np.float64]:
-    """Return for each record the share of all moves at which it moves, in (0, 1].
+    """Return the time at which each record moves, in (0, 1]: 0 is ``first_round``, and 1 is ``last_round``.
 
-    ``pair``: a number for the pair (old client, new client) of each record. The m records of a pair have the shares
+    ``pair``: a number for the pair (old client, new client) of each record. The m records of a pair have the times
     (r + u) / m for r = 0..m-1, in a random order, with one random u in (0, 1] for the pair. So the number of records of
-    the pair that have moved at share s is s m, rounded up or down, with the mean s m.
+    the pair that have moved at time s is s m, rounded up or down, with the mean s m.
     """
     order = rng.permutation(len(pair))
     order = order[np.argsort(pair[order], kind="stable")]  # sorted by pair, in a random order within each pair

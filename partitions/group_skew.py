@@ -207,7 +207,7 @@ class Colour(OverSplit):
     Each channel is multiplied by a factor between 1/2 and 1, and rounded. In colour images, group g = 1, 2, ... has
     light of the hue (g - 1) / (``k`` - 1) on the colour circle, where 0 is red. Grey images have one channel and no
     hue: group g has the brightness 1 - g / (2 (``k`` - 1)), from 1 down to 1/2. The literature has no common
-    definition; this one is fl-sim's.
+    definition; this definition is fl-sim's own.
     """
 
     kind: Literal["colour"] = field(default="colour", kw_only=True)

@@ -25,9 +25,9 @@ class MovingParts:
     rounds: Indices
 
     def in_round(self, server_round: int) -> Parts:
-        """Return the shards of a round, in ascending order of record indices; before and after all moves, unchanged.
+        """Return the shards of a round: ``first`` before all moves, ``last`` after all moves, else a mixture of both.
 
-        ``server_round``: the number of the round, from 1.
+        Record indices are ascending in a mixture. ``server_round``: the number of the round, from 1.
         """
         if not (moves := self.moves_in) or server_round < moves[0]:
             return self.first

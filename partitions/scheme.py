@@ -74,7 +74,7 @@ class ByLabels(Protocol):
 
 
 def uses_labels(scheme: Scheme) -> bool:
-    """Return True if ``scheme`` uses the labels of records, by its own statement (``ByLabels``)."""
+    """Return True if ``scheme`` uses the labels of records, according to its property ``ByLabels.uses_labels``."""
     return isinstance(scheme, ByLabels) and scheme.uses_labels
 
 

@@ -50,9 +50,9 @@ class AggregatorMemory(Layer):
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate that ``cohort`` would have, so that attacks can try forged updates.
+        """Return the aggregate that ``cohort`` would have. Attacks call this method to try forged updates.
 
-        No memory is stored for the next round.
+        The call does not change the aggregator's memory.
         """
         return self.inner.foreseen(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 

@@ -53,7 +53,7 @@ class WeightedMean(Settings):
             if trained
             else {}
         )
-        # If any number of an update is not finite, the mean is not finite. Only then are the single updates checked.
+        # If an update contains a number that is not finite, so does the mean. So a finite mean needs no further check.
         apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
         for reply in apart if is_finite(payloads) else cohort.replies:
             check_finite(reply, cohort.server_round)
@@ -75,7 +75,7 @@ def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
 
 
 class Robust(Settings):
-    """Base class of robust aggregators, which compare single updates so that a few hostile clients have little effect.
+    """Base class of robust aggregators: they compare single updates, and limit the effect of a few hostile clients.
 
     A robust aggregator treats all payloads of a client as one vector.
     """
@@ -124,11 +124,11 @@ class Robust(Settings):
         return Aggregate(payloads, cohort.participation(len(rows)), self.no_effect(rows, taken), memory)
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). Row i is reply i of ``cohort``."""
+        """Return the aggregate, shape (d,), of the updates ``rows``, shape (n, d). Row i belongs to reply i."""
         raise NotImplementedError
 
     def no_effect(self, rows: torch.Tensor, cohort: Cohort) -> str:
-        """Return a warning if the rule had no effect: the aggregate is the mean of ``rows``. Else return ""."""
+        """Return a warning if the rule had no effect (the aggregate equals the mean of ``rows``), otherwise ""."""
         del rows, cohort
         return ""
 
@@ -140,7 +140,7 @@ class Robust(Settings):
     def taken(self, cohort: Cohort) -> Cohort | None:
         """Return ``cohort`` with only the replies of clients that have records, or None if there are no such clients.
 
-        Raises RunError, which names client and round, if an update or a loss is not finite. Raises RunError, too, if
+        Raises RunError, which names client and round, if an update or a loss is not finite. Also raises RunError if
         there are too few updates for the rule.
         """
         for reply in cohort.replies:

@@ -52,22 +52,23 @@ Weigh: TypeAlias = Callable[[Sequence[Reply]], Sequence[float]]
 Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
 """The experiment's partition as a function. Argument: record indices into the training set.
 
-Result: for each client, positions in this argument. Raises UserError if the partition is impossible.
+Result: for each client, the positions of its records in this array of indices. Raises UserError if the partition is
+impossible.
 """
 
 
 FEDAVG = "this is fedavg"
-"""Clause for warnings about a setting without effect: the method then equals FedAvg, for example FedProx with mu 0."""
+"""A clause of warnings about a setting with which a method equals FedAvg, for example FedProx with mu 0."""
 
 _LEAST, _MOST = 1e-37, 1e37
 """Range of absolute values x for which float32 can represent both x and 1 / x."""
 
 ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
-"""Local settings with one epoch of batches of one record: the number of steps is the number of records."""
+"""Local settings with one epoch and batch size 1: the number of local steps equals the number of records."""
 
 
 class Algorithm(LocalAlgorithm, Protocol):
-    """A federated algorithm. The server half sees only means over clients, never the update of a single client."""
+    """A federated algorithm. Its server methods see only means over clients, never the update of a single client."""
 
     weighting: ClassVar[Weighting]
 
@@ -202,7 +203,7 @@ class OfHead(Protocol):
 
 @runtime_checkable
 class Widening(Protocol):
-    """An algorithm whose model has more outputs than there are classes. These outputs come after the classes."""
+    """An algorithm whose model has more outputs than classes. The further outputs come after those of the classes."""
 
     further_outputs: ClassVar[int]
 
@@ -246,8 +247,8 @@ class Unfolding(Protocol):
 class Sizing(Protocol):
     """The server side of an algorithm whose clients have models of different sizes, each a part of the server's model.
 
-    Sizes are public numbers in (0, 1]; 1 is the whole model. Clients build their models by ``Resizing``. A layer of the
-    algorithm aggregates their updates, which have different shapes.
+    Sizes are public numbers in (0, 1]; 1 is the whole model. The client side is the protocol ``Resizing``, which builds
+    the clients' models. A layer of the algorithm aggregates the updates, which have different shapes.
     """
 
     def size_of(self, client: int, server: ServerState) -> float:
@@ -267,8 +268,8 @@ def several(value: object) -> object:
 def in_turn(sizes: Sequence[Size], client: int, draws: str = "order of widths") -> Size:
     """Return the size of a client's model, from n ``sizes``. The size of a client never changes.
 
-    Each of the sizes goes to one of the clients 0 to n - 1, to one of the next n clients, and so on, in random order.
-    The order depends only on client ID, n, and ``draws``, the name of these random numbers.
+    Client IDs are divided into blocks of n consecutive IDs. In each block every size goes to one client, in random
+    order. The order depends only on the block, n, and ``draws``, the name of these random numbers.
     """
     block, place = divmod(client, len(sizes))
     return sizes[int(rng(0, draws, block).permutation(len(sizes))[place])]
@@ -326,7 +327,7 @@ class Averaging(Settings):
 
 
 def num_further_outputs(algorithm: object) -> int:
-    """Return the number of the model's outputs that come after the classes: 0 for most algorithms."""
+    """Return the number of the model's outputs that come after those of the classes: 0 for most algorithms."""
     return algorithm.further_outputs if isinstance(algorithm, Widening) else 0
 
 
@@ -395,9 +396,9 @@ def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes
 def plan_template(
     algorithm: Algorithm, params: Params, pool: Params, num_classes: int, personal: str = "none"
 ) -> LocalPlan:
-    """Return an example of a local plan. It shows which trainers support the algorithm.
+    """Return an example of a local plan, from which a run finds the trainers that support the algorithm.
 
-    It is the plan of a client with one record in round 1.
+    The example is the plan of a client with one record in round 1.
 
     ``params``: the trained parameters. ``personal``: the setting ``local.personal``. ``pool``: the tensors that clients
     share before the first round; their values do not matter.
@@ -416,7 +417,7 @@ def plan_template(
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, server_round: int = 1) -> ClientUpdate:
     """Return an example of an update, from which templates are computed.
 
-    The client took one local step per record, and its model did not change.
+    In the example, a client took one local step per record, and its model did not change.
     """
     task = LocalTask(server_round, 0, 1, num_examples, ONE_STEP, server.params, server.broadcast, initial=server.params)
     loss = 0.0 if num_examples else None
@@ -435,9 +436,9 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, 
 
 
 def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) -> list[tuple[float, ServerState, int]]:
-    """Return the server states for ``clients``: for each model size, (size, server state, number of clients).
+    """Return one triple for each model size of ``clients``: (size, server state, number of clients with this size).
 
-    If all these clients have whole models, there is one triple, with the size 1 and the state ``server``.
+    If all clients have whole models, there is one triple, with the size 1 and the state ``server``.
     """
     if not isinstance(algorithm, Sizing):
         return [(1.0, server, len(clients))]
@@ -486,7 +487,7 @@ def check_one_shape(experiment: Choices, why: str, cure: str, further: Mapping[s
     """Raise ValueError if a setting needs updates of one shape, or models of one size.
 
     ``why``: the reason why updates have several shapes. ``cure``: a way to have one shape. ``further``: {setting:
-    (value, True if it is allowed)} of settings that only some methods refuse.
+    (value, True if the value is allowed)} for settings that only some methods refuse.
     """
     local = experiment.local
     refused = {
@@ -512,7 +513,7 @@ def check_plain_sgd(algorithm: object, experiment: Choices) -> None:
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
-    """Return FedNova's a_i: the distance of ``num_steps`` SGD steps with gradient 1 and learning rate 1.
+    """Return FedNova's a_i: the distance that ``num_steps`` SGD steps move with gradient 1 and learning rate 1.
 
     a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), with tau = ``num_steps`` and rho = ``momentum``. Without
     momentum, a = tau (Wang et al. 2020, section 4.1).

@@ -28,7 +28,7 @@ _POLL_SECONDS: Final = 0.05
 class Population:
     """The Flower node of each client: ``nodes[client]`` is a node id.
 
-    ``nodes`` is a ``range`` for simulated nodes: clients that never take part then need no memory.
+    For simulated nodes, ``nodes`` is a ``range``: unlike a list, a range needs no memory for each client.
     """
 
     nodes: Sequence[int]
@@ -101,10 +101,10 @@ def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Rea
 def by_client(
     replies: Iterable[Message], client_of: Callable[[int], int | None], *, strict: bool
 ) -> dict[int, list[Message]]:
-    """Sort ``replies`` by client: return {client ID: list of replies}. A correct client sends one reply.
+    """Group ``replies`` by client: return {client ID: list of replies}. A correct client sends one reply.
 
-    ``client_of``: a function that returns the client ID for a node id, and None for a node that is no client of this
-    run. Replies from such nodes are ignored, or raise RunError if ``strict`` is True.
+    ``client_of``: a function that returns the client ID for a node id, or None if the node is no client of this run.
+    Replies from such nodes are ignored, or raise RunError if ``strict`` is True.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:

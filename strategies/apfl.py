@@ -24,14 +24,14 @@ class APFL(Averaging):
 
     F is the client's loss, and eta the local learning rate. In each local step, on one batch: w <- w - eta grad F(w),
     and v <- v - eta alpha grad F(m). Both gradients are computed with the models before the step. ``adaptive``: if
-    true, a step also changes alpha <- alpha - eta <grad F(m), v - w>, cut to [0, 1]. ``alpha``: the weight of the own
-    model, its initial value if ``adaptive``; the paper tries 0.25, 0.5 and 0.75. v begins at the run's initial model. A
-    client keeps v and alpha between its rounds, and mixes v with the global model that it receives.
+    true, a step also changes alpha <- alpha - eta <grad F(m), v - w>, limited to [0, 1]. ``alpha``: the weight of v in
+    m, or its initial value if ``adaptive`` is true; the paper tries 0.25, 0.5 and 0.75. v begins at the run's initial
+    model. A client keeps v and alpha between its rounds, and mixes v with the global model that it receives.
 
-    The released code updates w first, and then mixes v with the new w. It changes alpha only in the first step of a
-    round, and adds 0.02 alpha to the gradient of alpha. Two common benchmarks differ from the paper. PFLlib has alpha 1
-    by default, replaces v by the mixture after each round, and computes v's gradient at v. FL-bench mixes the outputs
-    of the models, not their parameters.
+    The released code updates w first, and then mixes v with the new w. The released code changes alpha only in the
+    first step of a round, and adds 0.02 alpha to its gradient. Two common benchmarks differ from the paper. PFLlib has
+    alpha 1 by default, replaces v by the mixture after each round, and computes v's gradient at v. FL-bench mixes the
+    outputs of the models, not their parameters.
     """
 
     kind: Literal["apfl"] = "apfl"

@@ -1,6 +1,6 @@
-"""Attacks: hostile clients train on wrong labels or send wrong updates. For comparisons of robust aggregators.
+"""Attacks by hostile clients, which train on wrong labels or send wrong updates, to compare robust aggregators.
 
-The hostile clients are drawn once, from the experiment's seed. This module neither protects nor measures privacy.
+The hostile clients are drawn once, with the experiment's seed. This module neither protects nor measures privacy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Attack(Protocol):
 
 @runtime_checkable
 class Tampering(Protocol):
-    """An attack that changes the inputs of hostile clients' records, too. Its method ``poisoned`` is not called."""
+    """An attack that may also change the inputs of hostile clients' records. Its method ``poisoned`` is not called."""
 
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
         """Return the records on which a hostile client trains.
@@ -97,13 +97,13 @@ class ActingOnClients(Protocol):
     """An attack that runs code on clients."""
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
-        """Return the attack's client half. ``hostile``: the IDs of the hostile clients."""
+        """Return the attack's client half (its code on clients). ``hostile``: the IDs of the hostile clients."""
         ...
 
 
 @dataclass(frozen=True)
 class HostilePlans(ClientLayer):
-    """The attack's client half: the ``hostile`` clients train with the attack's local plan."""
+    """The client half of an attack (its code on clients): ``hostile`` clients train with the attack's local plan."""
 
     attack: Planning
     hostile: frozenset[int]
@@ -117,7 +117,7 @@ class HostilePlans(ClientLayer):
         return task.client in self.hostile and hostile_in(self.attack, task.server_round)
 
     def typical(self, plan: LocalPlan) -> LocalPlan:
-        """Return an example of the attack's local plans. It shows which trainers support the attack."""
+        """Return an example of the attack's local plans. From it, a run finds the trainers that support the attack."""
         return self.attack.planned(plan)
 
 
@@ -128,8 +128,8 @@ class Seen:
     ``honest``: the updates of the honest clients with records; empty if ``sees_honest`` of the attack is False.
     ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: a
     random generator that depends on the run's seed. ``aggregated``: a function without side effects. It maps the forged
-    updates of all hostile clients to the aggregate that the round would have, shape (d,). It is None if ``sees_honest``
-    is False.
+    updates of all hostile clients to the aggregate that the round would have, as one vector of all d numbers. It is
+    None if ``sees_honest`` is False.
     """
 
     honest: Sequence[Reply]
@@ -162,14 +162,14 @@ class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients.
 
     Hostile clients may attack in some rounds only. In all other rounds they train on their own records and send their
-    own updates. ``first_round``: the first round with an attack. ``last_round``: no attack after this round; None: no
-    limit. If both are equal, there is one attack, as in single-shot model replacement (Bagdasaryan et al. 2020).
-    ``every``: the number of rounds from one attack to the next.
+    own updates. ``first_round``: the first round with an attack. ``last_round``: the last round in which an attack may
+    happen; None: no limit. If first and last round are equal, there is one attack, as in single-shot model replacement
+    (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the next.
 
-    With Global DP or private local training, the epsilon of an honest client holds whatever hostile clients send, and
-    privacy statements say so. Attacks that compute forged updates from the updates of honest clients are an exception:
-    under Global DP they need ``aggregator.noise=seeded``. Then the epsilon describes the method, and does not hold for
-    the models of this run.
+    With Global DP or private local training, hostile clients cannot weaken the epsilon of an honest client, and privacy
+    statements say so. Attacks that compute forged updates from the updates of honest clients are an exception: under
+    Global DP they need ``aggregator.noise=seeded``. Then the epsilon describes the method, and does not hold for the
+    models of this run.
     """
 
     clients: int = Field(2, ge=1)
@@ -195,7 +195,7 @@ class HostileClients(_Harmless):
         return is_between and (server_round - self.first_round) % self.every == 0
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for an algorithm, aggregator or stage with which the attack makes no sense."""
+        """Raise ValueError for an algorithm, aggregator, stage or schedule that does not fit the attack."""
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
@@ -301,14 +301,15 @@ class Knowing(Forging):
 
 
 class ALittleIsEnough(Knowing):
-    """ALIE: all hostile clients send mean - z * deviation of the updates that they know (Baruch et al. 2019, alg. 3).
+    """ALIE: hostile clients send mean - z * standard deviation of the updates they know (Baruch et al. 2019, alg. 3).
 
-    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the paper's
-    largest z that is not conspicuous: the (n - f - s) / (n - f) quantile of the normal distribution, with s = floor(n /
-    2 + 1) - f, for n clients of which f are hostile. This z is close to 0 for few hostile clients. It is exactly 0 for
-    f = 2 and even n, .14 for f = 2 and n = 11, .37 for f = 24 and n = 100, and above 1.5 for f >= 48 and n = 100.
-    ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for the updates of all
-    honest clients. If only one update is known, there is no deviation, and hostile clients send their honest updates.
+    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the largest z
+    that, according to the paper, remains undetected. For n clients of which f are hostile, it is the (n - f - s) / (n -
+    f) quantile of the normal distribution, with s = floor(n / 2 + 1) - f. This z is close to 0 for few hostile clients.
+    It is exactly 0 for f = 2 and even n, .14 for f = 2 and n = 11, .37 for f = 24 and n = 100, and above 1.5 for f >=
+    48 and n = 100. ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for the
+    updates of all honest clients. If only one update is known, there is no deviation, and hostile clients send their
+    honest updates.
     """
 
     kind: Literal["alie"] = "alie"
@@ -329,7 +330,7 @@ class ALittleIsEnough(Knowing):
         return [off(f"attack.deviations={self.deviations}", why)]
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
-        """Return the forged updates, mean - z * deviation of the known updates, equal for all hostile clients."""
+        """Return the forged updates: mean - z * standard deviation of the known updates, for every hostile client."""
         if len(rows := self.known(hostile, seen)) == 1:
             return hostile
         sent = rows.mean(dim=0) - self._z(seen.cohort_size, len(hostile)) * rows.std(dim=0, correction=0)
@@ -444,7 +445,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
-        """Return the attack's client half if the attack changes the training of hostile clients, else None."""
+        """Return the attack's code on clients if it changes the training of hostile clients, else None."""
         del algorithm, model
         attack = experiment.attack
         hostile = hostile_clients(attack, experiment.num_clients, experiment.seed)
@@ -454,7 +455,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a privacy guarantee would be false under the attack, also under a user's own attack."""
+        """Raise UserError if a privacy guarantee would be false under the attack; also checks user-defined attacks."""
         del beginning
         try:
             check_promises(experiment.attack, experiment)
@@ -463,7 +464,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for privacy statements: whether guarantees hold in a run with hostile clients."""
+        """Return sentences for privacy statements. They say whether guarantees hold in a run with hostile clients."""
         count, kind = experiment.attack.clients, kind_of(experiment.attack)
         what = f"In this run there are {count} hostile clients (attack {kind})."
         return [
@@ -494,7 +495,7 @@ class HostileUpdates(Layer):
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Return warnings about hostile clients without records, and about rounds with too many hostile clients.
 
-        ``aggregator.hostile`` is the largest number of hostile clients in a round that the aggregator is made for.
+        ``aggregator.hostile`` is the largest number of hostile clients in a round for which the aggregator is designed.
         """
         del rounds_done
         hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
@@ -534,7 +535,7 @@ class HostileUpdates(Layer):
         return self.inner.aggregate(replace(cohort, replies=replies), algorithm, server)
 
     def _with_forged(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> tuple[Reply, ...]:
-        """Return the updates of the round, with forged updates in place of those of hostile clients."""
+        """Return the updates of the round, with forged updates in place of the hostile clients' updates."""
         replies = cohort.replies
         trained = [reply for reply in replies if reply.num_examples > 0]
         hostile = [reply for reply in trained if reply.client in self._hostile]

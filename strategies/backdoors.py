@@ -24,18 +24,18 @@ from strategies.neurotoxin import HostileMemory
 class Planted(HostileClients):
     """Base class of backdoors: hostile clients label some of their records as one class, and train on them.
 
-    ``target``: the target class, the new label of these records. ``boost``: a factor for hostile updates. A factor of n
-    / (number of hostile clients), for n clients of equal weight, replaces the global model by the hostile one
-    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a number a. Hostile clients minimise a times their loss plus
-    (1 - a) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
+    ``target``: the target class, the new label of these records. ``boost``: a factor for hostile updates. For n clients
+    of equal weight, the factor n / (number of hostile clients) replaces the global model by the hostile model
+    (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a factor s. Hostile clients minimise s times their loss plus
+    (1 - s) times the squared distance to the received model, which keeps their updates short (constrain-and-scale,
     equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that hostile steps leave
     unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the parameters of the
-    global model that changed most since the hostile client's last round. Their gradients are masked in every step, as
+    global model that changed most since the hostile client's last round. Their gradients are set to 0 in every step, as
     in the paper, but not in a hostile client's first round.
 
-    The results of each evaluated round and ``result.json`` have the accuracy and the attack success rate: among the
-    test records at which the attack aims, the share for which the model predicts the target class. Feature skew does
-    not change these records.
+    The results of each evaluated round and ``result.json`` have the accuracy and the attack success rate. The rate is
+    the share of the attacked test records for which the model predicts the target class. A partition with feature skew
+    (different inputs for different clients) does not change these test records.
     """
 
     clients: int = Field(1, ge=1)
@@ -72,7 +72,7 @@ class Planted(HostileClients):
         )
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
-        """Return the attack's client half. If steps are masked, it stores the received model in client state."""
+        """Return the attack's client half (its code on clients). With ``masked_share``, it keeps the received model."""
         if self.masked_share:
             return HostileMemory(self, hostile, self.masked_share)
         return HostilePlans(self, hostile)
@@ -96,9 +96,9 @@ class Backdoor(Planted):
     """Hostile clients stamp a trigger on a share of their images, and label these images as one class (Gu et al. 2017).
 
     With the default settings this is the attack BadNets. The trigger is a white square in the lower right corner.
-    ``size``: the side of the square in pixels. ``poisoned_share``: the share of a hostile client's records, rounded up
-    and drawn from the run's seed, that get the trigger. ``parts``: the number of parts of the square. With 4, each
-    hostile client stamps one part (DBA, Xie et al. 2020); models are tested with the whole square.
+    ``size``: the side of the square in pixels. ``poisoned_share``: the share of a hostile client's records that get the
+    trigger. Their number is rounded up, and they are drawn with the run's seed. ``parts``: the number of parts of the
+    square. With 4, each hostile client stamps one part (DBA, Xie et al. 2020); models are tested with the whole square.
 
     For the attack success rate the test records of all other classes get the trigger. The rate is the share of these
     records for which the model predicts the target class.
@@ -169,7 +169,7 @@ class SemanticBackdoor(Planted):
 
     ``source``: the class whose records hostile clients label as the target. The attack success rate is the share of its
     test records for which the model predicts the target. The accuracy counts these predictions as errors. A hostile
-    client without records of this class trains as an honest one.
+    client without records of this class trains as an honest client.
     """
 
     kind: Literal["semantic-backdoor"] = "semantic-backdoor"

@@ -2,8 +2,8 @@
 
 Server and clients exchange tensors of the BatchNorm layers in addition to the algorithm's own payloads. This module
 calls these tensors a model's *layers*. They are the running statistics and, if the layers are personal (FedBN, Li et
-al. 2021), also the parameters of the BatchNorm layers. Clients send personal layers, too, because the evaluated model
-and a client in its first round have the mean of the last cohort's layers.
+al. 2021), also the parameters of the BatchNorm layers. Clients also send personal layers, because their mean over the
+last cohort is used in the evaluated model, and by clients in their first round.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ClientBatchNorm(ClientLayer):
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task with BatchNorm tensors in its model.
 
-        If the client state has BatchNorm tensors, these are used, otherwise the server's.
+        BatchNorm tensors come from the client state if it has any, otherwise from the server.
         """
         broadcast, state = {**task.broadcast}, {**task.state}
         layers = broadcast.pop(LAYERS, {})

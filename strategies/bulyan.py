@@ -17,10 +17,11 @@ from strategies.krum import scores_of
 class Bulyan(Robust):
     """Krum selects n - 2 h updates; the aggregate is a mean of the selected values near each median.
 
-    n is the number of clients with records in the round. Each coordinate of the aggregate is the mean of the n - 4 h
-    selected values that are nearest to their median. Krum selects one update after the other. If several updates have
-    the lowest score, Krum selects the one of them that is nearest to all others. In the last selections scores are
-    often equal, because each score is a sum over few neighbours or none. No privacy guarantee.
+    n is the number of clients with records in the round, and h the number of hostile clients (see below). Each
+    coordinate of the aggregate is the mean of the n - 4 h selected values that are nearest to their median. Krum
+    selects one update after the other. If several updates have the lowest score, Krum selects the one of them that is
+    nearest to all others. In the last selections scores are often equal, because each score is a sum over few
+    neighbours or none. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients that the rule is made for. Every round needs n >= 4 h + 3 clients with
     records.
@@ -38,7 +39,7 @@ class Bulyan(Robust):
         """Return for each coordinate the mean of those selected values that are nearest to their median."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric, so that rounding does not break ties
+        distances = (distances + distances.T) / 2  # exactly symmetric: rounding errors must not decide ties
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 class CCVR(SumsOfFeatures):
     """Clients send moments of each class's features; the server trains the head on samples from class Gaussians.
 
-    ``samples_per_class``: the paper's M_c, the same for all classes; 200 as in FL-bench. The training of the head
-    starts from the head after the last round, by plain SGD. ``epochs``: the number of passes over the samples.
-    ``learning_rate``: the learning rate of SGD. ``batch_size``: the number of samples in a step.
+    The moments of a class are the number, the sum and the sum of outer products of its features (the inputs of the
+    head). ``samples_per_class``: the number of sampled features per class (the paper's M_c); 200 as in the benchmark
+    FL-bench. The training of the head starts from the head after the last round, by plain SGD. ``epochs``: the number
+    of passes over the samples. ``learning_rate``: the learning rate of SGD. ``batch_size``: the number of samples in a
+    step.
 
     ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of sending the moments, for each
     record of a client. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features
@@ -92,7 +94,7 @@ class CCVR(SumsOfFeatures):
         return private_moments(features, labels, num_classes, self.protection, noise)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if clients do not train a common head, or if other settings forbid them to send moments."""
+        """Raise ValueError if clients do not train a common head, or if other settings forbid clients' moments."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(

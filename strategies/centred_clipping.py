@@ -14,7 +14,7 @@ from strategies.algorithm import Weighting
 
 
 class CentredClipping(Robust):
-    """v <- v + mean of (d_i - v) min(1, tau / |d_i - v|) over the updates d_i, several times.
+    """v <- v + mean of (d_i - v) min(1, tau / |d_i - v|) over the updates d_i, repeated ``iterations`` times.
 
     v begins as the aggregate of the last round; in the first round it begins as 0. The checkpoint contains v. A single
     hostile client in a round of n clients changes the result by at most 2 tau / n in one iteration. In the paper's
@@ -42,7 +42,7 @@ class CentredClipping(Robust):
         return {name: torch.zeros_like(value) for name, value in as_named(payloads).items()}
 
     def memory_after(self, cohort: Cohort, payloads: Payloads) -> Params:
-        """Return the next centre of clipping: the aggregate, and the old values of tensors that were not sent."""
+        """Return the next centre of clipping: the aggregate, with the old values of tensors that no client sent."""
         return {**cohort.memory, **as_named(payloads)}
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:

@@ -18,21 +18,22 @@ class CFL(Averaging):
     the cluster. A cluster is split in two if the mean update is small although single updates are large. Then the
     cluster's clients are grouped by the cosines of their updates. Both new clusters continue from the model of the old
     cluster, each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their
-    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. The
-    result is the split for which the largest cosine between clients of different parts is smallest. A single client
-    with noisy updates then often becomes a cluster of its own.
+    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. With
+    "single", the largest cosine between clients of different parts is as small as possible, but a single client with
+    noisy updates often becomes a cluster.
 
-    ``eps_1``: a split needs ‖D‖ below this value. ``eps_2``: a split needs the largest ‖D_i‖ above this value. The
-    defaults of both are the values of the released code for its network. Suitable values depend on the model, the
-    learning rate and the number of local steps. ``gamma_max``: a split needs sqrt((1 - largest cosine between the
-    parts) / 2) above this value, as in the paper; with 0 every split is allowed, as in the released code.
-    ``split_after``: the number of rounds before the first split, 20 in the released code. ``min_cluster_size``: a
-    smaller cluster is not split. ``max_clusters``: the largest number of clusters; 1 is FedAvg.
+    ``eps_1``: a split needs a norm ‖D‖ of the mean update below this value. ``eps_2``: a split needs a client's update
+    with a norm ‖D_i‖ above this value. The default values are those of the released code for its network. Suitable
+    values depend on the model, the learning rate and the number of local steps. ``gamma_max``: a split needs sqrt((1 -
+    largest cosine between the parts) / 2) above this value, as in the paper; with 0 every split is allowed, as in the
+    released code. ``split_after``: the number of rounds before the first split, 20 in the released code.
+    ``min_cluster_size``: a cluster with fewer clients is not split. ``max_clusters``: the largest number of clusters; 1
+    is FedAvg.
 
-    A client receives the model of its cluster only. The server compares the updates of single clients. So secure sums
-    and noise on the mean are not possible. Clients are weighted by their records, as in FedAvg; the released code has
-    equal weights. In the released code and in FL-bench, a second split assigns clients wrongly: it uses positions in
-    the cluster as client IDs.
+    A client receives only the model of its cluster. The server compares the updates of single clients, so secure
+    aggregation and noise on the mean are not possible. Clients are weighted by their records, as in FedAvg; the
+    released code has equal weights. In the released code and in FL-bench, a second split assigns clients wrongly: it
+    uses positions in the cluster as client IDs.
     """
 
     kind: Literal["cfl"] = "cfl"

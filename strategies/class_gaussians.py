@@ -44,9 +44,10 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
     """Return the distribution of each class that has two records or more.
 
     ``moments``: the sum of the moments of all clients (``clients.moments.moments_of``). n_ic, mu_ic and Sigma_ic are
-    number, mean and covariance of client i's features of class c, and n_c = sum_i n_ic. The result has the paper's mean
-    sum_i n_ic mu_ic / n_c and covariance [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] /
-    (n_c - 1), as (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
+    number, mean and covariance of client i's features of class c, and n_c = sum_i n_ic. The sum of outer products of
+    client i is (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic', where ' is the transpose. So the result has the paper's mean
+    mu_c = sum_i n_ic mu_ic / n_c, and its covariance [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c
+    mu_c'] / (n_c - 1).
 
     ``std``: standard deviation of the noise on each number. With noise, a class is used only if it almost certainly has
     more than one record. Each covariance is then shrunk towards a multiple of the identity. The shrinkage is strong if

@@ -27,7 +27,7 @@ class RoundPayloads:
 class KeepsModels(Averaging):
     """Base class of methods whose clients keep their models, and send the server other tensors than parameters.
 
-    ``payload``: these tensors in words, such as "mean logits".
+    ``payload``: the sent tensors in words, such as "mean logits".
     """
 
     kind: str = ""
@@ -59,8 +59,8 @@ class KeepsModels(Averaging):
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:
     """Raise ValueError for settings that hide or leave out single clients' payloads, and for local privacy.
 
-    ``what``: the payload in words, such as "mean logits". Clients send it without noise, so local privacy would not
-    cover it.
+    ``what``: the payload in words, such as "mean logits". Clients send the payload without noise, so local privacy
+    would not cover it.
     """
     local, reads = experiment.local, f"its server reads the {what} of every client"
     refused = {

@@ -22,20 +22,22 @@ class CoBoosting(OnMadeImages):
     """FedAvg; after each round, the mean model (the student) learns from a weighted ensemble on generated images.
 
     f_k are the logits of client k's model, f(x) = sum_k w_k f_k(x) / sum_k w_k those of the ensemble, and s(x) those of
-    the student. w_k starts at 1/m for m clients. In each epoch a new generator G makes images G(z) for random labels y.
-    It is trained by ``generator_steps`` steps of Adam with learning rate ``generator_rate`` on the loss (1 -
-    p)^``hardness`` CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) with T = 3, where p is the ensemble's probability
-    of y. The step with the lowest loss gives the epoch's ``images`` images. From the second epoch on (t = 1, 2, ...),
-    w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1) on each batch of the earlier images. Then the student passes
-    once over all images, by SGD with momentum .9 and weight decay 1e-4 on T² KL at ``temperature`` T. Before each step,
-    every pixel is moved by ``pixels``/255, up or down by the sign of the gradient of a random combination of the
-    ensemble's class probabilities.
+    the student. The weights w_k start at 1/m for m clients. CE is the cross-entropy, and KL the Kullback-Leibler
+    divergence. In each epoch a new generator G makes images G(z) from noise z, for random labels y. It is trained by
+    ``generator_steps`` steps of Adam with learning rate ``generator_rate``. Its loss is (1 - p)^``hardness``
+    CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) with T = 3, where p is the ensemble's probability of y. The step
+    with the lowest loss gives the epoch's ``images`` images. From the second epoch on (t = 1, 2, ...), each batch of
+    earlier images changes the weights: w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1). Then the student passes
+    once over all images, by SGD with momentum .9 and weight decay 1e-4. Its loss is T² KL(softmax f/T || softmax s/T)
+    with T = ``temperature``. Before each step of the student, every pixel is moved up or down by ``pixels``/255. The
+    direction is the sign of the gradient of a random combination of the ensemble's class probabilities.
 
     ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator, before its
-    last layer. ``mu``: 0 keeps equal weights. ``distillation_rate``: the student's learning rate, with a cosine
-    schedule over all epochs. ``distillation_batch``: images in a step. The other defaults are those of the released
-    code. Deviations: the student starts from the mean model, in the released code from random weights. The last epoch
-    gives the model; in the released code, the best epoch on test records. Models with BatchNorm are refused.
+    last layer. ``mu``: the step size of the weights w_k; 0 keeps equal weights. ``distillation_rate``: the student's
+    learning rate, with a cosine schedule over all epochs. ``distillation_batch``: the number of images in a step. The
+    other defaults are those of the released code. Deviations: the student starts from the mean model (in the released
+    code, from random weights). The result is the model of the last epoch (in the released code, of the best epoch on
+    test records). Models with BatchNorm are refused.
 
     A further table has the accuracy of the weighted ensemble: an upper bound that needs the models of all clients.
     ``result.json`` has the weights.

@@ -17,20 +17,22 @@ from strategies.generated_images import Album, ImageStudent, OnMadeImages, diver
 class Dense(OnMadeImages):
     """FedAvg; after each round, the mean model (the student) learns from the clients' ensemble on generated images.
 
-    The server needs no records. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the student. In each
-    epoch a new generator G makes images G(z) for random labels y. It is trained by ``generator_steps`` steps of Adam
-    with learning rate ``generator_rate`` on the loss CE(f(G(z)), y) + ``statistics`` S - ``divergence`` D. D is the
-    mean of KL(softmax f || softmax s), counted as 0 for images for which f and s predict the same class. S is the sum
-    of |m - m'| + |v - v'| over clients and their BatchNorm layers, if any (``local.batch_norm=average``): m and v are
-    means and variances of the layer's inputs on G(z), m' and v' its running statistics. The step with the lowest loss
-    gives the epoch's ``images`` images. The student then passes once over the images of all epochs, by SGD with
-    momentum .9 on T² KL(softmax f/T || softmax s/T).
+    The server needs no records. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the student. CE is
+    the cross-entropy, and KL the Kullback-Leibler divergence. In each epoch a new generator G makes images G(z) from
+    noise z, for random labels y. It is trained by ``generator_steps`` steps of Adam with learning rate
+    ``generator_rate``. Its loss is CE(f(G(z)), y) + ``statistics`` S - ``divergence`` D. D is the mean of KL(softmax f
+    || softmax s) over the images; an image for which f and s predict the same class counts as 0. S is the sum of |m -
+    m'| + |v - v'| over clients and their BatchNorm layers, if any (``local.batch_norm=average``). Here m and v are
+    means and variances of the layer's inputs on G(z), and m' and v' are the layer's running statistics. The step with
+    the lowest loss gives the epoch's ``images`` images. The student then passes once over the images of all epochs, by
+    SGD with momentum .9 on T² KL(softmax f/T || softmax s/T).
 
     ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator, before its
-    last layer. ``temperature``: T. ``distillation_rate``: the student's learning rate. ``distillation_batch``: images
-    in a step. The other defaults are those of the released command. Deviations: the student starts from the mean model,
-    in the released code from random weights. Images are not cropped or mirrored. The last epoch gives the model; in the
-    released code, the best epoch on test records.
+    last layer. ``temperature``: the temperature T of the distillation. ``distillation_rate``: the student's learning
+    rate. ``distillation_batch``: the number of images in a step. The other defaults are those of the released command.
+    Deviations: the student starts from the mean model (in the released code, from random weights). Images are not
+    cropped or mirrored. The result is the model of the last epoch (in the released code, of the best epoch on test
+    records).
 
     A further table has the accuracy of the ensemble itself: an upper bound that needs the models of all clients.
     """

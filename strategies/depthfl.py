@@ -25,21 +25,24 @@ if TYPE_CHECKING:
 class DepthFL(Averaging):
     """A client of depth d has the first d blocks of the model, with a classifier (exit) after each block.
 
-    The loss of a client is the sum of the cross-entropies of its exits, plus a distillation between them: w(t) T^2 /
-    (d - 1) times the sum of KL(softmax(f_j / T) || softmax(f_i / T)) over all pairs of exits i and j, where the logits
-    f_j are not differentiated. The update of a parameter is the mean update of the round's clients that have this
-    parameter, weighted by their numbers of records; without such a client, the parameter stays unchanged. Clients
-    receive, train and send only their blocks and exits. The evaluated model predicts by the mean logits of all exits.
+    The loss of a client is the sum of the cross-entropies of its exits, plus a distillation between the exits. The
+    distillation is w(t) T^2 / (d - 1) times the sum of KL(softmax(f_j / T) || softmax(f_i / T)) over all pairs of exits
+    i and j. Its gradient does not pass through the logits f_j. The update of a parameter is the mean update of the
+    round's clients that have this parameter, weighted by their numbers of records. If no client of the round has a
+    parameter, it stays unchanged. Clients receive, train and send only their blocks and exits. The evaluated model
+    predicts by the mean logits of all exits.
 
-    ``depths``: the clients' depths, given to clients as the ``rates`` of ``heterofl``; empty: 1, 2, ..., the number of
-    the model's blocks. The model has as many blocks as the deepest client. ``consistency``: the final value of w.
-    ``temperature``: T. ``ramp_up``: in round t (from 0), w(t) = ``consistency`` exp(-5 (1 - t / ``ramp_up``)^2), up to
-    round ``ramp_up``; 0 means no ramp. The defaults are those of the released code, for 1,000 rounds: in a short run
-    the distillation is almost off, so set a smaller ``ramp_up``.
+    ``depths``: the possible depths, assigned to clients like the ``rates`` of ``heterofl``; empty: 1, 2, ..., up to the
+    number of the model's blocks. The model has as many blocks as the deepest client. ``consistency``: the final value
+    of w, the weight of the distillation. ``temperature``: the temperature T of the distillation. ``ramp_up``: in round
+    t (from 0), w(t) = ``consistency`` exp(-5 (1 - t / ``ramp_up``)^2), up to round ``ramp_up``; 0 means no ramp. The
+    defaults are those of the released code, for 1,000 rounds: in a short run the distillation is almost off, so set a
+    smaller ``ramp_up``.
 
     ``resnet`` gets an exit after each residual block, other models after each layer. Deviations from the released code:
-    an exit is one linear layer, after pooling to 4 to 7 pixels per side; there it has further convolutions. There is no
-    regularisation of FedDyn, so this is the paper's row "FedAvg". The released code weights clients equally.
+    an exit is one linear layer, after pooling to 4 to 7 pixels per side; in the released code an exit has further
+    convolutions. FedDyn's regularisation is left out, as in the row "FedAvg" of the paper's tables. The released code
+    weights clients equally.
     """
 
     kind: Literal["depthfl"] = "depthfl"
@@ -95,7 +98,7 @@ class DepthFL(Averaging):
         return ServerState(params, server.broadcast, server.memory)
 
     def places(self, server: ServerState, size: float) -> Places:
-        """Return, for each parameter of a client with the share ``size`` of the blocks, (): it has the whole tensor."""
+        """Return {name: ()} for each parameter in the share ``size`` of the blocks; () stands for the whole tensor."""
         return dict.fromkeys(self.sized(server, size).params, ())
 
     def size_in(self, task: LocalTask) -> float:
@@ -108,7 +111,7 @@ class DepthFL(Averaging):
         return model.first(_depth(params))
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local objective (``LocalPlan``): the loss of all exits, in place of that of the mean logits."""
+        """Return the local objective (``LocalPlan``): the loss of all exits replaces the loss of the mean logits."""
         data = {
             "smoothing": torch.tensor(task.settings.label_smoothing),
             "weight": torch.tensor(self._weight(task.server_round)),
@@ -120,8 +123,9 @@ class DepthFL(Averaging):
     def losses_of_exits(self, batch: Batch) -> torch.Tensor:
         """Return the loss of each record, (n,): the cross-entropies of all exits, and the distillation between them.
 
-        ``batch.features``: the logits of all exits, as one vector for each record. The result is lower by the logarithm
-        of the number of classes, which is the cross-entropy of the mean logits after their multiplication by 0.
+        ``batch.features``: the logits of all exits, as one vector for each record. The trainer adds the cross-entropy
+        of the mean logits. The mean logits are multiplied by 0, so this cross-entropy is the logarithm of the number of
+        classes, which is subtracted here.
         """
         assert batch.features is not None
         count, classes = batch.logits.shape
@@ -133,7 +137,7 @@ class DepthFL(Averaging):
             return loss
         own = (exits / self.temperature).log_softmax(2)
         taught = own.detach()
-        # for each exit, the sum of the probabilities of all others
+        # for each exit, the sum of the probabilities of all other exits
         others = taught.exp().sum(1, keepdim=True) - taught.exp()
         divergence = (taught.exp() * taught).sum((1, 2)) - (others * own).sum((1, 2)) / (depth - 1)
         return loss + batch.data["weight"] * self.temperature**2 * divergence

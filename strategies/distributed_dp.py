@@ -20,11 +20,11 @@ from strategies.samplers import Cyclic, Everyone
 class DistributedDP(Settings):
     """Clients add noise to their updates, and secure aggregation shows the server only the noisy sum.
 
-    Everything that a client sends in a round is one vector. The client clips this vector, and rotates it by public
-    random signs and a Hadamard matrix. The client scales the vector and rounds it at random to whole numbers. The
-    client adds integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz, Liu
-    2021). The server adds the messages modulo 2^``bits``, reverses scaling and rotation, and divides by the number of
-    messages. Secure aggregation is simulated: this program computes the same sum, without masks.
+    All payloads of a client in a round form one vector. The client clips this vector, and rotates it by public random
+    signs and a Hadamard matrix. The client scales the vector and rounds it at random to whole numbers. The client adds
+    integer noise and sends the numbers modulo 2^``bits`` (Kairouz, Liu, Steinke 2021; Agarwal, Kairouz, Liu 2021). The
+    server adds the messages modulo 2^``bits``, reverses scaling and rotation, and divides by the number of messages.
+    Secure aggregation is simulated: this program computes the same sum, without the random masks of the protocol.
 
     Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
     part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
@@ -33,8 +33,8 @@ class DistributedDP(Settings):
     ``epsilon``: the largest epsilon over the whole run. The server does not open (learn) a sum that would exceed this
     epsilon. ``delta``: the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's
     vector. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm, if all
-    clients of a round answer. If it is left out, it is the smallest one for which all rounds together cost at most the
-    given epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent
+    clients of a round answer. If it is left out, it is the smallest value for which all rounds together cost at most
+    the given epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent
     number. ``headroom``: numbers are scaled so that this many standard deviations of a sum fit into half of 2^``bits``.
     ``noise``: with "secret" the noise differs from run to run. With "seeded" the noise is repeatable, and protects in
     simulation only.

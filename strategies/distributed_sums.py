@@ -49,15 +49,15 @@ _SHARE = "share"
 
 
 def terms_of(settings: DistributedDP) -> Terms:
-    """Return the terms of the privacy ledger, the meaning of its epsilon: privacy unit, adjacency, delta and budget."""
+    """Return the terms of the privacy ledger, which define its epsilon: privacy unit, adjacency, delta and budget."""
     return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
 def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
     """Return the rounding grid of a run's sums. ``sent``: the payload template of the algorithm.
 
-    If the settings have no noise multiplier, the smallest one that the budget allows is used. The noise is planned for
-    sums over the smallest cohort: all clients, or the smallest group of a cyclic sampler.
+    If the settings have no noise multiplier, the smallest noise multiplier that the budget allows is used. The noise is
+    planned for sums over the smallest cohort: all clients, or the smallest group of a cyclic sampler.
     """
     dimension, apart = sum(num_parameters(params) for params in sent.values()), experiment.sampler.rounds_apart
     return _grid(experiment.aggregator, dimension, experiment.num_members // apart, num_charges(experiment))
@@ -123,7 +123,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's client half (``ClientShares``), which clips and rounds updates, and adds noise."""
+        """Return the layer's code on clients (``ClientShares``), which clips and rounds updates, and adds noise."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         run_digest = digest_of(experiment) if experiment.aggregator.noise == "seeded" else ""

@@ -30,10 +30,11 @@ def near(start: Params, centre: Params, strength: float) -> LocalPlan:
 class Ditto(Averaging):
     """FedAvg trains the global model x; each client also makes steps v <- v - eta (grad F(v) + ``strength`` (v - x)).
 
-    F is the client's loss, and eta the local learning rate. The client's own model v begins at the run's initial model,
-    and is trained in the rounds in which the client takes part: as many steps as the global model, on the same batches.
-    ``strength``: the paper's lambda, which the paper chooses among 0.1, 1 and 2 on validation records; with 0, x has no
-    effect on v. In the released code x and v are trained alternately, one batch each.
+    F is the client's loss, and eta the local learning rate. The client's own model v begins at the run's initial model.
+    It is trained in the rounds in which the client takes part, with as many steps as the global model, on the same
+    batches. ``strength``: the pull of v towards x, the paper's lambda, chosen in the paper from 0.1, 1 and 2 on
+    validation records; with 0, x has no effect on v. In the released code x and v are trained alternately, one batch
+    each.
     """
 
     kind: Literal["ditto"] = "ditto"

@@ -22,17 +22,19 @@ class DivFL(GuidedSampler):
     """The cohort S is chosen so that every client has a client in S with a similar update.
 
     Let d_ij be the distance between the last updates of clients i and j, and D the largest of all distances. The cohort
-    maximises F(S) = sum over all clients i of (D - min over j in S of d_ij), the facility location function, greedily:
-    client by client, each with the largest gain (section 3). F(S) is then at least 1 - 1/e of the largest value. Equal
-    gains are decided at random. This is the paper's variant without further messages: only clients in a cohort have a
-    new update. Clients without an update so far come first, drawn uniformly, until all have been in a cohort.
+    maximises the facility location function F(S) = sum over all clients i of (D - min over j in S of d_ij). The
+    maximisation is greedy: each step adds the client with the largest gain (section 3). F(S) is then at least 1 - 1/e
+    of the largest value. Equal gains are decided at random. This is the paper's variant without further messages: only
+    clients in a cohort have a new update. Clients without an update so far come first, drawn uniformly, until all have
+    been in a cohort.
 
-    ``cohort_size``: the number of clients in a round. ``sketch_size``: the server keeps of each update a count sketch
-    of this many numbers, for the checkpoint; distances are those of sketches. The relative error of a squared distance
-    is about sqrt(2 / ``sketch_size``). Models with at most this many parameters are kept whole.
+    ``cohort_size``: the number of clients in a round. ``sketch_size``: the length of a count sketch. The server stores
+    only this sketch of each update, so checkpoints stay small, and computes the distances between sketches. The
+    relative error of a squared distance is about sqrt(2 / ``sketch_size``). Updates with at most ``sketch_size``
+    numbers are stored whole.
 
-    Deviations: in the paper gradients of all clients are collected once, before the first round. Greedy steps look at
-    all clients, not at a random part of them. The mean has the weights of the algorithm.
+    Deviations: in the paper, gradients of all clients are collected once, before the first round. Here, greedy steps
+    compare all clients, not a random part of the clients. The mean has the weights of the algorithm.
     """
 
     kind: Literal["divfl"] = "divfl"
@@ -65,7 +67,7 @@ class DivFL(GuidedSampler):
         return tuple(np.bincount(entries, weights=signs * numbers, minlength=self.sketch_size).tolist())
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the cohort, ascending: clients without an update so far, and then the most representative ones."""
+        """Return the cohort, ascending: clients without an update so far, then the most representative others."""
         del server_round
         num_clients = len(feedback.sizes)
         drawn, holds = distinct(num_clients, coins), feedback.sizes > 0

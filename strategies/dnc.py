@@ -19,11 +19,12 @@ from strategies.algorithm import Weighting
 class DnC(Robust):
     """The mean of the updates, without outliers in the direction of largest variance.
 
-    An iteration draws some coordinates of the updates, by the run's seed, and computes the first principal direction of
-    the updates in these coordinates. It drops the updates with the largest squared projections: c h updates, rounded
-    up. The result is the mean of the updates that all iterations keep. A round needs at least 2 h + 1 clients with
-    records, and more clients than all iterations together can leave out. The rule assumes that all hostile updates have
-    the same direction: a large outlier hides a smaller outlier of another direction. No privacy guarantee.
+    An iteration draws some coordinates of the updates, with the run's seed, and computes the first principal direction
+    of the updates in these coordinates. It drops the updates with the largest squared projections: c h updates, rounded
+    up, where c is ``filter_share``, and h is ``hostile``. The result is the mean of the updates that all iterations
+    keep. A round needs at least 2 h + 1 clients with records, and more clients than all iterations together can leave
+    out. The rule assumes that all hostile updates have the same direction: a large outlier hides a smaller outlier of
+    another direction. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients that the rule is made for. ``filter_share``: the paper's c; an
     iteration leaves out c h updates. ``coordinates``: the number of coordinates that an iteration draws, or all if

@@ -1,6 +1,6 @@
 """The settings of DP-SGD on clients (Abadi et al. 2016, algorithm 1): every local step is private for each record.
 
-``ClientPrivacy`` is the base class of all protections that clients charge to their own ledgers.
+``ClientPrivacy`` is the base class of all privacy mechanisms whose cost clients charge to their own ledgers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 ANOTHER: Final = "take another algorithm, such as fedavg, fedprox or scaffold"
-"""The advice in error messages about an algorithm that does not fit a protection."""
+"""The advice in error messages about an algorithm that does not fit a privacy mechanism."""
 
 
 class NoLocalPrivacy(Settings):
-    """Local steps and updates without noise."""
+    """No local privacy: local steps and updates have no noise."""
 
     kind: Literal["none"] = "none"
     covers_own_models: ClassVar[bool] = False
 
 
 class ClientPrivacy(Settings):
-    """Base class of protections whose cost each client charges to its own ledger, round by round."""
+    """Base class of privacy mechanisms whose cost each client charges to its own ledger, round by round."""
 
     kind: str = ""
     is_private: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class ClientPrivacy(Settings):
         )
 
     def allows(self, stage: object) -> bool:
-        """Return True if this protection allows ``stage``, which reads records before or after the rounds."""
+        """Return True if this mechanism allows ``stage``, which reads records before or after the rounds."""
         del stage
         return False
 
@@ -106,8 +106,8 @@ class DPSGD(ClientPrivacy):
 
     Let n be the client's number of records. In every local step, each record joins the batch independently, with
     probability q = ``local.batch_size`` / n. The gradient of each record is clipped. Gaussian noise is added to the sum
-    of these gradients, and the noisy sum is divided by q n. Terms of the algorithm, such as FedProx's, are added
-    afterwards.
+    of these gradients, and the noisy sum is divided by q n. Terms of the algorithm, such as FedProx's proximal term,
+    are added afterwards.
 
     ``clipping_norm``: the largest L2 norm C of a record's gradient, over all trained parameters together. ``clipping``:
     the rule that bounds a gradient g by C. "flat" scales a longer g down to the norm C. "per-layer" clips the gradient
@@ -118,16 +118,16 @@ class DPSGD(ClientPrivacy):
 
     Privacy unit: one record of one client. Adjacency: one record is replaced by nothing, while the client's number of
     records stays public. A client's cost is the cost of all steps of all rounds in which it takes part. The sampling of
-    clients does not reduce it.
+    clients does not reduce this cost.
 
     ``epsilon``: the largest epsilon for each record of each client, over the whole run. ``delta``: the delta at which
     the given epsilon holds. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. If it
-    is left out, each client has the smallest one for which all its rounds together cost at most the given epsilon. If
-    both are set, a client trains until its next round would exceed the epsilon. From then on the client counts as a
-    client without records. ``noise``: with "secret" the protection is real, and the noise differs from run to run. With
-    "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the accountant that finds the
-    noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp", and takes seconds for each number of
-    records.
+    is left out, each client has the smallest value for which all its rounds together cost at most the given epsilon. If
+    epsilon and noise multiplier are set, a client trains until its next round would exceed the epsilon. From then on
+    the client counts as a client without records. ``noise``: with "secret" the protection is real, and the noise
+    differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the
+    accountant that finds the noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp", but its
+    computation takes seconds for each different number of records.
     """
 
     kind: Literal["dp-sgd"] = "dp-sgd"

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from fl_sim.training.records import Source
 
 LogitsOf = Callable[[Params, "torch.Tensor"], "torch.Tensor"]
-"""A function (weights, normalised records (n, *input shape)) -> logits (n, classes)."""
+"""A function (model weights, normalised records (n, *input shape)) -> logits (n, classes)."""
 
 POOL = "pool"
-"""The name of the run's own pool of synthetic records, in place of a data set."""
+"""The name of the run's own pool of synthetic records, used in place of the name of a data set."""
 
 UPPER_BOUND = "the ensemble's accuracy is an upper bound that keeps the models of all clients"
 
 
 class Norms(Protocol):
-    """The passes of a model with BatchNorm layers. The weights of a model contain its running statistics.
+    """The forward passes of a model with BatchNorm layers. The weights of a model contain its running statistics.
 
     ``statistics``: the names of the running statistics.
     """
 
     @property
     def statistics(self) -> frozenset[str]:
-        """Return these names."""
+        """Return the names of the running statistics."""
 
     def training_logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return logits as in training, and update the running statistics in ``params`` in place."""
@@ -49,8 +49,8 @@ class Lesson:
 
     ``logits_of``: a function that computes the model's logits. ``dataset``: the experiment's data set, for shapes and
     public constants; its records are not used. ``public``: unlabelled records for the server, if any. ``device``: the
-    device of the computation. ``generator``: the random numbers of the round. ``norms``: the passes of a model with
-    BatchNorm layers; None if the model has no running statistics.
+    device of the computation. ``generator``: the random numbers of the round. ``norms``: the forward passes of a model
+    with BatchNorm layers; None if the model has no running statistics.
     """
 
     logits_of: LogitsOf
@@ -119,7 +119,7 @@ class OnEnsemble(SeesModels):
     @property
     @abstractmethod
     def learns(self) -> bool:
-        """Return True if the server learns after a round. Otherwise the method is FedAvg, bit for bit."""
+        """Return True if the server learns after a round. Otherwise the method is exactly FedAvg."""
 
     @abstractmethod
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:

@@ -18,13 +18,15 @@ class FD(KeepsModels):
     """Adds ``gamma`` times a distance to the loss: the distance of a record's logits to the mean logits of its class.
 
     After its local steps, a client sends its mean logits over its records of each class that it has. A client's target
-    for a class is the mean, with equal weights, of the other clients' mean logits of this class, in the last round in
-    which any client had the class. A class that no other client had adds nothing to the loss. Each client trains its
-    own model from the run's initial model, in the rounds in which it takes part. No parameter is sent.
+    for a class is the mean, with equal weights, of the other clients' mean logits of this class. They come from the
+    last round in which any client of the cohort had the class. If no other client had it then, the class adds nothing
+    to the loss. Each client trains its own model from the run's initial model, in the rounds in which it takes part. No
+    parameter is sent.
 
-    ``gamma``: 0 is local-only. ``distance``: "kl" is KL(softmax(target) || softmax(logits)), which has the gradient of
-    the paper's cross-entropy; "l2" is the mean over classes of squared differences of logits. In the paper, a client
-    averages the logits of all local steps, instead of the logits after the last step.
+    ``gamma``: the weight of the distance; 0 is local-only. ``distance``: "kl" is KL(softmax(target) ||
+    softmax(logits)), which has the gradient of the paper's cross-entropy; "l2" is the mean over classes of squared
+    differences of logits. In the paper, a client averages the logits of all local steps, instead of the logits after
+    the last step.
     """
 
     kind: Literal["fd"] = "fd"
@@ -47,7 +49,7 @@ class FD(KeepsModels):
         return [off(f"algorithm.gamma={self.gamma:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Return the note for tables: it names what clients send."""
+        """Return the note for tables. It names the tensors that clients send."""
         return "FD: clients send only their mean logits of each class that they hold."
 
     def init_for(self, params: Params, model: Params) -> ServerState:

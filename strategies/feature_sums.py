@@ -34,7 +34,7 @@ class SumsOfFeatures(Settings):
 
     @property
     def protection(self) -> Protection | None:
-        """Return the privacy parameters for the clients' sums, or None if these are sent without noise."""
+        """Return the privacy parameters for the clients' sums, or None if clients send the sums without noise."""
         if self.epsilon is None:
             return None
         from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)

@@ -39,12 +39,13 @@ class FedALA(Averaging):
     number for each parameter of the last layers, and begins at 1. Before local training, the client trains W on a
     random part of its records. Each step is W <- W - eta (x - v) G, cut to [0, 1], where G is the gradient of the loss
     at the mixture. In its second round the client passes over these records until the mean loss of a pass converges, in
-    later rounds once. Local training starts at the resulting mixture, which is also the client's own model.
+    later rounds once. Local training starts at the resulting mixture. The mixture is also evaluated as the client's own
+    model.
 
-    ``weight_learning_rate``: eta, 1 in the paper; 0 is FedAvg. ``layers``: the number of last layers that start at the
-    mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is trained, 0.8 in the
-    paper. ``threshold``: the loss has converged if the standard deviation of its last 10 values is below this value
-    (0.1 in the released code).
+    ``weight_learning_rate``: the learning rate eta of W, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
+    layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is
+    trained, 0.8 in the paper. ``threshold``: the loss has converged if the standard deviation of its last 10 values is
+    below this value (0.1 in the released code).
 
     In the released code the number of last layers counts tensors, and the loss of a pass is the loss of its last batch.
     There a client that joins late mixes x with the initial model in its first round; here it starts at x.
@@ -77,9 +78,9 @@ class FedALA(Averaging):
         )
 
     def start_steps(self, num_examples: int, batch_size: int, starts: float) -> float:
-        """Return the number of steps in a client's first ``starts`` starts: none in the first start.
+        """Return the number of steps of W in the first ``starts`` rounds of a client: none in the first round.
 
-        The second start is counted with the smallest number of passes until convergence, later starts with one pass.
+        The second round is counted with the smallest number of passes until convergence, later rounds with one pass.
         """
         later = max(0.0, starts - 1) * bool(self.weight_learning_rate)
         return (later + _WINDOW * min(1.0, later)) * math.ceil(math.ceil(self.record_share * num_examples) / batch_size)

@@ -19,11 +19,11 @@ class FedAvg(Averaging):
 
 
 class Centralized(Averaging):
-    """Centralized training, the upper bound of tables: one client holds all training records and runs plain SGD.
+    """Centralized training, an upper bound in tables: one client holds all training records and runs plain SGD.
 
-    Model and optimiser are the same as in federated training. The client keeps its momentum from round to round, so
-    that this is exactly SGD over ``rounds * local epochs`` epochs. The setting ``devices`` has no effect: there is no
-    virtual clock.
+    Model and optimiser are the same as in federated training. The client keeps its momentum from round to round, so the
+    run is exactly SGD over ``rounds * local epochs`` epochs. The setting ``devices`` has no effect: there is no virtual
+    clock.
     """
 
     kind: Literal["centralized"] = "centralized"

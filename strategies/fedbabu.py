@@ -11,7 +11,7 @@ from strategies.algorithm import Averaging
 
 
 class FedBABU(Averaging):
-    """FedAvg on the body. The head, the last linear layer, keeps its initial values in all rounds.
+    """FedAvg on the body (all layers except the head). The head (the last linear layer) keeps its initial values.
 
     After the last round each client fine-tunes the whole model, head included, for ``evaluate.fine_tune_epochs`` epochs
     (5 in the paper).

@@ -57,9 +57,9 @@ class FedCM(ClientMomentum):
 
     g is the gradient of a local step, x the received model, and y_i the trained model of client i. eta is the learning
     rate, and K a client's number of local steps. The K steps of a client together contain (1 - alpha) of the last mean
-    update. ``alpha`` 1 is FedAvg with equal weights. fl-sim computes eta K for each client from the client's settings
-    in this round: the distance of the client's steps with constant gradient 1. The released code takes the first
-    client's K and the last round's learning rate.
+    update. ``alpha`` 1 is FedAvg with equal weights. fl-sim computes eta K for each client and round, as the distance
+    that the client's steps move with constant gradient 1. The released code takes the first client's K and the last
+    round's learning rate.
     """
 
     kind: Literal["fedcm"] = "fedcm"

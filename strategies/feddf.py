@@ -93,15 +93,15 @@ def distilled(
 ) -> Params:
     """Return the student after one step of Adam on each of the ``settings.steps`` batches (n, *input shape).
 
-    ``teacher``: a function from records to the probabilities that the student learns, (n, classes). If the
-    student's own probabilities equal these, it does not change, bit for bit.
+    ``teacher``: a function from records to the probabilities that the student learns, (n, classes). If the student
+    already has exactly these probabilities, its parameters do not change.
     """
     weights = {name: value.detach().clone().requires_grad_() for name, value in student.items()}
     means, squares = scale(student, 0.0), scale(student, 0.0)
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # If student and teacher agree, this gradient is exactly 0. Autograd's gradient is not, and Adam enlarges it.
+        # If student and teacher agree, this gradient is exactly 0. Autograd's is not exactly 0, and Adam enlarges it.
         with torch.no_grad():
             slope = (logits.softmax(1) - teacher(records)) / len(records)
         gradients = torch.autograd.grad(logits, list(weights.values()), slope)

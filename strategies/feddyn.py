@@ -1,4 +1,4 @@
-"""FedDyn: dynamic regularisation, so that local optima agree with the global one (Acar et al. 2021, algorithm 1)."""
+"""FedDyn: dynamic regularisation, so that local optima agree with the global optimum (Acar et al. 2021, alg. 1)."""
 
 from typing import ClassVar, Literal
 
@@ -67,9 +67,10 @@ class FedDyn(Dynamic):
     """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2, so that all w agree at the minimum of sum_i F_i.
 
     F_i is the loss of client i, w its model, and x the global model. g_i is part of the client state, and approaches
-    the gradient of F_i at the client's model. ``alpha``: the paper tries 0.001, 0.01 and 0.1. The released code divides
-    alpha by a client's share of the records times the number of clients, clips gradients to norm 10
-    (``local.clip_norm``), and evaluates both x and the mean of the clients' models.
+    the gradient of F_i at the client's model. ``alpha``: the strength of the regularisation; the paper tries 0.001,
+    0.01 and 0.1. The released code divides alpha by the product of a client's share of the records and the number of
+    clients. It also clips gradients to norm 10 (``local.clip_norm``), and evaluates x and the mean of the clients'
+    models.
     """
 
     kind: Literal["feddyn"] = "feddyn"

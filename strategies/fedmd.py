@@ -24,8 +24,8 @@ class FedMD(KeepsModels):
 
     Before each round except the first, every client i sends its logits f_i(u) on the public records u. The cohort
     receives their mean fbar(u). A client of the cohort first lowers |f_i(u) - fbar(u)|, averaged over public records
-    and classes, by plain SGD: the paper's digest. Then it trains as with local-only. No parameter is sent. Clients
-    without records skip the digest.
+    and classes, by plain SGD; the paper calls this step the digest. Then it trains as with local-only. No parameter is
+    sent. Clients without records skip the digest.
 
     ``proxy``: the name of the data set with the public records. Its labels are not used, and its inputs must have the
     shape of the clients' inputs. "none" is local-only, bit for bit. ``public_records``: the number of public records,
@@ -77,7 +77,7 @@ class FedMD(KeepsModels):
         return LocalPlan()
 
     def course(self, job: LocalJob) -> Course:
-        """Return a generator of a client's training steps: the digest (if mean logits came), then on own records."""
+        """Return a generator of a client's training jobs: the digest if there are mean logits, then local training."""
         from fl_sim.training.courses import at, steps_of, stream  # noqa: PLC0415 (it loads torch)
         from fl_sim.training.records import Records  # noqa: PLC0415 (as above)
         from fl_sim.types import Augment  # noqa: PLC0415 (only for a digest)
@@ -98,7 +98,7 @@ class FedMD(KeepsModels):
             params, statistics = task.params, task.statistics
             for step in steps_of(public):
                 batch, chosen = step.records.tensors()
-                # public records have no labels: the factor 0 on the logits gives the cross-entropy the gradient 0
+                # public records have no labels, so a factor 0 on the logits makes the cross-entropy's gradient 0
                 plan = LocalPlan(logit_scale=scale, loss_term=LossTerm(self.digest, {"targets": targets[chosen]}))
                 unlabelled = replace(step, records=Records.of(batch, torch.zeros_like(chosen)))
                 (made,) = yield [at(unlabelled, params, plan, statistics=statistics)]

@@ -13,8 +13,9 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedNTD(Averaging):
     """Each client adds ``beta`` T^2 KL(received model || own model) to its loss.
 
-    The softmax of each model leaves the record's own class out. ``beta`` 0 is FedAvg. ``temperature``: T, the paper's
-    tau. The factor T^2 follows the released code.
+    KL is the Kullback-Leibler divergence; the softmax of each model leaves the record's own class out. ``beta`` 0 is
+    FedAvg. ``temperature``: the temperature T of both softmax functions, the paper's tau. The factor T^2 follows the
+    released code.
     """
 
     kind: Literal["fedntd"] = "fedntd"

@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 class FedOV(FedDF):
     """Models have a further class "unknown", for inputs unlike a client's own; the server lets the models vote.
 
-    Each step of a client lowers the sum of four cross-entropies over C + 1 classes (section 4). The first is that of
-    the records with their labels. The other three have the label "unknown". They are those of the records without their
-    own class; of outliers (images of the batch that are cut, pasted, turned, blurred or erased); and of these outliers
-    after ``adversarial_steps`` steps along the sign of the gradient, towards a known class. The vote for class c is the
-    sum of all models' softmax at c, without the column "unknown".
+    Each local step lowers the sum of four mean cross-entropies over C + 1 classes: C known classes and "unknown"
+    (section 4). The first is computed on the batch with its true labels. The other three have the label "unknown". The
+    second is computed on the batch, but the softmax leaves each record's own class out. The third is computed on
+    outliers: images of the batch that are cut, pasted, turned, blurred or erased. The fourth is computed on these
+    outliers after ``adversarial_steps`` steps along the sign of the gradient, towards a known class. The vote for class
+    c is the sum of all models' softmax at c, without the column "unknown".
 
-    The accuracy of the vote is a table of its own: an upper bound that keeps the models of all clients. The method's
-    own accuracy is that of one model, which never predicts "unknown": the mean model, or, with ``proxy``, the mean
-    model after ``steps`` steps of FedDF towards the vote. The paper has one round (``rounds=1``), and evaluates the
-    vote.
+    The accuracy of the vote is in a separate table: it is an upper bound that needs the models of all clients. The
+    method's own accuracy is that of one model, which never predicts "unknown". It is the mean model or, with ``proxy``,
+    the mean model after ``steps`` steps of FedDF towards the vote. The paper has one round (``rounds=1``), and
+    evaluates the vote.
 
-    ``adversarial_rate``: the size of these steps, in units of normalised inputs; the released code has .002 of the
-    pixel range. ``proxy``, ``steps``, ``distillation_rate``, ``distillation_batch``: as in ``feddf``. Deviations:
-    clients use SGD, not Adam; no mixture of features is trained as "unknown" (weight .01 in the released code).
+    ``adversarial_rate``: the size of an adversarial step, in units of normalised inputs; the released code has .002 of
+    the pixel range. ``proxy``, ``steps``, ``distillation_rate``, ``distillation_batch``: as in ``feddf``. Deviations:
+    clients use SGD, not Adam; there is no loss on mixed features with the label "unknown" (weight .01 in the released
+    code).
     """
 
     kind: Literal["fedov"] = "fedov"  # type: ignore[assignment]  # another kind than its base class
@@ -69,7 +71,7 @@ class FedOV(FedDF):
         )
 
     def remarks(self, experiment: Choices) -> list[str]:
-        """Return a warning if the adversarial steps do not change the outliers."""
+        """Return a warning if there are no adversarial steps."""
         del experiment
         return [] if self.adversarial_steps else [off("algorithm.adversarial_steps=0", "outliers stay as they are")]
 

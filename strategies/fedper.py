@@ -9,7 +9,7 @@ from strategies.algorithm import Averaging
 
 
 class FedPer(Averaging):
-    """FedAvg on the body of the model. Each client has its own head, the last linear layer; both are trained."""
+    """FedAvg on the body of the model. Each client has its own head (the last linear layer), and trains both parts."""
 
     kind: Literal["fedper"] = "fedper"
     title: ClassVar[str] = "FedPer"

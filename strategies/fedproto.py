@@ -20,15 +20,17 @@ from strategies.low_rank import head_shape
 class FedProto(Averaging):
     """Adds to the loss ``strength`` times the squared distance of a record's features to the class prototype (eq. 6).
 
-    z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is
-    ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
-    paper's lambda. The released code uses 1 on MNIST and FEMNIST, and 0.1 on CIFAR-10. 0 is FedAvg.
+    z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is ||z -
+    prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
+    weight of the distance, the paper's lambda. The released code uses 1 on MNIST and FEMNIST, and 0.1 on CIFAR-10. 0 is
+    FedAvg.
 
     A prototype is the mean of z over all records of a class. A class without records in a round keeps its old
     prototype. This class differs from the original in three points. In the released code, all clients that have a class
-    have the same weight in its prototype; here, all records have. In the released code, clients compute z in the last
-    epoch of training; here, after training. In the paper, clients send only prototypes, and each client's own model is
-    evaluated (see ``fedproto-local``); here, clients also send their models, and the mean model is evaluated.
+    have the same weight in its prototype; here, all records have the same weight. In the released code, clients compute
+    z in the last epoch of training; here, after training. In the paper, clients send only prototypes, and each client's
+    own model is evaluated (see ``fedproto-local``); here, clients also send their models, and the mean model is
+    evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"
@@ -62,7 +64,7 @@ class FedProto(Averaging):
         return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Return the note below result tables. It names what clients send in addition to their update."""
+        """Return the note below result tables. It names the tensors that clients send in addition to their update."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
 
     def init(self, params: Params) -> ServerState:
@@ -78,7 +80,7 @@ class FedProto(Averaging):
         return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local objective (``LocalPlan``): pull features to prototypes, then sum them for each class."""
+        """Return the local objective (``LocalPlan``): pull features to prototypes; then sum features by class."""
         known = task.broadcast["prototypes"]
         weight = self.strength / (known["z"].shape[1] if self.distance == "mean" else 1)
         return LocalPlan(pull=Pull(known["z"], known["known"] > 0, weight), class_features=True)

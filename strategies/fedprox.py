@@ -13,8 +13,8 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedProx(Averaging):
     """Each client minimises F_i(w) + mu/2 ||w - x||^2, which adds mu (w - x) to its gradient.
 
-    F_i is the loss of client i, w its model, and x the global model that it received. ``mu``: the paper tries 0.001,
-    0.01, 0.1 and 1; 0 is FedAvg.
+    F_i is the loss of client i, w its model, and x the global model that it received. ``mu``: the strength of the
+    proximal term; the paper tries 0.001, 0.01, 0.1 and 1; 0 is FedAvg.
     """
 
     kind: Literal["fedprox"] = "fedprox"
@@ -26,6 +26,6 @@ class FedProx(Averaging):
         return [] if self.mu else [off("algorithm.mu=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the client's local objective (``LocalPlan``): every gradient contains that of the proximal term."""
+        """Return the local objective (``LocalPlan``): the proximal term's gradient is added to every gradient."""
         del task
         return LocalPlan(proximal_mu=self.mu)

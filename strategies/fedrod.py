@@ -22,12 +22,13 @@ _HEAD = "personal-head"
 class FedRoD(BalancedSoftmax):
     """The body and a generic head are trained with balanced softmax and averaged. Each client also has a personal head.
 
-    A client predicts by the sum of both heads' logits. In each local step, one batch trains two losses. Balanced
-    softmax changes the body and the generic head. The plain cross-entropy of the summed logits changes only the
-    personal head. Both gradients are computed at the parameters before the step. Heads are linear layers, so the
-    client's own model is the body with one head, the sum of both heads. The personal head is initially 0, so the
-    client's own model is initially the received model. In PFLlib the personal head begins as a copy of the initial
-    generic head. The paper's variant with personal heads from a hypernetwork is not implemented.
+    A client predicts by the sum of both heads' logits. Each local step computes two losses on one batch. The loss with
+    balanced softmax changes the body and the generic head. The plain cross-entropy of the summed logits changes only
+    the personal head. Both gradients are computed at the parameters before the step. Heads are linear layers, so the
+    client's own model is the body with one head, whose parameters are the sum of both heads' parameters. The personal
+    head is initially 0, so the client's own model is initially the received model. In PFLlib the personal head begins
+    as a copy of the initial generic head. The paper's variant with personal heads from a hypernetwork is not
+    implemented.
     """
 
     kind: Literal["fedrod"] = "fedrod"  # type: ignore[assignment]  # another kind than its base class
@@ -49,7 +50,7 @@ class FedRoD(BalancedSoftmax):
             )
 
     def course(self, job: LocalJob) -> Course:
-        """Train the received model and the client's personal head. On each batch both make one step."""
+        """Train the received model and the client's personal head: each makes one step on every batch."""
         from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
 
         generic, statistics, settings = job.task.params, job.task.statistics, job.task.settings

@@ -13,11 +13,11 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedSAM(Averaging):
     """Clients step with the gradient at w + rho g / ||g||; if ``adaptive`` (FedASAM), at w + rho w^2 g / || |w| g ||.
 
-    w is the client's model and g its gradient. ``rho``: 0 is FedAvg; Caldarola et al. take 0.1 (FedSAM) and 0.7
-    (FedASAM) on CIFAR-10. The norm is over the whole model, and weight decay is computed at w. The released FedASAM
-    code has |w| + eta in place of |w|, with eta 0.2 on CIFAR-10, and scales only weights: a bias moves by rho g / norm.
-    Here eta is 0, and biases are scaled like weights. So the same ``rho`` moves w by another distance here than in the
-    released code, and gives other models.
+    w is the client's model and g its gradient. ``rho``: the size of the step to the point where the gradient is
+    computed; 0 is FedAvg. Caldarola et al. take 0.1 (FedSAM) and 0.7 (FedASAM) on CIFAR-10. The norm is over the whole
+    model, and weight decay is computed at w. The released FedASAM code has |w| + eta in place of |w|, with eta 0.2 on
+    CIFAR-10, and scales only weights: a bias moves by rho g / norm. Here eta is 0, and biases are scaled like weights.
+    So the same ``rho`` moves w by another distance here than in the released code, and gives other models.
     """
 
     kind: Literal["fedsam"] = "fedsam"

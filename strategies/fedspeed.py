@@ -14,11 +14,12 @@ from strategies.feddyn import Dynamic
 class FedSpeed(Dynamic):
     """Clients step with (1 - s) g(w) + s g(w + rho g / ||g||) - g_i + alpha (w - x); the server step is FedDyn's.
 
-    w is the client's model, x the received model, g the gradient, and g_i FedDyn's correction. ``alpha``: the paper's 1
-    / lambda. ``uphill_share``: s, the paper's alpha. ``rho``: the distance from w to the point of higher loss where the
-    second gradient is computed; with 0 this gradient, too, is computed at w. In the paper's algorithm 1 the server
-    averages only the corrections of the cohort. If not all clients take part, the model then moves away from the
-    optimum. The released code and this class average the corrections of all clients.
+    w is the client's model, x the received model, g the gradient, and g_i FedDyn's correction. ``alpha``: the strength
+    of the pull towards x, 1 / lambda in the paper. ``uphill_share``: the share s of gradients at the point of higher
+    loss, the paper's alpha. ``rho``: the distance from w to the point of higher loss where the second gradient is
+    computed; with 0 this gradient, too, is computed at w. In the paper's algorithm 1 the server averages only the
+    corrections of the cohort. If not all clients take part, the model then moves away from the optimum. The released
+    code and this class average the corrections of all clients.
     """
 
     kind: Literal["fedspeed"] = "fedspeed"

@@ -25,7 +25,7 @@ class Fens(SeesModels):
 
     ``combiner``: "weights" is a weighted sum of logits. It has one weight per model and class, initially 1/m, so with 0
     rounds it is the mean of the logits. "network" is the paper's first choice, with one hidden layer of 2 m units. (The
-    released code trains it for 500 rounds, with FedAdam at the server, and sends models as 8-bit numbers.)
+    released code trains this network for 500 rounds, with FedAdam at the server, and sends models as 8-bit numbers.)
 
     The final accuracy is that of the ensemble of all models with the combiner. Compare it with ensembles, not with one
     model. ``model.safetensors`` contains the mean model. ``ensemble-DIGEST.safetensors`` contains the models and the

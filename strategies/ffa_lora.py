@@ -9,7 +9,7 @@ from strategies.low_rank import STARTS_WITH, check_adapters, is_factor
 
 
 class FFALoRA(Averaging):
-    """FedAvg on the factor B of adapters. A is equal on all clients and never changes.
+    """FedAvg on the factor B of LoRA adapters. The factor A is equal on all clients and never changes.
 
     The mean is exact: mean(B_i) A is the mean of the B_i A. Clients send about half of an adapter, or less. Under
     Global DP, local DP and DP-SGD only B is clipped and gets noise. A has no noise, so the product B A contains no

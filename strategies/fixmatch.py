@@ -61,7 +61,7 @@ class Augmentation(Settings):
 
 
 def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return ``records``, changed by the function ``move``, such as a rotation, if they are images."""
+    """Return ``records``, if they are images, changed by the function ``move``, such as a rotation; else unchanged."""
     return move(records, generator) if records.ndim == 4 else records
 
 
@@ -75,7 +75,7 @@ def pseudo_labels(guess: torch.Tensor, threshold: float) -> tuple[torch.Tensor, 
 
 
 def _erased(images: torch.Tensor, generator: torch.Generator, longest: float) -> torch.Tensor:
-    """Return ``images`` with a square of random size and position set to the least value of all images."""
+    """Return ``images`` with a square of random size and position set to the smallest value of all images."""
     num_images, _, height, width = images.shape
     row, column, half = torch.rand(3, num_images, 1, 1, 1, generator=generator).to(images.device)
     rows = torch.arange(height, device=images.device).view(1, 1, -1, 1) + 0.5

@@ -16,7 +16,7 @@ from strategies.algorithm import Weighting
 
 
 class Flame(Robust):
-    """The mean of the updates in the largest cluster, each scaled down to the median norm at most, with noise.
+    """The mean of the updates in the largest cluster, with noise. Updates are scaled down to at most the median norm.
 
     HDBSCAN clusters the n updates by their cosine distances. A cluster must have more than n / 2 updates, so there is
     at most one. If there is no cluster, all updates are taken. The median norm is that of all n updates. ``noise``: the

@@ -1,4 +1,4 @@
-"""FlexLoRA: the mean of the clients' products B_i A_i, cut to rank r by its SVD (Bai et al. 2024, section 3)."""
+"""FlexLoRA: the mean of the clients' products B_i A_i, factorised with rank r (Bai et al. 2024, section 3)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class FlexLoRA(Averaging):
     """Clients train and send adapters; the server averages their products, and sends the best factors of rank r.
 
-    B_i and A_i are the factors of client i, and p_i is its weight. U S V^T is the singular value decomposition of sum
-    p_i B_i A_i. The new factors are B = U S and A = V^T, cut to the r largest singular values. They are exact if the
-    sum has rank r or less.
+    r is ``model.rank``. B_i and A_i are the factors of client i, and p_i is its weight. U S V^T is the singular value
+    decomposition of sum p_i B_i A_i. The new factors are B = U S and A = V^T, cut to the r largest singular values.
+    Their product B A is exactly the sum if the sum has rank r or less.
 
-    ``ranks``: the ranks of clients' adapters; by default all clients have ``model.rank``. Each of n ranks goes to one
-    of the clients 0 to n - 1, to one of the next n clients, and so on, in random order, in every run the same. The
-    server keeps factors of rank ``model.rank``. A client of rank k receives, trains and sends the first k columns of B
-    and rows of A, which give the best approximation of rank k. Its factor alpha / r is that of the server, so that all
-    products B_i A_i have one scale. A client's rank is public.
+    ``ranks``: the ranks of clients' adapters; by default all clients have ``model.rank``. With n ranks, each block of n
+    consecutive client IDs gets every rank once, in a random order that is the same in every run. The server keeps
+    factors of rank r. A client of rank k receives, trains and sends the first k columns of B and rows of A, which give
+    the best approximation of rank k. It multiplies B A by the server's LoRA factor alpha / r, so that all products B_i
+    A_i have the same scale. A client's rank is public.
     """
 
     kind: Literal["flexlora"] = "flexlora"
@@ -39,7 +39,7 @@ class FlexLoRA(Averaging):
     ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(several)] = ()
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A.
+        """Raise ValueError if no adapters are trained, or if noise or compression would change the factors A and B.
 
         With ``ranks``, also raise ValueError for settings that need updates of one shape.
         """
@@ -74,7 +74,7 @@ class FlexLoRA(Averaging):
         return factored(task, trained, list(task.params))
 
     def unfolded(self, payloads: Payloads) -> Payloads:
-        """Return the round's payloads with the products B_i A_i in place of the factors, so that the mean is exact."""
+        """Return a client's payloads with the product B_i A_i in place of the factors, so that the mean is exact."""
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:

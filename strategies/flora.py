@@ -15,10 +15,11 @@ class FLoRA(Averaging):
     """W <- W + (alpha / r) sum of p_i B_i A_i; each round, clients train new adapters of the new W.
 
     B_i and A_i are the factors of client i, p_i is its weight, r the rank, and m the number of clients in the round.
-    The product of the stacked factors [p_1 B_1 ... p_m B_m] [A_1; ...; A_m] is this sum, so the mean is exact. A and B
-    begin each round at their initial values. Clients send their factors. The paper's server sends the stacked factors
-    of the round, which clients add to their own W; here the server sends W, so that clients may miss rounds. In the
-    released code FedIT also begins each round at initial factors; ``fedit`` here keeps the averaged factors.
+    The product of the stacked factors [p_1 B_1 ... p_m B_m] [A_1; ...; A_m] equals the sum of p_i B_i A_i, so the mean
+    is exact. A and B begin each round at their initial values. Clients send their factors. The paper's server sends the
+    stacked factors of the round, and clients add their product to their own W. Here the server sends W, because clients
+    may miss rounds. In the released code, FedIT also begins each round with initial factors; here ``fedit`` keeps the
+    averaged factors.
     """
 
     kind: Literal["flora"] = "flora"
@@ -30,7 +31,7 @@ class FLoRA(Averaging):
         check_products(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
-        """Return the names in ``trained`` and, for each adapter, the names of W and the scale: the server needs both.
+        """Return the names in ``trained`` and, for each adapter, the names of W and the scale, which the server needs.
 
         Raises ValueError if the model has no adapters, or an adapter without W or scale.
         """
@@ -55,7 +56,7 @@ class FLoRA(Averaging):
         return factored(task, trained, [name for name in task.params if name in moved])
 
     def unfolded(self, payloads: Payloads) -> Payloads:
-        """Return the round's payloads with the products B_i A_i in place of the factors, so that the mean is exact."""
+        """Return a client's payloads with the product B_i A_i in place of the factors, so that the mean is exact."""
         return unfolded(payloads)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
@@ -72,7 +73,7 @@ class FLoRA(Averaging):
 
 
 def check_products(algorithm: object, experiment: Choices) -> None:
-    """Raise ValueError if no adapters are trained, or if a setting such as noise would change A, B or B A."""
+    """Raise ValueError if no adapters are trained, or if noise or compression would change the factors A and B."""
     check_adapters(algorithm, experiment)
     kind = kind_of(algorithm)
     if hides_clients(experiment.aggregator):

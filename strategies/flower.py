@@ -61,7 +61,8 @@ class FederatedStrategy(Strategy):
     ``sampling_seed``: the seed of the cohorts, or None for ``seed``. ``on_clients``: the code of the layers that runs
     on clients. ``cohort``: the clients of the last round whose updates are used. ``late``: the clients of the last
     round whose updates come too late. ``layer``: the outermost layer of ``layers``. ``holders``: True for each client
-    that is known to hold training records, shape (clients,); None: all clients hold records.
+    that is known to hold training records, shape (clients,); None: all clients hold records. ``members``: the IDs of
+    the clients that may take part in rounds; None: all.
     """
 
     algorithm: Algorithm
@@ -179,7 +180,7 @@ class FederatedStrategy(Strategy):
     def traffic_with(self, messages: Sequence[Message], server_round: int) -> Traffic:
         """Return the number of bytes of a round: of ``messages``, of the replies, and of the models for late clients.
 
-        Call this before the round changes the server state, because sizes are read from it.
+        Call this method before the round changes the server state, because model sizes are read from the state.
         """
         contents = {id(one.content): one.content for one in messages}
         counts = Counter(id(one.content) for one in messages)
@@ -270,8 +271,8 @@ class FederatedStrategy(Strategy):
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients hold records.
 
-        ``answers``: the updates of a round. A client whose update comes from at least one record is counted from then
-        on.
+        ``answers``: the updates of a round. A client that was not counted so far is counted from its first update that
+        comes from at least one record.
         """
         if self.holders is None:
             return None
@@ -293,7 +294,10 @@ class FederatedStrategy(Strategy):
         return self._by_turn[key]
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
-        """Return the cohort's updates after a check. Global DP leaves invalid or missing updates out; else RunError."""
+        """Check the replies of the cohort, and return its valid updates.
+
+        Raises RunError if an update is invalid or missing. Under Global DP such updates are left out instead.
+        """
         answers = by_client(replies, self.population.client_of, strict=not self.layer.hides_clients)
         updates: list[Reply] = []
         failed: dict[int, Malformed] = {}

@@ -1,6 +1,7 @@
 """Images that the server makes without data: a small generator is trained on the outputs of an ensemble of models.
 
-The generator is that of DENSE (Zhang et al. 2022), whose released code Co-Boosting (Dai et al. 2024) uses, too.
+The generator network is that of DENSE (Zhang et al. 2022). The released code of Co-Boosting (Dai et al. 2024) uses the
+same network.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from strategies.algorithm import FEDAVG, check_images
 from strategies.ensemble import UPPER_BOUND, Lesson, OnEnsemble
 
 _NOISE, _STD, _SLOPE = 256, 0.02, 0.2
-"""The length of a noise vector, the standard deviation of the first weights, and the slope of the leaky ReLU."""
+"""Of the generator: length of the noise vector, standard deviation of initial weights, slope of the leaky ReLU."""
 
 _BETAS = (0.5, 0.999)  # beta_1 and beta_2 of Adam
 
@@ -31,10 +32,10 @@ LossOf = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Making:
-    """The settings with which a generator is trained, and its images are made.
+    """The settings of a generator: its training and its number of images.
 
     ``steps``: the number of steps of Adam. ``rate``: the learning rate. ``count``: the number of images. ``channels``:
-    the number of channels before the generator's last layer. ``longest``: the L2 norm to which the generator's
+    the number of input channels of the generator's last layer. ``longest``: the L2 norm to which the generator's
     gradients are clipped.
     """
 
@@ -47,7 +48,7 @@ class Making:
 
 @dataclass
 class Album:
-    """All images made so far, as uint8 of shape (n, *input shape), with their labels (n,)."""
+    """All images that the server has generated so far, as uint8 of shape (n, *input shape), with labels (n,)."""
 
     lesson: Lesson
     images: torch.Tensor
@@ -62,7 +63,7 @@ class Album:
     def made(self, making: Making, loss_of: LossOf) -> tuple[torch.Tensor, torch.Tensor]:
         """Train a new generator, and return its images as uint8, with their labels.
 
-        Labels are drawn uniformly. The result is the images of the training step with the lowest loss.
+        Labels are drawn uniformly. The images are those of the training step with the lowest loss.
         """
         lesson, draw = self.lesson, torch.Generator().manual_seed(int(self.lesson.generator.integers(2**62)))
         labels = torch.randint(lesson.dataset.num_classes, (making.count,), generator=draw).to(lesson.device)
@@ -114,10 +115,12 @@ class Album:
 
 
 class OnMadeImages(OnEnsemble):
-    """Base class of methods whose server makes images, and distils the ensemble into a student model on these images.
+    """Base class of methods whose server generates images, on which a student model learns from an ensemble.
 
-    ``epochs``: how often the server makes new images and distils; 0 is FedAvg. ``generator_steps``, ``generator_rate``:
-    steps and learning rate of each generator. ``channels``: the width of a generator.
+    ``epochs``: the number of epochs; 0 is FedAvg. In each epoch the server trains a new generator, makes new images and
+    distils the ensemble into the student. ``images``: the number of new images in an epoch. ``generator_steps``,
+    ``generator_rate``: steps and learning rate of each generator. ``channels``: the number of input channels of a
+    generator's last layer.
     """
 
     epochs: int = Field(0, ge=0, le=10**5)
@@ -128,11 +131,11 @@ class OnMadeImages(OnEnsemble):
 
     @property
     def learns(self) -> bool:
-        """Return True if the server makes images and distils, that is, if ``epochs`` is above 0."""
+        """Return True if the server generates images and distils, that is, if ``epochs`` is above 0."""
         return self.epochs > 0
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for records that are no images."""
+        """Raise UserError for records that are not images."""
         del features
         check_images(self, dataset, "makes images", "take algorithm=feddf with a proxy, or leave features out")
 
@@ -146,7 +149,7 @@ class OnMadeImages(OnEnsemble):
         return Making(self.generator_steps, self.generator_rate, self.images, self.channels, longest)
 
     def note(self) -> str:
-        """Return the note below result tables. It states how many images the server made."""
+        """Return the note below result tables. It states how many images the server generated."""
         made = f"{self.epochs} epochs of {self.images} made images, the last epoch's model"
         return f"{type(self).title}: {made if self.learns else 'no distillation'}; {UPPER_BOUND}."
 
@@ -187,7 +190,10 @@ class ImageStudent:
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return T² KL(softmax(teacher / T) || softmax(student / T)) of each record, (n,), from logits (n, classes)."""
+    """Return the distillation loss T² KL(softmax(teacher / T) || softmax(student / T)) of each record, (n,).
+
+    T is ``temperature``. ``student``, ``teacher``: logits, (n, classes).
+    """
     own, goal = ((one / temperature).log_softmax(1) for one in (student, teacher))
     return temperature**2 * (goal.exp() * (goal - own)).sum(1)
 

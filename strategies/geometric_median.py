@@ -17,10 +17,10 @@ from strategies.coordinate_median import median
 class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by the smoothed Weiszfeld algorithm.
 
-    The iterations start from the coordinate-wise median. The paper starts from the mean. If a hostile update is large,
-    ten iterations from the mean are not enough: two of nine clients with updates of 1e8 then still move the result by
-    14. Every client has the same weight, because the server cannot verify a client's number of records (the paper
-    weights clients by records). No privacy guarantee.
+    The iterations start from the coordinate-wise median. The paper starts from the mean. Ten iterations from the mean
+    are not enough if hostile updates are large. With two hostile clients of nine, and updates of 1e8, the result then
+    still moves by 14. Every client has the same weight, because the server cannot verify a client's number of records
+    (the paper weights clients by records). No privacy guarantee.
 
     ``iterations``: the number of iterations. ``smoothing``: the paper's nu, the least number that the algorithm divides
     by, so no division by 0 occurs.
@@ -52,7 +52,8 @@ class GeometricMedian(Robust):
         """
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        # Updates and starting point are at most ``far`` from the mean, so at most 2 ``far`` from each other.
+        # Updates and starting point are at most ``far`` from the mean, so their distances are at most 2 ``far``. If
+        # that is at most ``smoothing``, all weights are 1 / ``smoothing``, and the result is the mean.
         if len(rows) > 2 and 2 * float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:

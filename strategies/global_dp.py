@@ -56,7 +56,7 @@ FROM_EPSILON: Final = "from-epsilon"
 MOST_COUNT_NOISE: Final = 2.0**20
 """Upper bound of ``count_noise``: with larger noise, counts would be rounded to whole numbers.
 
-One client changes the centred count of updates by 1/2, which would then be rounded to 1.
+One client changes the centred count of updates by 1/2. Rounded to 1, this change would exceed the sensitivity 1/2.
 """
 
 
@@ -186,7 +186,7 @@ class GlobalDP(Settings):
             )
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings with which the guarantee that the ledger states would not hold."""
+        """Raise ValueError for settings with which the guarantee in the privacy ledger would be false."""
         self.check_unchanged()
         sampler, stack = experiment.sampler, getattr(experiment.engine, "stack", 0)
         if is_own_kind(sampler) or not isinstance(sampler, Amplifying):
@@ -341,8 +341,8 @@ class GlobalDP(Settings):
         count by at most 1/2. If a client is replaced by another, both change by at most twice as much.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
-        # With b noise bands, an update is in b noisy sums. The limit is below the clipping norm, because all b sums are
-        # rounded.
+        # With b noise bands, an update changes b noisy sums. The rounding of these sums adds to the change, so the
+        # limit is slightly below the clipping norm.
         std, summands = self._std(cohort, clipping_norm), cohort.num_clients * bands
         limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=summands)
         return _clipped_sum(_valid(cohort.replies, template), template, size, clipping_norm, limit)

@@ -31,8 +31,8 @@ TELL_LOSS: Final = "tell-loss"
 class GuidedCohorts(Layer):
     """Samples cohorts by facts about clients. If the sampler has sampling probabilities, divides updates by them.
 
-    ``met``: {client: facts about its last update} for all clients that have sent an update. ``gains``: {round: the sum
-    over its clients of number of records times mean loss}.
+    ``met``: {client: facts about its last update} for all clients that have sent an update. ``gains``: {round: sum of
+    (number of records times mean loss) over the clients of the round}.
     """
 
     def __init__(self, experiment: Any, met: Mapping[int, Met], gains: Mapping[int, float] = MappingProxyType({})):
@@ -88,8 +88,9 @@ class GuidedCohorts(Layer):
         """Return the mean of the updates, and store facts about the updates, from which later cohorts are sampled.
 
         If the sampler has sampling probabilities p_i, updates are divided by them, so that the mean is unbiased. Let
-        w_i be the weights of all clients with records. Each update is multiplied by f_i = (sum of w in the cohort) /
-        (p_i sum of all w). The weighted mean over the cohort then is (sum of w_i update_i / p_i) / (sum of all w).
+        w_i be the weight of client i, for all clients with records. The update of client i is multiplied by f_i = (sum
+        of w in the cohort) / (p_i sum of all w). The weighted mean over the cohort then is (sum of w_i update_i / p_i)
+        / (sum of all w).
         """
         trained = [reply for reply in cohort.replies if reply.num_examples]
         if self._rates is not None and trained:
@@ -108,7 +109,7 @@ class GuidedCohorts(Layer):
         return found
 
     def state(self) -> Mapping[str, Any]:
-        """Return for the checkpoint: the facts about clients (``met``), and the loss sum of each round (``gains``)."""
+        """Return the layer's state for the checkpoint: the facts about clients, and the loss sum of each round."""
         met = {str(client): [*astuple(facts)[:4], list(facts.sketch)] for client, facts in self.met.items()}
         return {"met": met, "gains": {str(number): gain for number, gain in self.gains.items()}}
 

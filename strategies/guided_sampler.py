@@ -22,7 +22,7 @@ class Met:
 
     ``server_round``: the last round with an update of the client. ``loss``: the mean loss of its local steps in that
     round. ``norm``: the L2 norm of its update. ``seconds``: the virtual duration of its work in that round, 0 without
-    ``devices``. ``sketch``: the sampler's ``sketch`` of its update.
+    ``devices``. ``sketch``: a vector that the sampler's method ``sketch`` computes from the update.
     """
 
     server_round: int
@@ -37,8 +37,9 @@ class Feedback:
     """The server's facts about the clients when it samples a cohort.
 
     ``sizes``: the number of training records of each client, shape (clients,). ``met``: {client: facts}; a client that
-    has sent no update so far is missing. ``asked``: {candidate: loss of the model that the client would receive in this
-    round}. ``gains``: {earlier round: the sum over its clients of number of records times mean loss}.
+    has sent no update so far is missing. ``asked``: {candidate: the loss, on its training records, of the model from
+    which it would start this round}. ``gains``: {earlier round: sum of (number of records times mean loss) over the
+    clients of the round}.
     """
 
     sizes: NDArray[np.int64]
@@ -97,12 +98,12 @@ class GuidedSampler(Settings):
         return 0
 
     def sketch(self, update: torch.Tensor) -> tuple[float, ...]:
-        """Return what the server stores of a client's ``update``, shape (parameters,): a vector, by default empty."""
+        """Return the vector that the server stores about an ``update`` of shape (parameters,); by default empty."""
         del update
         return ()
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's sampling probability. Its update is divided by it. None: no update is divided."""
+        """Return each client's sampling probability, by which its update is divided; None if none is divided."""
         del feedback
         return None
 

@@ -22,10 +22,10 @@ _Step: TypeAlias = Callable[[list["torch.Tensor"]], None]
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """The settings of the training, by cross-entropy and plain SGD or AdamW (torch's, with its defaults).
+    """The settings of the head's training: cross-entropy, and plain SGD or torch's AdamW with its default values.
 
     ``setting``: the name of the setting with the learning rate, for error messages. ``epochs``: the number of passes
-    over the features. ``batch_size``: the number of features in a step.
+    over the feature vectors. ``batch_size``: the number of feature vectors in a step.
     """
 
     setting: str

@@ -31,25 +31,25 @@ _ROUND: Final = "round"
 class HeteroFL(Averaging):
     """A client of width s has the first ceil(s K) of the K channels of every layer, and trains this small model.
 
-    All inputs and all logits are kept. The update of an entry of a parameter is the mean update of the round's clients
-    that have this entry, weighted by their numbers of records. An entry that no client of the round has stays
+    A small model has all inputs and all logits. The update of a parameter entry is the mean update of this round's
+    clients that have this entry, weighted by their numbers of records. An entry that no client of the round has stays
     unchanged. Clients receive, train and send only small models, so bytes, memory and time are those of small models.
     The whole model is evaluated.
 
-    ``rates``: the widths. Each of n rates goes to one of the clients 0 to n - 1, to one of the next n clients, and so
-    on, in random order. The order is random because some partitions assign classes by client ID, and widths must not
-    depend on classes. List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never
-    changes. With "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on client ID and
-    round number, so they are the same in every run. Widths are public.
+    ``rates``: the widths. With n rates, the clients 0 to n - 1 get one each, in random order; so do the next n clients,
+    and so on. The order is random because some partitions assign classes by client ID, and widths must not depend on
+    classes. List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes.
+    With "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on client ID and round
+    number, so they are the same in every run. Widths are public.
 
     ``scaler``: if true, the outputs of all layers except the last are divided by s in training, as in the paper. In the
     paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
     then diverge easily, so ``scaler`` is false by default. ``masked``: if true, the softmax leaves out the classes that
     a client lacks, and the client is left out of the mean of these classes' rows in the last layer. For this the client
     sends a mask of its classes. In the released code the logits of absent classes are 0 and stay in the softmax, and
-    all clients have the same weight. nn.GroupNorm keeps its number of channels per group, if it divides the small
-    model's number of channels. The paper's BatchNorm, whose statistics come from a final pass over all clients, is not
-    implemented.
+    all clients have the same weight. nn.GroupNorm keeps its number of channels per group, if the small model's number
+    of channels is a multiple of this number. The paper's BatchNorm, whose statistics come from a final pass over all
+    clients, is not implemented.
     """
 
     kind: Literal["heterofl"] = "heterofl"
@@ -134,7 +134,7 @@ class HeteroFL(Averaging):
         return narrowed(model, params, 1 / size if self.scaler else 1.0)
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local objective (``LocalPlan``): FedAvg's; with ``masked``, absent classes leave the softmax."""
+        """Return the local objective (``LocalPlan``): FedAvg's; with ``masked``, the softmax omits absent classes."""
         if not self.masked:
             return LocalPlan()
         return LocalPlan(logit_shift=torch.where(torch.tensor(task.class_counts) > 0, 0.0, -math.inf))

@@ -23,9 +23,9 @@ class IFCA(Averaging):
     """The server keeps k = ``num_models`` models. A client chooses j = argmin F_i(x_j) and trains only x_j (alg. 1).
 
     x_j <- x_j + sum p_i (y_i - x_j). The sum is over the clients that chose j. y_i is the trained model of client i.
-    The weights p_i are in proportion to the clients' numbers of records. F_i is the mean loss over the client's
-    training records. A model that no client chooses stays as it is. In the released code all clients have the same
-    weight, and a test client chooses by its test records.
+    The weights p_i are in proportion to the clients' numbers of records. F_i(x) is the mean loss of model x over the
+    training records of client i. A model that no client chooses stays unchanged. In the released code all clients have
+    the same weight, and a test client chooses by its test records.
 
     The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
     in random order within each tensor. If initial values are independent draws, as for most layers, a shuffled model is

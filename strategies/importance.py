@@ -23,8 +23,8 @@ class Importance(GuidedSampler):
     slowly. A client that has sent no update yet gets the mean norm. In the paper all clients train in every round and
     report the norm of this round's update; here the norm is that of the last update. ``uniform_share``: the share of
     p_i that is the same for all clients, so that no p_i is close to 0. A client without records takes no part.
-    Probabilities above 1 become 1, and all others rise. A round may have no client. If clients are late
-    (``server.deadline``), the mean is biased.
+    Probabilities above 1 become 1, and all others rise, so that their sum stays the same. A round may have no client.
+    If clients are late (``server.deadline``), the mean is biased.
     """
 
     kind: Literal["importance"] = "importance"

@@ -38,8 +38,8 @@ class Krum(Robust):
 class MultiKrum(Robust):
     """The mean of several updates: those with the lowest Krum scores.
 
-    ``hostile``: the number of hostile clients that the rule is made for. ``selected``: the number of selected updates;
-    0 selects n - hostile of n updates, the choice in section 4 of the paper.
+    ``hostile``: the number of hostile clients in a round that the rule tolerates. ``selected``: the number of selected
+    updates; 0 selects n - hostile of n updates, the choice in section 4 of the paper.
     """
 
     kind: Literal["multi-krum"] = "multi-krum"

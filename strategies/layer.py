@@ -2,10 +2,11 @@
 
 Each layer wraps the next inner layer, and by default each of its methods calls the same method of the inner layer. The
 innermost layer samples the cohort, takes the mean and merges it. ``ORDER`` lists the settings with layers from the
-inside out. So noise is added after hostile clients have sent their updates. A client that is late sends no update. A
-layer may have code that runs on clients, called its client half, such as the compression of updates. Client halves are
-nested in the same order: the outermost half sees a task first and an update last. A settings class names its layer as
-``layer = "module:Class"``; a class of the user may do the same.
+inside out. For example, ``attack`` is outside ``aggregator``, so Global DP adds noise after hostile clients have sent
+their updates. ``devices`` is outside ``attack``, so a late client sends no update, even if it is hostile. A layer may
+have code that runs on clients, called its client half, such as the compression of updates. Client halves are nested in
+the same order: the outermost half sees a task first and an update last. A settings class names its layer as
+``layer = "module:Class"``; a user-defined settings class may do the same.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Workload:
 
 
 class Ask(Protocol):
-    """A function that lets clients execute a task before a round, on the model and tensors of the coming round."""
+    """A function that lets clients execute a task before a round, on the model and broadcast of the coming round."""
 
     def __call__(self, task: str, clients: Sequence[int], read: Callable[[Any], Read]) -> tuple[list[Read], Traffic]:
         """Return the answers of ``clients`` to the client task named ``task``, and the number of bytes that were sent.
@@ -135,7 +136,7 @@ class Layer:
     """Name of the layer's own tensors in payloads and client state, or a prefix of names that ends in "/"."""
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for a method with an old name, because no code calls it any more."""
+        """Raise TypeError if a subclass defines a method that has been renamed: no code calls the old name."""
         super().__init_subclass__()
         if "relabels" in vars(cls):
             raise TypeError(

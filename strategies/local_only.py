@@ -11,7 +11,7 @@ from strategies.algorithm import Averaging
 class LocalOnly(Averaging):
     """Every client trains its own model from the run's initial model. No parameter is sent, and none is averaged.
 
-    A client trains in the rounds in which it takes part, as many steps as with any other method.
+    A client trains in each round in which it takes part, with as many local steps as in any other method.
     """
 
     kind: Literal["local-only"] = "local-only"

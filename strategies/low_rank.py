@@ -15,7 +15,10 @@ STARTS_WITH: Final[Mapping[str, object]] = {"model": {"trainable": "lora"}}
 """The default of ``model.trainable`` for methods that need adapters."""
 
 _FACTOR: Final = re.compile(r"^(?P<layer>(?:.*\.)?)lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<rest>\..*)?$")
-"""The names of factors: here ``1.lora_A``, in PEFT ``q.lora_A.default.weight``; of embeddings ``lora_embedding_A``."""
+"""The names of factors: ``1.lora_A``, or ``q.lora_A.default.weight`` in Hugging Face's library PEFT.
+
+Factors of embeddings have names such as ``lora_embedding_A``.
+"""
 
 
 class Factors(NamedTuple):
@@ -28,7 +31,7 @@ class Factors(NamedTuple):
 
 
 def factors_in(names: Collection[str]) -> list[Factors]:
-    """Return the adapters (pairs of factors A and B) among the parameter ``names``. Single factors are left out."""
+    """Return the adapters (pairs of factors A and B) among the parameter ``names``. Unpaired factors are left out."""
     found = []
     for name in names:
         if (match := _FACTOR.match(name)) and match["side"] == "A":

@@ -5,14 +5,15 @@ key of one and the public key g^k of the other. Client u adds masks to its numbe
 
 y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)
 
-In the sum over all clients the masks of pairs cancel. Each client also splits k_u and b_u into secret shares, one for
-every other client (Shamir 1979). Any ``threshold`` shares determine the secret; fewer shares reveal nothing about it.
+PRG is a pseudo-random generator, which expands a seed into a mask. In the sum over all clients the masks of pairs
+cancel. Each client also splits k_u and b_u into secret shares, one for every other client (Shamir 1979). Any
+``threshold`` shares determine the secret; fewer shares reveal nothing about it.
 If clients drop out before they send y_u, the other clients send shares of the lost keys k_u. From these shares the
 server computes the masks of pairs that do not cancel. For clients that sent y_u, the others send shares of b_u. No
 client sends shares of both k_u and b_u of one client u.
 
-This is a simulation of the arithmetic in one process. All secrets come from the run's seed, and the group for
-the agreement has 127 bits, so nothing here protects anybody.
+This is a simulation of the arithmetic in one process, without real protection: all secrets come from the run's seed,
+and the group for the key agreement has only 127 bits.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from fl_sim.seeding import rng
 
 PRIME: Final = 2**127 - 1
-"""The field of Shamir's shares, and the modulus of the agreement on seeds."""
+"""The size of the finite field of Shamir's shares, and the modulus of the key agreement."""
 _GENERATOR: Final = 43
 
 KEY_BYTES, SHARE_BYTES, SEAL_BYTES, NAME_BYTES = 32, 32, 28, 4
@@ -145,9 +146,9 @@ def unmasked(
 def exchange_bytes(cohort: int, present: int) -> tuple[int, int]:
     """Return the numbers of bytes (to clients, from clients) that secure aggregation adds to a round.
 
-    ``cohort``: the number of clients that agree on masks. ``present``: how many of them send their numbers. The bytes
-    are those of public keys (two per client), of encrypted pairs of shares, of the IDs of the present clients, and of
-    one share for each client of the cohort.
+    ``cohort``: the number of clients that agree on masks. ``present``: the number of clients that then send masked
+    numbers. The bytes are those of public keys (two per client), of encrypted pairs of shares, of the IDs of the
+    present clients, and of one share for each client of the cohort.
     """
     others, pair = max(0, cohort - 1), 2 * SHARE_BYTES + SEAL_BYTES
     down = cohort * others * (2 * KEY_BYTES + NAME_BYTES + pair) + present * present * NAME_BYTES

@@ -1,4 +1,4 @@
-"""A mixture of a client's own and the received model, and a step that computes the gradient of its weights."""
+"""A mixture of a client's own model and the received model, and a training job for the gradient at the mixture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def mixture(own: Params, received: Params, weights: Params) -> Params:
-    """Return the mixture v + (x - v) W of own and global model: exactly x for W = 1, and exactly v for W = 0."""
+    """Return v + (x - v) W for ``own`` v, ``received`` x and ``weights`` W: exactly x if W = 1, exactly v if W = 0."""
     return {name: torch.lerp(own[name], received[name], weight) for name, weight in weights.items()}
 
 
@@ -42,5 +42,5 @@ def gradient_step(
 
 
 def step_of(names: Collection[str]) -> LocalPlan:
-    """Return the local plan of such a step: only the parameters ``names`` have gradients."""
+    """Return the local plan of a gradient step: only the parameters ``names`` have gradients."""
     return LocalPlan(trained=frozenset(names))

@@ -104,7 +104,8 @@ class NearestNeighbourMixing(_Mixed):
     all means are the mean of all updates. A round needs 2 h + 1 clients with records, or as many as the aggregator of
     the means needs. No privacy guarantee.
 
-    ``hostile``: the number h of hostile clients that the rule is made for. ``over``: the aggregator of the means.
+    ``hostile``: the number h of hostile clients in a round that the rule tolerates. ``over``: the aggregator of the
+    means.
     """
 
     kind: Literal["nnm"] = "nnm"

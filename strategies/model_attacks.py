@@ -64,12 +64,13 @@ class _Farthest(Knowing):
 
 
 class MinMax(_Farthest):
-    """Min-Max: send mean + g p, no further from any known update than the largest distance of two known updates.
+    """Min-Max: send mean + g p, with a number g that is limited by the largest distance of two known updates.
 
-    This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard
-    deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The
-    authors search for the largest g. Here it is computed, as the smallest positive root of the equations |mean + g p -
-    d_i|^2 = D^2. d_i are the known updates, and D is the largest distance between two of them.
+    The distance from mean + g p to any known update is at most this distance. This is the attack of Shejwalkar and
+    Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard deviation of every coordinate ("deviation"),
+    minus the sign of the mean ("sign"), or minus the mean ("mean"). The authors search for the largest g. Here the
+    largest g is computed, as the smallest positive root of the equations |mean + g p - d_i|^2 = D^2. d_i are the known
+    updates, and D is the largest distance between two of them.
     """
 
     kind: Literal["min-max"] = "min-max"
@@ -88,7 +89,7 @@ class MinSum(_Farthest):
     The sum of squared distances from mean + g p to all known updates is at most the largest such sum of a known update.
     This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard
     deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The
-    authors search for the largest g. Here it is computed: it is the largest distance of a known update to the mean.
+    authors search for the largest g. Here it is computed: the largest distance of a known update to the mean.
     """
 
     kind: Literal["min-sum"] = "min-sum"

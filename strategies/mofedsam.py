@@ -12,7 +12,10 @@ from strategies.fedcm import ClientMomentum
 
 
 class MoFedSAM(ClientMomentum):
-    """FedCM with the gradient computed at w + rho g / ||g||; ``rho`` 0 is FedCM."""
+    """FedCM with the gradient computed at w + rho g / ||g||; ``rho`` 0 is FedCM.
+
+    w is the client's model, and g the gradient of the loss at w.
+    """
 
     kind: Literal["mofedsam"] = "mofedsam"
     rho: float = Field(0.1, ge=0)

@@ -1,4 +1,4 @@
-"""Neurotoxin: hostile steps change only parameters that hardly changed in the last rounds (Zhang et al. 2022, alg. 1).
+"""Neurotoxin: attackers change only parameters that hardly changed in the last rounds (Zhang et al. 2022, alg. 1).
 
 Honest clients hardly change these parameters in the next rounds either, so a backdoor in them lasts longer.
 """

@@ -1,6 +1,6 @@
-"""Outliers that a client makes of its own images, by destroying what is typical of them, and the loss on them.
+"""Outliers that a client makes from its own images, and the loss on these outliers (Diao et al. 2023, section 4).
 
-Diao et al. 2023, section 4.
+Image operations, such as blurring, destroy the typical features of an image.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def outliers_of(images: torch.Tensor, generator: np.random.Generator) -> torch.T
 def loss_of_unknown(batch: Batch, steps: int, rate: float) -> torch.Tensor:
     """Return the loss that trains the last class, "unknown", shape (): a sum of three mean cross-entropies.
 
-    All three have the label "unknown". The first is over the records of the batch, without each record's own class. The
-    second is over ``batch.data["outliers"]``. The third is over these outliers after ``steps`` adversarial steps: steps
-    of size ``rate`` along the sign of the gradient of their loss.
+    All three have the label "unknown". The first is over the records of the batch; the softmax omits each record's own
+    class. The second is over ``batch.data["outliers"]``. The third is over these outliers after ``steps`` adversarial
+    steps: steps of size ``rate`` along the sign of the gradient of their loss.
     """
     outliers, num_classes = batch.data["outliers"], batch.logits.shape[1]
     own = batch.labels[:, None] == torch.arange(num_classes, device=batch.labels.device)
@@ -56,8 +56,8 @@ def enlarged(image: torch.Tensor, generator: np.random.Generator) -> torch.Tenso
 def blurred(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
     """Return the image, each pixel replaced by the mean of a window.
 
-    The window is 3 to 9 pixels long and 1 to 5 pixels wide, in a random direction. (The released code has Gaussians of
-    10 to 100 pixels, cut off at this window, which are almost constant in it.)
+    The window is 3 to 9 pixels long and 1 to 5 pixels wide, in a random direction. The released code takes weights from
+    a Gaussian of 10 to 100 pixels, cut off at this window. Inside the window these weights are almost equal.
     """
     window = [2 * int(generator.integers(1, 5)) + 1, 2 * int(generator.integers(0, 3)) + 1]
     if generator.random() < 0.5:

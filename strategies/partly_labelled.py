@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strategies.algorithm import Algorithm
 
 PSEUDO = "pseudo"
-"""The group of a client's task with the pseudo-labels of the round. It is never stored."""
+"""Name of the tensors in a client's task that hold the round's pseudo-labels. No client state stores them."""
 
 
 SERVER = 10**9
@@ -34,7 +34,7 @@ SERVER = 10**9
 
 
 class PartlyLabelled(Averaging):
-    """Base class of methods whose clients mostly have no labels, and train on pseudo-labels of the received model."""
+    """Base class of methods in which most clients have no labels, and train on pseudo-labels by the received model."""
 
     computes_with_records: ClassVar[bool] = True
 
@@ -66,7 +66,7 @@ class PartlyLabelled(Averaging):
         return int(self.unlabelled)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that read the labels of clients without labels, and for others that misfit."""
+        """Raise ValueError for settings that need labels on all clients, and for other unsuitable settings."""
         check_sgd(self, experiment, "its local steps are steps of SGD")
         if reason := self._of_labels(experiment) or (self.server_records and self._of_server(experiment)):
             raise ValueError(f"algorithm {self.kind} trains clients without labels, and {reason}")
@@ -114,7 +114,7 @@ class PartlyLabelled(Averaging):
         return ""
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for records that are not images, because their views would not differ."""
+        """Raise UserError for records that are not images: augmentation changes only images."""
         del features
         check_images(
             self, dataset, "learns from changed views of images",
@@ -128,11 +128,11 @@ class PartlyLabelled(Averaging):
         return []
 
     def has_labels(self, task: LocalTask) -> bool:
-        """Return True if the client of ``task`` has labels. A server, whose number is above all clients', has them."""
+        """Return True if the client of ``task`` has labels. The server, with a number above all IDs, has labels."""
         return task.client < self.labelled_clients or task.client >= task.num_clients
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the task, for a client without labels with the pseudo-labels of its records."""
+        """Return the client's task. For a client without labels, add the pseudo-labels of its records."""
         if self.has_labels(task):
             return task
         inputs, _ = client.records.tensors()

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class PerFedAvg(Averaging):
     """FedAvg on the loss after one step, F_i(w - alpha grad F_i(w)) (MAML; algorithm 1).
 
-    F_i is the loss of client i, f(w; B) the loss of the model w on a batch B, and eta the learning rate. A local step
-    draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then w <- w - eta g with g = grad f(w'; B')
-    for the ``variant`` "first-order" (FO), and g = (I - alpha Hessian f(w; B'')) grad f(w'; B') for "exact".
+    MAML is model-agnostic meta-learning. F_i is the loss of client i, f(w; B) the loss of the model w on a batch B, and
+    eta the learning rate. A local step draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then
+    w <- w - eta g. ``variant``: with "first-order" (FO), g = grad f(w'; B'); with "exact",
+    g = (I - alpha Hessian f(w; B'')) grad f(w'; B').
     ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper. ``local.learning_rate``: eta, the paper's beta, 0.001
     to 0.01. The batches B' are those of FedAvg, so ``local.epochs`` is the number of passes over them. B and B'' come
     from further shuffles of the client's records. A local step computes two gradients. The variant "exact" also
@@ -33,8 +34,8 @@ class PerFedAvg(Averaging):
 
     Clients keep no model. A client uses the received model after one step with rate alpha on a batch of its training
     records. The measurement ``trained`` evaluates this model. Common released code takes B and B' as two successive
-    batches of one shuffle. Before it measures a client's model, it makes two steps, one with rate alpha and one with
-    rate eta.
+    batches of one shuffle. Before this code measures a client's model, it makes two steps, one with rate alpha and
+    one with rate eta.
     """
 
     kind: Literal["per-fedavg"] = "per-fedavg"
@@ -90,7 +91,7 @@ class PerFedAvg(Averaging):
 def _along(direction: Params, num_classes: int) -> LocalPlan:
     """Return a local objective (``LocalPlan``) whose gradient is the product of the Hessian with ``direction``.
 
-    It multiplies the logits by 0, so that the cross-entropy itself has no gradient.
+    The objective multiplies the logits by 0, so the cross-entropy has no gradient. Only the term ``_slope`` has one.
     """
     return LocalPlan(logit_scale=torch.zeros(num_classes), loss_term=LossTerm(_slope, {**direction}))
 

@@ -1,6 +1,6 @@
 """The privacy cost of Global DP in plans, which are forecasts of a run's cost before the run.
 
-They cover sampling, groups, noise bands, adaptive clipping and a private start. Plans and runs use the same functions
+Plans cover sampling, groups, noise bands, adaptive clipping and a private start. Plans and runs use the same functions
 to compute noisy releases and their noise.
 """
 

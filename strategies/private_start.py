@@ -1,13 +1,13 @@
 """A private start under Global DP: the first model learns from synthetic images drawn from noisy statistics.
 
-Before the first round clients send sums over the lowest frequencies of their images (see ``clients.frequency_sums``) in
-three steps: first mean and variance of all records; then, for each class, the number of records and their mean; then
-covariances. Each step publishes one noisy sum by Global DP's own mechanism. A client's answer is clipped as a whole,
-noise is added once to the sum over clients, and the cost is charged to the run's privacy ledger. Everything else is
-post-processing: covariances are shrunk because a part of them may be noise, images are drawn from one normal
+Before the first round clients send sums over the lowest frequencies of their images (see ``clients.frequency_sums``),
+in three steps. Step 1: mean and variance of all records. Step 2: for each class, the number of records and their mean.
+Step 3: covariances. Each step publishes one noisy sum by Global DP's own mechanism. A client's answer is clipped as a
+whole, noise is added once to the sum over clients, and the cost is charged to the run's privacy ledger. Everything else
+is post-processing: covariances are shrunk because a part of them may be noise, images are drawn from one normal
 distribution per class, and the server trains on these images. The method follows Harder et al. 2021 (DP-MERF), where a
-single holder of all records publishes the sums. The following rounds need to change the model only little, so the noise
-of the rounds harms less.
+single holder of all records publishes the sums. After this start, the rounds need to change the model only little, so
+their noise harms less.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PrivateStart(Settings):
 
     ``noise_multiplier``: the noise multiplier of the three noisy sums together: they cost as much as one noisy sum with
     this noise multiplier. The rounds' cost is added to this cost. ``clipping_norms``: the clipping norm of a client's
-    answer for each of the three sums, in public units in which the three answers have norms of about 1, .6 and .3.
+    answer for each of the three sums, in public units in which the three answers have norms of about 1, 0.6 and 0.3.
     ``frequencies``: the number of lowest frequencies of an image that are used. ``images``: the number of synthetic
     images. ``warp``: the strength of random rotation, stretching and shifting of the synthetic images; 1 means up to 10
     degrees, a tenth of a side, and a twentieth of a side, respectively. This helps with digits. ``server_epochs``: the

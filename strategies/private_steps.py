@@ -57,7 +57,8 @@ class PrivateTraining(Layer):
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError if the algorithm reads records without noise, or has terms that private steps do not support.
 
-        The algorithm's methods are called once, with stand-ins for the records that raise an error when they are read.
+        To find out, the algorithm's client methods are called for two rounds with placeholders instead of records. A
+        placeholder raises an error when it is read.
         """
         if unknown := unsupported(beginning.plan, ONE_STEP):
             raise UserError(f"algorithm {kind_of(experiment.algorithm)}: {refused(unknown)}")
@@ -104,7 +105,7 @@ def _task(server: ServerState, server_round: int = 1, state: Payloads | None = N
 def _rehearse(algorithm: Algorithm, server: ServerState) -> None:
     """Call the client methods of ``algorithm``, for two rounds, to find out whether they read records.
 
-    They get stand-ins for records, which raise UserError when they are read.
+    The methods get placeholders instead of records. A placeholder raises UserError when it is read.
     """
     trainer: Any = RECORDS
     state: Payloads = {}

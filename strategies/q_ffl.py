@@ -15,7 +15,7 @@ from strategies.algorithm import Weighting, check_sgd
 from strategies.received_loss import SendingLoss, losses_of
 
 _LEAST: Final = 1e-10
-"""The number that is added to each loss, as in the released code: 0^(q-1) has no value for q < 1."""
+"""The number that is added to each loss, as in the released code: 0^(q-1) is not defined for q < 1."""
 
 
 class QFFL(SendingLoss):

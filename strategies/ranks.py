@@ -1,4 +1,4 @@
-"""Adapters of different ranks: a client has the first k components of the server's factors."""
+"""Adapters of different ranks: a client of rank k has the first k components of the server's factors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANK: Final = "rank"
 
 
 def first_state(ranks: Sequence[int], params: Params) -> ServerState:
-    """Return the server state before the first round: the model and, with ``ranks``, the share 1 of its rank.
+    """Return the server state before the first round: the model and, with ``ranks``, the rank share 1 (full rank).
 
     Raises UserError if a rank in ``ranks`` is above the rank of the model's adapters.
     """
@@ -39,7 +39,7 @@ def first_state(ranks: Sequence[int], params: Params) -> ServerState:
 def share_of(ranks: Sequence[int], client: int, params: Params) -> float:
     """Return the rank of a client's adapters as a share of the rank of the server's ``params``, in (0, 1].
 
-    The ranks go to clients as in ``in_turn``.
+    The function ``in_turn`` assigns the ranks to clients.
     """
     if not ranks or not (rank := rank_of(params)):
         return 1.0

@@ -32,14 +32,15 @@ class Ridge(SumsOfFeatures):
     the initial model's last layer, and a constant for the intercept. y is the one-hot label. Every split of the records
     gives the same head, bit for bit, if a record's feature does not depend on other records.
 
-    ``ridge``: lambda. It refers to vectors z that are scaled to norm 1 at most. ``clipping_norm``: features of a larger
-    norm are scaled down to this norm before. None means the square root of the number of features. ``epsilon`` and
-    ``delta``: the privacy guarantee of a client's sums for each of its records, under zero-out adjacency; without
-    ``epsilon``, sums have no noise. The L2 sensitivity of the sums is sqrt 2, and each client adds noise for this
-    sensitivity to its own sums. With noise, lambda is at least the standard deviation of the noise on each number of
-    sum G_i, times the square root of the number of features. This is half of the noise's largest eigenvalue. Negative
-    eigenvalues of sum G_i count as 0. ``noise``: the source of the noise. With "secret" the protection is real, and the
-    noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
+    ``ridge``: lambda, for vectors z that are scaled to norm 1 at most. ``clipping_norm``: a feature vector of a larger
+    norm is first scaled down to this norm. None means the square root of the number of features. ``epsilon`` and
+    ``delta``: the privacy guarantee of a client's sums for each of its records; without ``epsilon``, there is no noise.
+    The adjacency is zero-out: a record is replaced by nothing, and the number of records stays public. The L2
+    sensitivity of the sums is sqrt 2, and each client adds noise for this sensitivity to its own sums. With noise,
+    lambda is at least the standard deviation of the noise on each number of sum G_i, times the square root of the
+    number of features. This is half of the noise's largest eigenvalue. Negative eigenvalues of sum G_i count as 0.
+    ``noise``: the source of the noise. With "secret" the protection is real, and the noise differs from run to run.
+    With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
     kind: str = ""
@@ -106,7 +107,7 @@ class Ridge(SumsOfFeatures):
         return longest_private(num_features, num_classes, self.protection)
 
     def strength(self, num_clients: int, size: int) -> float:
-        """Return lambda of the ridge regression. ``num_clients``: those with records. ``size``: the length of z."""
+        """Return lambda. ``num_clients``: the number of clients with records. ``size``: the length of z."""
         if (protection := self.protection) is None:
             return self.ridge
         return max(self.ridge, protection.std * math.sqrt(num_clients / 2 * size))

@@ -14,8 +14,9 @@ from strategies.low_rank import STARTS_WITH, check_adapters, is_factor
 class RoLoRA(Averaging):
     """FedAvg on one factor of adapters at a time, so that each round's mean is exact.
 
-    In each round clients send the trained factor of each adapter, and all trained non-adapter parameters. Clients
-    receive both factors, because a client may have missed the last round.
+    All clients have the same frozen factor, so the mean of the trained factors gives the mean of the products B A. In
+    each round clients send the trained factor of each adapter, and all trained non-adapter parameters. Clients receive
+    both factors, because a client may have missed the last round.
     """
 
     kind: Literal["rolora"] = "rolora"

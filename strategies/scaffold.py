@@ -22,12 +22,12 @@ class Scaffold(Averaging):
     x is the received model, y the client's model, y_i its trained model, g the gradient, and eta the local learning
     rate. c and c_i are the control variates of the server and of client i; c_i+ is the new c_i.
     ``server_learning_rate``: the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K
-    steps. "momentum" is our extension to local momentum: a constant gradient g then changes the model by a_i eta g, not
-    K eta g (Wang et al. 2020, section 4.1), so c_i+ divides by a_i eta. "niid-bench" follows the program of a published
-    benchmark (Li et al. 2022): the correction is added to the step after momentum, c_i+ divides by K eta, and models
-    are weighted by records. The result equals that program's if all clients take part in every round. Otherwise results
-    differ: the program starts c and all c_i at one random model, not at 0, and a part of this model stays in c until
-    every client has taken part.
+    steps. "momentum" is our extension to local momentum: K steps with a constant gradient g then change the model by
+    a_i eta g, not by K eta g, where a_i follows from K and the momentum (Wang et al. 2020, section 4.1). So a_i eta
+    replaces K eta in c_i+. "niid-bench" follows the program of a published benchmark (Li et al. 2022): the correction
+    is added to the step after momentum, c_i+ divides by K eta, and models are weighted by records. The result equals
+    that program's if all clients take part in every round. Otherwise results differ: the program starts c and all c_i
+    at one random model, not at 0, and a part of this model stays in c until every client has taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"
@@ -105,9 +105,9 @@ class Scaffold(Averaging):
         return ClientUpdate(self._sent(delta, control_delta, task), task.num_examples, trained.loss, kept)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: x <- x + eta_g mean(y_i - x), and c <- c + |S|/K mean(c_i+ - c_i).
+        """Return the next server state: x <- x + eta_g mean(y_i - x), and c <- c + |S|/N mean(c_i+ - c_i).
 
-        Here |S| is the number of clients in the cohort and K the number of all clients.
+        |S| is the number of clients in the cohort, and N the number of all clients.
         """
         step = self.server_learning_rate
         if self.variant == "niid-bench":

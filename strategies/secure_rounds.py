@@ -48,7 +48,7 @@ GROUP: Final = "secure-sum"
 """Name of the layer's tensors in messages to clients, and of its numbers in replies."""
 
 EXTRA: Final = 2
-"""The count of numbers at the end of a client's vector: a 1 if the client has records, and its weight in the mean."""
+"""The number of extra entries at the end of a client's vector: 1 if it has records (else 0), and its weight."""
 
 
 def scale_of(settings: SecureSum, cohort: int) -> float:
@@ -82,7 +82,7 @@ def quantised(
 
 @dataclass
 class SecureRounds(Layer):
-    """Sends the IDs of the cohort to its clients, and computes the mean from the sum of their masked numbers.
+    """Sends the cohort's client IDs to all its clients, and computes the mean from the sum of their masked numbers.
 
     ``clients``: the cohort of the round. ``unopened``: the rounds whose sums could not be unmasked. ``dropped``: the
     number of drop-outs in all rounds.

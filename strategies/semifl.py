@@ -25,9 +25,10 @@ class SemiFL(PartlyLabelled):
     A client without labels predicts the class of each of its records with the received model, on weakly changed views
     of its images. Records with a probability of at least ``threshold`` get the predicted class as pseudo-label for the
     whole round. The client trains on strongly changed views of these records only. Each step also lowers a mixup loss:
-    records are mixed, with a share drawn from Beta(``mixing``, ``mixing``), with random records of the client and their
-    pseudo-labels, whatever their probability. A client without a confident record sends no change. Labels of such
-    clients are never read in training. The partition may read them, because it makes the federation.
+    each record is mixed with a random record of the client. The pseudo-label of that record may be less probable than
+    ``threshold``. The step's mixing share is drawn from Beta(``mixing``, ``mixing``). A client without a confident
+    record sends no change. Training never reads the true labels of these clients. The partition may read them to divide
+    the records.
 
     Clients with labels train as with FedAvg. A server with labels continues, after each round, with local training on
     its own records, with the local settings of clients. Then the model is evaluated and sent.
@@ -36,7 +37,7 @@ class SemiFL(PartlyLabelled):
     no labels. They are drawn at random, whatever their labels. ``labelled_clients``: the number k of clients with
     labels, which are the clients 0 to k-1. ``threshold``: the smallest probability of a pseudo-label. ``mixing``: the
     parameter of the Beta distribution; 0 leaves the mixup loss out. ``unlabelled``: if false, clients without labels do
-    not train: the lower bound from labelled records alone. ``augmentation``: the changes of views.
+    not train, which gives the lower bound from labelled records alone. ``augmentation``: the changes of views.
 
     In the paper, only the server has labels, all confident clients have the same weight in the mean, and the local step
     has Nesterov momentum. Here the weight is the number of confident records. The paper's weak views are crops and

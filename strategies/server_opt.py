@@ -23,8 +23,9 @@ SecondMoment: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 class FedAvgM(Averaging):
     """v <- server_momentum v + Delta; x <- x + server_learning_rate v.
 
-    ``server_learning_rate``: learning rate of the server step; 1 with ``server_momentum`` 0 is FedAvg.
-    ``server_momentum``: momentum of the server step, the factor of the last round's v.
+    x is the global model, Delta the mean update of the round, and v the server's momentum. ``server_learning_rate``:
+    learning rate of the server step; 1 with ``server_momentum`` 0 is FedAvg. ``server_momentum``: the factor of the
+    last round's v.
     """
 
     kind: Literal["fedavgm"] = "fedavgm"
@@ -52,9 +53,9 @@ class FedAvgM(Averaging):
 class FedAdagrad(Averaging):
     """v <- v + Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau).
 
-    m is a running mean of the mean updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate
-    of the server step. ``beta_1``: decay rate of m, the running mean of updates. ``tau``: with a larger value the step
-    is less adaptive; v starts at tau^2.
+    x is the global model, Delta the mean update of the round, and v a sum of squares. m is a running mean of updates:
+    m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate of the server step. ``beta_1``: decay
+    rate of m. ``tau``: with a larger value the step is less adaptive; v starts at tau^2.
     """
 
     kind: Literal["fedadagrad"] = "fedadagrad"
@@ -76,9 +77,10 @@ class FedAdagrad(Averaging):
 class FedAdam(Averaging):
     """v <- beta_2 v + (1 - beta_2) Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau).
 
-    m is a running mean of the mean updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate
-    of the server step. ``beta_1``: decay rate of m, the running mean of updates. ``beta_2``: decay rate of v, the
-    running mean of squares. ``tau``: with a larger value the step is less adaptive; v starts at tau^2.
+    x is the global model, Delta the mean update of the round, and v a running mean of squares. m is a running mean of
+    updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate of the server step. ``beta_1``:
+    decay rate of m. ``beta_2``: decay rate of v. ``tau``: with a larger value the step is less adaptive; v starts at
+    tau^2.
     """
 
     kind: Literal["fedadam"] = "fedadam"
@@ -107,9 +109,10 @@ class FedAdam(Averaging):
 class FedYogi(Averaging):
     """v <- v - (1 - beta_2) Delta^2 sign(v - Delta^2); x <- x + server_learning_rate m / (sqrt(v) + tau).
 
-    m is a running mean of the mean updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate
-    of the server step. ``beta_1``: decay rate of m, the running mean of updates. ``beta_2``: in every round v changes
-    by (1 - beta_2) Delta^2. ``tau``: with a larger value the step is less adaptive; v starts at tau^2.
+    x is the global model, Delta the mean update of the round, and v an estimate of Delta^2. m is a running mean of
+    updates: m <- beta_1 m + (1 - beta_1) Delta. ``server_learning_rate``: learning rate of the server step. ``beta_1``:
+    decay rate of m. ``beta_2``: in every round v changes by (1 - beta_2) Delta^2. ``tau``: with a larger value the step
+    is less adaptive; v starts at tau^2.
     """
 
     kind: Literal["fedyogi"] = "fedyogi"

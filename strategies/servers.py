@@ -158,9 +158,9 @@ class _Asynchronous(Settings):
 class FedAsync(_Asynchronous):
     """x <- (1 - a) x + a y for each arriving model y, with a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
 
-    Xie et al. 2019, algorithm 1, with polynomial staleness. The staleness of y is the number of server steps since its
-    client received the global model; it is 0 for a client that received the latest model. The paper's staleness t - tau
-    is larger by 1 if t is the index of the new model. A round is the arrival of one update.
+    Xie et al. 2019, algorithm 1, with polynomial staleness. x is the global model. The staleness of y is the number of
+    server steps since the client received x; it is 0 for a client that received the latest model. The paper's staleness
+    t - tau is larger by 1 if t is the index of the new model. A round is the arrival of one update.
 
     ``mixing``: the share of an update without staleness in the new model. ``staleness_exponent``: larger values give
     stale updates less weight. ``concurrency``: the number of clients that train at the same time.
@@ -199,9 +199,9 @@ class FedAsync(_Asynchronous):
 class FedBuff(_Asynchronous):
     """The server makes a step whenever its buffer of updates is full (Nguyen et al. 2022, algorithm 1).
 
-    x <- x + eta / B * sum of (y_i - x_i) / (1 + staleness_i)^a, where x_i is the model that client i received, and its
-    staleness is the number of server steps since then. An algorithm with its own server step uses this sum as its mean
-    update. A round is one server step.
+    x <- x + eta / B * sum of (y_i - x_i) / (1 + staleness_i)^a. x is the global model, x_i the model that client i
+    received, and y_i its trained model. staleness_i is the number of server steps since client i received x_i. An
+    algorithm with its own server step uses this sum as its mean update. A round is one server step.
 
     ``buffer``: the number of updates in a step (B). ``staleness_exponent``: larger values give stale updates less
     weight (a). ``concurrency``: the number of clients that train at the same time. ``server_learning_rate``: the

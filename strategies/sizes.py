@@ -59,7 +59,7 @@ class MeanOfHolders(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if the user has a layer of their own, because it may expect updates of equal shapes."""
+        """Raise UserError if the run has a user-defined layer, because it may expect updates of equal shapes."""
         del beginning
         if own := [kind for kind in layer_kinds(experiment) if is_own(kind)]:
             raise UserError(

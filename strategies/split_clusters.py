@@ -100,7 +100,7 @@ class SplitClusters(SeveralModels):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError for a stage that trains one model, for held-out clients, and for the user's own layers."""
+        """Raise UserError for a stage that trains one model, for held-out clients, and for user-defined layers."""
         what = f"algorithm {kind_of(experiment.algorithm)}"
         if beginning.whole:
             raise UserError(
@@ -121,7 +121,7 @@ class SplitClusters(SeveralModels):
     def facts(self) -> Mapping[str, Any]:
         """Return the fields for ``result.json``: the number of clients in each cluster, and all splits.
 
-        For each split: the round, the index of the cluster, and the index of the new cluster that left it.
+        For each split: the round, the index of the cluster, and the index of the new cluster that was split off.
         """
         return {**super().facts(), "splits": self._splits}
 
@@ -188,7 +188,7 @@ class SplitClusters(SeveralModels):
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the server state in which each cluster's mean update is added to the cluster's model.
 
-        A new cluster begins with the model of the cluster that it left.
+        A new cluster begins with the model of the cluster from which it was split off.
         """
         before = models_of(server.params, server.memory)
         after = list(before)

@@ -1,4 +1,4 @@
-"""Rounds by a virtual clock. A client takes part only if its device is available and finishes before the deadline."""
+"""Rounds with a virtual clock. A client takes part only if its device is available and finishes before the deadline."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class _Selection(Settings):
         _check(gamma, largest)
         first, second = noise.uniform(4 * len(held), purpose="label selection", server_round=0).reshape(2, 2, -1)
         # Each number in ``coins`` is made from two random numbers of 53 bits, so it can be as small as 2^-107. So even
-        # events of this probability can occur. A single random number would end at 2^-53.
+        # events of this probability can occur. A single random number of 53 bits is 0, or at least 2^-53.
         coins = first + second * 2.0**-53 + 2.0**-107
         drawn = self._draw(coins, held, gamma, largest)
         least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
@@ -153,7 +153,8 @@ class _Selection(Settings):
 class ExponentialMechanism(_Selection):
     """The paper's exponential mechanism, which selects the number of synthetic records of a class.
 
-    The mechanism's privacy loss lies in an interval of width epsilon. So its cost in zCDP is epsilon^2 / 8.
+    The mechanism's privacy loss lies in an interval of width epsilon. So its cost in zero-concentrated differential
+    privacy (zCDP) is epsilon^2 / 8.
     """
 
     kind: Literal["exponential"] = "exponential"

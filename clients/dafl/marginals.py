@@ -40,7 +40,7 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-# a factor for the noise: despite rounding, it is then not smaller than the stated privacy cost (bill) assumes
+# the noise is multiplied by this factor: despite float rounding, it is then at least as large as the bill assumes
 _UP: Final = 1 + 2.0**-50
 _STEPS: Final = 1000  # the number of steps of mirror descent
 # factors of mirror descent's learning rate: _GROWTH after a step that does not raise the loss, _CUT after a step that
@@ -51,10 +51,10 @@ _GROWTH, _CUT = 1.2, 0.5
 class Marginals(Settings):
     """Draw records of a table from noisy counts of single columns and of pairs of columns.
 
-    ``columns_share``: the share of the budget (in zCDP) for the counts of single columns. ``pairs_share``: the share
-    for the selection of pairs. The remaining budget is for the counts of pairs. The published method takes a third for
-    each. ``cells``: if the data set does not describe its columns, the number of equal intervals into which the range
-    of a number, 0 to 1, is divided.
+    ``columns_share``: the share of the budget for the counts of single columns; budgets are in zero-concentrated
+    differential privacy (zCDP). ``pairs_share``: the share for the selection of pairs. The remaining budget is for the
+    counts of pairs. The published method takes a third for each. ``cells``: the number of equal intervals into which
+    the range 0 to 1 of a number is divided, if the data set does not describe its columns.
     """
 
     kind: Literal["marginals"] = "marginals"
@@ -71,7 +71,7 @@ class Marginals(Settings):
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
-        """Return the zCDP cost of all three private computations (see this module): rho = 1 / (2 z^2).
+        """Return the zCDP cost of the three private computations (see the module's docstring): rho = 1 / (2 z^2).
 
         Noisy counts with the noise multiplier z cost this rho. An exponential mechanism of epsilon costs epsilon^2 / 8
         (Cesar, Rogers 2021). The costs add up, even if each computation depends on the earlier results (Bun, Steinke
@@ -217,8 +217,7 @@ def cells_of(features: NDArray[np.float32] | Array, columns: Sequence[Column]) -
     """Return the cell index of each record in each column, shape (records, columns).
 
     Every possible record has a cell. A number is in the cell of its column's nearest value, even if the number is
-    outside the range of these values. Every listed category has a cell of its own. Unlisted categories share the last
-    cell.
+    outside the range of these values. Every listed category has its own cell. Unlisted categories share the last cell.
     """
     found = np.zeros((len(features), len(columns)), dtype=np.int64)
     start = 0

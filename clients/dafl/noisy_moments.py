@@ -30,7 +30,7 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-# a factor for the noise: despite rounding, it is then not smaller than the stated privacy cost (bill) assumes
+# the noise is multiplied by this factor: despite float rounding, it is then at least as large as the bill assumes
 _UP: Final = 1 + 2.0**-50
 _COUNT: Final = (
     0.25  # the weight of the record count in the first noisy sums of images; the largest record norm has weight 1
@@ -49,7 +49,8 @@ class Gaussian(Settings):
 
     ``clipping_norm``: the norm to which records are clipped; with features=scattering, no record has a norm above 1.
     ``radius``: the radius of the ball around a class's centre, in clipping norms. Records outside the ball are moved to
-    its surface. ``centre_share``: the share of the budget (of 1 / noise multiplier squared) that goes to the centres.
+    its surface. ``centre_share``: the share of the budget that goes to the centres. (The budget is 1 / z^2, with the
+    noise multiplier z.)
     """
 
     kind: Literal["gaussian"] = "gaussian"
@@ -114,16 +115,17 @@ class MeanEmbedding(Settings):
     After Harder et al. 2021 (DP-MERF). A record is represented by its d lowest frequencies in the public cosine basis.
     First the generator computes, with noise, each class's number of records, mean, and spread (the mean squared
     distance from the mean). Then it computes, with noise, the second moments about the mean. Means are shrunk towards
-    zero, as far as noise can explain them. In the same way, second moments are shrunk towards the public average
-    spectrum of images. Images are drawn from a normal distribution, and their pixels are clamped to [-1, 1]. The
-    distribution is chosen so that the clamped images have the noisy moments.
+    zero, more strongly if they are small relative to the noise. In the same way, second moments are shrunk towards the
+    public average spectrum of images. Images are drawn from a normal distribution, and their pixels are clamped to [-1,
+    1]. The distribution is chosen so that the clamped images have the noisy moments.
 
     ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the budget
-    (of 1 / noise multiplier squared) for number of records, mean and spread. ``whitening``: the scaling of frequencies
-    before clipping; 0 leaves them unchanged, 1 scales all to the same public variance. ``radius``: the clipping norm of
-    records for the second moments; 1 is the class's root mean square distance from the mean. ``warp``: the strength of
-    random rotation, scaling and shift of drawn images; 1 means up to 10 degrees, a tenth and a twentieth of a side.
-    Warped images improve classifiers of digits, and impair classifiers of clothes.
+    for number of records, mean and spread. (The budget is 1 / z^2, with the noise multiplier z.) ``whitening``: the
+    scaling of frequencies before clipping; 0 leaves them unchanged, 1 scales all to the same public variance.
+    ``radius``: the clipping norm of records for the second moments; 1 is the class's root mean square distance from the
+    mean. ``warp``: the strength of random warps of drawn images; 1 means rotation by up to 10 degrees, scaling by up to
+    a tenth, and shifts by up to a twentieth of a side. Warped images improve classifiers of digits, and impair
+    classifiers of clothes.
     """
 
     kind: Literal["mean-embedding"] = "mean-embedding"
@@ -294,7 +296,7 @@ def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Ar
     The result has the shape (number, d).
 
     If ``number`` is more than twice the number of columns of ``root``, the sample covariance is also exactly ``root``
-    root', so that sampling adds no error to the noisy moments. A single draw is not shifted.
+    root'. Sampling then adds no error to the noisy moments. A single draw is not shifted.
     """
     normal = torch.from_numpy(generator.standard_normal((number, root.shape[1])))
     if number > 1:

@@ -29,18 +29,19 @@ AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 class DaFl(Settings):
     """Before the rounds, a client publishes about ``gamma`` times as many synthetic records as it has own records.
 
-    ``epsilon`` (inf: no noise, the paper's control) and ``delta``: the privacy budget per record, for label selection
-    and generator together. ``generator``: "dp-cgan" is the paper's generator, and gives better accuracy if clients also
+    ``epsilon`` (inf: no noise, for comparison) and ``delta``: the privacy budget per record, for label selection and
+    generator together. ``generator``: "dp-cgan" is the paper's generator, and gives better accuracy if clients also
     train on their own records; "mean-embedding" takes a second, and gives better accuracy if clients train on synthetic
     records only; "marginals" is for tables, "gaussian" for public features. ``labels``: the mechanism that selects the
     number of synthetic records of each class. ``client_gammas``: one gamma per client, in place of ``gamma``.
     ``train_on``: the training records in the rounds: the client's own records and the pool of all synthetic records
     (the default), only the pool ("synthetic"), or only its own records ("own"). With "synthetic", the whole run is
-    private by post-processing. With "own", only the server uses the pool, for ``server_epochs`` or as a proxy; the
-    rounds may then use another protection, such as local.privacy=dp-sgd. ``server_epochs``: the number of epochs for
-    which the server trains the first model on the pool before the first round; 0, as in the paper, means a start from
-    random weights (the server receives the pool nevertheless). ``noise``: "secret" protects the records and differs
-    from run to run; "seeded" repeats in every run, for simulations only, and protects nobody.
+    private by post-processing. With "own", only the server uses the pool, for ``server_epochs`` or as the public
+    records of an algorithm such as FedDF; the rounds may then use another protection, such as local.privacy=dp-sgd.
+    ``server_epochs``: the number of epochs for which the server trains the first model on the pool before the first
+    round; 0, as in the paper, means a start from random weights (the server receives the pool nevertheless). ``noise``:
+    "secret" protects the records and differs from run to run; "seeded" is equal in every run and protects no record,
+    for simulations only.
     """
 
     kind: Literal["da-fl"] = "da-fl"
@@ -75,7 +76,7 @@ class DaFl(Settings):
         return [line]
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for a wrong length of ``client_gammas``, or if nobody uses the pool."""
+        """Raise ValueError for a wrong length of ``client_gammas``, or if neither clients nor server use the pool."""
         used = isinstance(experiment.algorithm, UsingPool) and experiment.algorithm.uses_pool
         if self.train_on == "own" and not self.server_epochs and not used:
             raise ValueError(

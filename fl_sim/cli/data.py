@@ -26,7 +26,7 @@ from partitions.assign import USUAL_MIN_SIZE
 _MOST: Final = 20
 """Largest number of printed classes, and of printed values of a record."""
 _LONGEST: Final = 200
-"""Largest number of printed characters of a text; all of them are printed with --json."""
+"""Largest number of printed characters of a text. With --json, the whole text is printed."""
 _BAR: Final = 30
 _MOST_CLIENTS: Final = 30
 _MOST_COLUMNS: Final = 12
@@ -105,8 +105,9 @@ def show_card(
 def show_partition(given: RunArguments, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Print the number of records of each class on every client.
 
-    If ``plot`` is given, also draw these numbers into this file. If the shards depend on the round, those before the
-    first move are drawn, and those before and after all moves are printed.
+    If ``plot`` is given, also draw these numbers into this file. In some partitions, records move between clients
+    during the run. The drawing then shows the shards before the first move. The printed text has the numbers before the
+    first move and after the last move.
     """
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
@@ -162,9 +163,9 @@ def _where(source: DataSource | None) -> str:
 
 
 def _in_lines(value: Any) -> Any:
-    """Return ``value`` for printing: each text in it becomes a single line.
+    """Return a copy of ``value`` for printing, in which each text is a single line.
 
-    Names from files, such as class names, may contain line breaks.
+    The reason: names from files, such as class names, may contain line breaks.
     """
     if isinstance(value, str):
         return in_a_line(value)

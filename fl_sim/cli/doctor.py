@@ -42,7 +42,7 @@ _SELF_TEST: Final = {
 _LEAST_ACCURACY: Final = 0.5
 """Smallest accuracy for which the self-test succeeds.
 
-Random guesses have an accuracy of 0.1, and the self-test about 0.9.
+Random guesses have an accuracy of 0.1. The model of the self-test usually has an accuracy of about 0.9.
 """
 _MEGABYTE: Final = 1e6
 

@@ -172,9 +172,9 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
 def find_images(run: SavedRun, vectors: NDArray[np.float32]) -> Images:
     """Find an image for each of the synthetic feature ``vectors`` of ``run``, to show them in the report.
 
-    Returns (images, distances). The features of an image are similar to its vector, and the distance states how
-    similar. The search prints its progress. It uses only the vectors, the shape of the images and the public feature
-    transform. Raises ValueError if the shape is unknown, if the transform has no approximate inverse, or if
+    Returns (images, distances). A distance is the difference between the features of an image and the given vector (see
+    ``Images``). The search prints its progress. It uses only the vectors, the shape of the images and the public
+    feature transform. Raises ValueError if the shape is unknown, if the transform has no approximate inverse, or if
     ``vectors`` cannot be features of images of this shape.
     """
     from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (imports torch, which is slow)

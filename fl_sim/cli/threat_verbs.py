@@ -59,19 +59,19 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
     stored its state before this round (the setting keep_every). In all cases, the model is bit-identical to full
     retraining. RUN itself does not change: delete it afterwards, because its model was trained on the records.
 
-    For the models before and after unlearning, the command prints the accuracy on test records, on the other clients'
-    records and on the forgotten records, and the membership of the forgotten records. Membership is the probability
-    that a forgotten record has a smaller loss than a test record of the same class (.5 is chance). The command also
-    prints the cost compared with full retraining, and further measures of the last round, such as the success rate of a
-    backdoor.
+    The command prints measures of the models before and after unlearning. They are the accuracies on test records, on
+    the other clients' records and on the forgotten records, and the membership of the forgotten records. Membership is
+    the probability that a forgotten record has a smaller loss than a test record of the same class (.5 is chance). The
+    command also prints the cost compared with full retraining. If the last round has further measures, such as the
+    success rate of a backdoor, they are printed, too.
 
     The other methods are approximations, without any guarantee that the records are forgotten. They write a model, and
     no run. "federaser" (Liu et al. 2021) repeats each round that follows a stored state (keep_every), without the
-    client. The other clients train for fewer steps: these give the direction of an update, and the original update
-    gives its length. "gradient-ascent" (Halimi et al. 2022) needs the client: it increases the loss on the client's
-    records, within a ball around an estimate of the other clients' mean model. Then the other clients train for some
-    rounds. If a retrained run is in RUN-without-CLIENT, the command also prints its measures and the distance to its
-    model.
+    client. The other clients train for fewer steps. The result of these steps gives the direction of an update, and the
+    original update gives its length. "gradient-ascent" (Halimi et al. 2022) needs the client: it increases the loss on
+    the client's records, within a ball around an estimate of the other clients' mean model. Then the other clients
+    train for some rounds. If a retrained run is in RUN-without-CLIENT, the command also prints its measures and the
+    distance to its model.
 
     Runs that promise privacy are refused: their privacy ledgers are never refunded.
 
@@ -124,16 +124,16 @@ def attack_membership(
     """Test how well an attacker can distinguish training records of a finished run from unused records.
 
     --method loss compares the losses of the final model on training records and on test records. This attack is weak.
-    --method lira trains shadow runs with and without each record. It then computes how likely the model's confidence
-    in the record is in both cases (Carlini et al. 2022). The shadow runs stay in RUN-shadows, where a repeated command
-    continues them. LiRA compares training records with the records that the run left out (the setting left_out), or
-    else with test records. It attacks the final model, and also sums its scores over all stored rounds (the setting
-    keep_every).
+    --method lira trains shadow runs with and without each record. It then computes two likelihoods of the attacked
+    model's confidence in the record: one for models with this record, and one for models without it (Carlini et al.
+    2022). The shadow runs stay in RUN-shadows, where a repeated command continues them. LiRA compares training records
+    with the records that the run left out (the setting left_out), or else with test records. It attacks the final
+    model, and also sums its scores over all stored rounds (the setting keep_every).
 
     The command prints the area under the ROC curve, and the true-positive rates at .1 % and 1 % false positives, with
     intervals of 95 % confidence. If the run's model has a record-level privacy guarantee, the command also prints the
-    largest rate that epsilon and delta allow. An epsilon of synthetic records only is no guarantee for the model. A
-    stronger attack may reach a higher rate, up to that bound.
+    largest rate that epsilon and delta allow. An epsilon that covers only synthetic records is no guarantee for the
+    model. A stronger attack may reach a higher rate, up to that bound.
 
     For example:
 
@@ -179,16 +179,17 @@ def attack_inversion(  # noqa: PLR0913 (one parameter per option)
     linear, the record is computed exactly from the gradient. Otherwise an optimiser searches for images with the same
     gradient (Geiping et al. 2020). This is easier for models with wide layers than for small models.
 
-    Of a batch, --method analytic computes exactly the records that activate some neuron of the first layer alone
-    (Boenisch et al. 2023). With --imprint, a malicious server sends a first layer by which each neuron sees the records
-    of one range of mean brightness, so that it gets more of them (Fowl et al. 2022). Each reconstruction is the one
-    that is nearest to the record: the attacker itself does not know which ones are exact.
+    For a batch, --method analytic computes a record exactly if some neuron of the first layer is active for this record
+    only (Boenisch et al. 2023). With --imprint, a malicious server replaces the first layer. The gradients of the new
+    layer separate the records by their mean brightness, so more records are computed exactly (Fowl et al. 2022). The
+    command compares each record with the nearest reconstruction. An attacker could not do this, and does not know which
+    reconstructions are exact.
 
-    Under local.privacy=dp-sgd, the gradient is clipped and noisy as in a step of the run. The command then also
-    measures how often the record of a noisy gradient is recognised among 10 records, and prints the largest rate that
-    any attacker can reach against the noise of one step. Global DP does not stop these attacks, because the server,
-    which is trusted, sees the updates without noise. The command refuses runs in which no gradient of a training record
-    leaves a client: clients send only sums, only synthetic records, or updates with noise.
+    With local.privacy=dp-sgd, the gradient is clipped and noisy as in a step of the run. A second attack then guesses
+    which of 10 records a noisy gradient comes from. The command prints the share of right guesses, and the largest
+    share that any attacker can reach against the noise of one step. Global DP does not stop these attacks, because the
+    server, which is trusted, sees the updates without noise. The command refuses runs in which no gradient of a
+    training record leaves a client: clients send only sums, only synthetic records, or updates with noise.
 
     For example:
 
@@ -215,8 +216,9 @@ def attack_labels(
     """Estimate a client's number of records of each class from one batch's gradient, and from the update of a round.
 
     The attacker knows the model and has the test records, and reads the gradient of the last layer's bias. The command
-    prints true and estimated counts, and the mean absolute errors of the estimate and of a guess from the class
-    proportions of all records. Gradients and updates have the same clipping and noise as in the run.
+    prints true and estimated counts, and the mean absolute error of the estimate. As a baseline, it also prints the
+    error of a guess from the class proportions of all records. Gradients and updates have the same clipping and noise
+    as in the run.
 
     For example:
 
@@ -246,10 +248,11 @@ def attack_canaries(
     the right guesses with 95 % confidence, and the epsilon that the run claims. Ordinary records are weak canaries, so
     the bound is usually far below the claim.
 
-    With --crafted, for runs with local.privacy=dp-sgd and any left_out, the command repeats the private steps of the
+    --crafted is for runs with local.privacy=dp-sgd and any left_out. The command repeats the private steps of the
     client with the largest epsilon on crafted records (Nasr et al. 2023). The gradients of these records are as long as
     the clipping norm, and orthogonal. The attacker sees the model after every step. The bound is closer to the claim,
-    and more audit runs bring it closer. It tests noise, batches, clipping and bill, but not the run's own model.
+    and more audit runs bring it closer. This audit tests the noise, the batches, the clipping and the stated privacy
+    cost of the private steps, but not the run's own model.
 
     For example:
 
@@ -271,8 +274,8 @@ def attack_property(run: RunDirectory, *, data_root: DataRoot = None, json_outpu
 
     The attacker sees the number of synthetic records of each class that a client published (preprocess=da-fl). The
     command prints how often guesses from these numbers are right, and how often guesses without the pool are right
-    (chance). It also prints the epsilons of the label selection and of the run. They protect a single record, not a
-    property of all records of a client, such as class proportions.
+    (chance). It also prints the epsilons of the label selection and of the run. These epsilons protect a single record,
+    not a property of all records of a client, such as class proportions.
 
     For example:
 

@@ -282,7 +282,7 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
 
 
 def show_crafted(run: Path, runs: int, data_root: Path | None, *, json_output: bool) -> None:
-    """Print a lower bound on the epsilon of the private local steps of ``run``, by canaries that are crafted.
+    """Print a lower bound on the epsilon of the private local steps of ``run``, by crafted canaries.
 
     ``runs``: the number of audit runs. They repeat the private steps of one client on crafted records.
     """

@@ -119,7 +119,7 @@ def report(
 
     Runs that differ only in the seed are averaged. The legend states all other differences between runs. The command
     writes report.html (one interactive file, to open or to send), accuracy.png and loss.png. If there are more than
-    four data sets and partitions, each of them has figures of its own.
+    four data sets and partitions, each of them has separate figures.
 
     For runs with synthetic records, there are figures of the synthetic records by class and epsilon (samples-*.png). If
     such runs differ only in epsilon or gamma, there are figures of the final accuracy over epsilon or gamma

@@ -163,8 +163,8 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
 def looks_channels_first(shape: tuple[int, ...]) -> bool:
     """Return True if ``shape`` of an array of images is probably (records, channels, height, width).
 
-    The result is True in three cases: (1) axis 1 has length 1 or 3, and the last axis is longer than 4; (2) axis 1 has
-    at most length 4, and axes 2 and 3 are longer; (3) axes 2 and 3 are equal (square images), and axis 1 is shorter.
+    The result is True in three cases. (1) Axis 1 has length 1 or 3, and the last axis is longer than 4. (2) Axis 1 has
+    at most length 4, and axes 2 and 3 are longer. (3) Axes 2 and 3 are equal (square images), and axis 1 is shorter.
     """
     _, first, second, last = shape
     return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last

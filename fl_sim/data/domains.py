@@ -116,8 +116,8 @@ def _num_records(own: OwnName, names: Mapping[str, Dataset]) -> int:
 def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Examples:
     """Draw ``count`` records of ``part`` at random, with the same class proportions as in ``part``.
 
-    The drawn records keep their order. The exact number of records of a class is rounded down. The classes with the
-    largest remainders then get one record more, up to ``count`` records in all.
+    The drawn records keep their order. The proportional number of records of each class is rounded down. The classes
+    with the largest remainders then get one more record, until there are ``count`` records.
     """
     if count == len(part):
         return part
@@ -133,7 +133,7 @@ def _drawn(part: Examples, count: int, num_classes: int, purpose: str) -> Exampl
 def _as_one(images: NDArray[np.uint8], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
     """Scale ``images`` (n, c, height, width) to ``size`` (width, height), and repeat grey channels if needed.
 
-    The result has ``channels`` channels: grey images get three equal ones if other parts have colour.
+    The result has ``channels`` channels. If other parts have colour, a grey image gets three equal channels.
     """
     images = scaled(images, size)
     return images if images.shape[1] == channels else np.repeat(images, channels, axis=1)

@@ -23,9 +23,9 @@ Features: TypeAlias = Literal[
 ]  # fmt: skip
 """The representation of images: pixels ("none"), scattering features, or whitened features (fl_sim.data.scattering).
 
-"scattering-maps" are all whitened scattering maps, and "root-scattering-maps" their square roots, whitened
-(fl_sim.data.scattering_maps). "mirrored-" before a name: the maps are the means of those of an image and of its mirror
-image.
+"scattering-maps": all scattering maps, whitened. "root-scattering-maps": the square roots of these maps, whitened
+(fl_sim.data.scattering_maps). With the prefix "mirrored-", each map is the mean of a map of the image and the same map
+of its mirror image.
 """
 
 Vectors: TypeAlias = NDArray[np.float32]
@@ -102,7 +102,7 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
         lambda: {part: vectors_of(getattr(dataset, part).inputs, features) for part in _PARTS},
         lambda found: [found[part].shape for part in _PARTS] == shapes and _is_float32(found),
         f"the {features} features of {count:,} images",
-        private=is_own(dataset.name),  # only the user may read features of own records
+        private=is_own(dataset.name),  # features of the user's own records are private
     )
     return made["train"], made["test"]
 
@@ -127,5 +127,5 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
 
 
 def _without_prefix(features: Features) -> tuple[str, bool]:
-    """Return the name of the features without "mirrored-", and whether the name has it."""
+    """Return the name of the features without the prefix "mirrored-", and True if the name has this prefix."""
     return features.removeprefix(_MIRRORED), features.startswith(_MIRRORED)

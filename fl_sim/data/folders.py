@@ -86,7 +86,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
 def _drawn(test_part: TestPart, *, has_domains: bool) -> str:
     """Describe in words how test records are drawn at random, for ``Dataset.note``.
 
-    The result is empty if they are not drawn at random, because there is a folder of test images.
+    The result is empty if a folder contains the test images.
     """
     of_domains = " of every domain" if has_domains else ""
     drawn = f"{test_part.share:g} of every class{of_domains} is for testing, drawn by test_seed {test_part.seed}"

@@ -189,7 +189,7 @@ def _names_in(part: Any, name: str) -> Sequence[str]:
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
-    """Return the name of the column of type ``kind``, to find the image or label column without a setting.
+    """Return the name of the column of type ``kind``: the image or label column, if no setting names this column.
 
     If several columns have this type, the result is the column with the name ``usual`` (such as "label"). The result is
     "" if there is no such column.
@@ -249,7 +249,7 @@ def _pixels(part: Any, number: int, image: str, table: str, settings: ImageSetti
 
 
 def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the class names of ``classes``, class codes that are written as texts, such as "0".
+    """Convert ``classes`` to class names. ``classes``: class codes that are written as texts, such as "0".
 
     ``label``: the type of the label column. If this type has no class names, ``classes`` are returned unchanged. Raises
     UserError for the code -1, which marks records without a label.

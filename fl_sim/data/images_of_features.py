@@ -168,7 +168,7 @@ def _pink(height: int, width: int) -> torch.Tensor:
 
 
 def _mixture(channels: int) -> torch.Tensor:
-    """Return a symmetric matrix M, (channels, channels), that mixes channels of noise to colours as in photographs.
+    """Return a symmetric matrix M, (channels, channels), that mixes noise channels into colours as in photographs.
 
     Independent noise that is multiplied by M has the covariance M squared. The result is noise that all channels share,
     plus weaker independent noise (``_OWN``) in each channel.

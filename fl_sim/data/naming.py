@@ -113,7 +113,7 @@ class KnownSet:
     ``layout``: the file format. ``files``: {path below the data folder: MD5 of the unpacked file, or None if
     torchvision has the MD5}. ``mean`` and ``std``: the published constants of the training images, one float per
     channel; pixel values are between 0 and 1. ``merged``: only for a set that merges classes of another set, as
-    cifar100-coarse does with cifar100. Entry c is the new class of records with class c in the other set.
+    cifar100-coarse does with cifar100. Class c of the other set becomes class ``merged[c]`` of this set.
     """
 
     name: str

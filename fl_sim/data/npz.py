@@ -53,9 +53,9 @@ _INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
 
 _LARGE: Final = 2**26
-"""A file size in bytes.
+"""A size in bytes.
 
-In a larger file, the lengths and compression of all arrays are checked before any array is read.
+If the arrays of a file are larger in total, their lengths and compression are checked before any array is read.
 """
 _MOST_PACKED: Final = 500  # largest plausible compression factor of an array; a higher one suggests a zip bomb
 
@@ -73,8 +73,9 @@ def read_known(path: Path, known: KnownSet) -> Dataset:
 
 
 def read_own(name: str, own: OwnName, path: Path) -> Dataset:
-    """Read the user's own npz file: uint8 images (NHW or NHWC), float features (records, features), or tokens.
+    """Read the user's own npz file: uint8 images, float features, or tokens.
 
+    Images have the shape (records, height, width) or (records, height, width, channels), features (records, features).
     Required arrays: ``x_train``, ``y_train``, ``x_test``, ``y_test``. Optional arrays: ``mean`` and ``std``, which
     normalise the inputs (one number, or one per channel, for pixel values between 0 and 1). Default: 0.5 and 0.5 for
     images, and no normalisation for features. Mean and standard deviation are never computed from the training records,

@@ -47,8 +47,8 @@ class ImageSettings:
     def read_off(self) -> tuple[str, ...]:
         """The facts that were read from the private images and determine the model's input shape.
 
-        One fact is that some image has colour, or that none has. If ``size`` is None, the size of the images is another
-        fact. ``Dataset`` stores these facts in its field ``read_off``, and every privacy statement lists them.
+        One fact is the presence of colour in any image. If ``size`` is None, the size of the images is another fact.
+        ``Dataset`` stores these facts in its field ``read_off``, and every privacy statement lists them.
         """
         return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 

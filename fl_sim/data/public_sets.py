@@ -1,10 +1,10 @@
 """Reads the public data sets: digits, MNIST's idx files, CIFAR, SVHN, and the tables Adult and Diabetes of UCI.
 
 The data set "digits" has 1,797 images of handwritten digits, 8x8 pixels each (UCI, Alpaydin and Kaynak 1998). Its file
-is a part of scikit-learn. Its training and test records are those of ``sklearn.model_selection.train_test_split``
-(stratified, random_state 0), which a test checks. scikit-learn is not imported, because its import takes longer than a
-short run. MNIST's idx files (LeCun, Cortes, Burges) are memory-mapped after a check of header and file size. The files
-of CIFAR and SVHN are in torchvision's layout.
+is a part of scikit-learn. A test checks that its training and test records equal those of
+``sklearn.model_selection.train_test_split`` (stratified, random_state 0). scikit-learn is not imported, because its
+import takes longer than a short run. MNIST's idx files (LeCun, Cortes, Burges) are memory-mapped after a check of
+header and file size. The files of CIFAR and SVHN are in torchvision's layout.
 
 Models for Adult (Becker and Kohavi 1996) predict whether a person earns over 50,000 dollars. Models for Diabetes 130-US
 hospitals (Strack et al. 2014) predict whether a patient returns to hospital within 30 days. Numbers are divided by
@@ -172,9 +172,9 @@ def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -> NDArray[np.int64]:
-    """Return how many of ``total`` records are drawn from each class, in proportion to the class counts ``held``.
+    """Divide ``total`` among the classes in proportion to their counts ``held``; return whole numbers, (classes,).
 
-    The exact numbers are rounded down. The classes with the largest remainders then get one record more. Among equal
+    The exact numbers are rounded down. The classes with the largest remainders then get one more record. Among equal
     remainders the choice is random, as in scikit-learn's stratified split.
     """
     exact = held / held.sum() * total

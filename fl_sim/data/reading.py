@@ -129,7 +129,7 @@ def content_of(name: str, data_root: Path | None) -> str:
     """Return a digest that identifies the training records of ``name``, independent of the settings for reading.
 
     For tables and folders, the result is a digest of the whole file or folder. The digest must not leave this machine:
-    a person who knows all records but one could try values of the last record until the digests are equal. Result files
+    a person who knows all other records could guess values of one record until the digests are equal. Result files
     contain the keyed hash of ``sealed_content`` instead. Raises UserError as ``load`` does.
     """
     name = records_of(name)

@@ -7,11 +7,11 @@ with a public seed, then reduces the number of features to at most 1000.
 
 Whitening also uses no data set. Privacy noise on released features has the same variance in all directions. It
 therefore hides directions of low variance first, although they may separate classes well. Whitening gives all
-directions about the same variance. It needs a covariance matrix. The covariance of the records would be private, so the
-covariance of artificial images is used: it is public and similar enough. The artificial images have the common
+directions about the same variance. It needs a covariance matrix. The covariance of the records would be private. So the
+covariance of artificial images is used, which is public and similar enough. The artificial images have the common
 statistics of photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead
 leaves": random discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features
-from such images (Baradad et al. 2021). Their seed is public, so all processes generate the same images.
+from such images (Baradad et al. 2021). The seed of the images is public, so all processes generate the same images.
 """
 
 import math
@@ -60,9 +60,9 @@ _LEAVES: Final = 200  # leaves per image
 # The smallest radius of a leaf (a random disc or slab) in pixels. The largest radius of a leaf as a fraction of the
 # image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
-# Three standard deviations for "dead leaves" images (see ``dead_leaves``), in grey levels: of the part of a leaf's
-# colour that differs between channels; of the change of a leaf's brightness per pixel; of the noise that is added to an
-# image, at most.
+# Standard deviations for "dead leaves" images (see ``dead_leaves``), in grey levels. The first: the part of a leaf's
+# colour that differs between channels. The second: the change of a leaf's brightness per pixel. The third is a maximum:
+# the noise that is added to an image.
 _COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
@@ -70,7 +70,7 @@ _LEAVES_AT_A_TIME: Final = 100  # images per batch
 def dimension_of(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``, (channels, height, width).
 
-    ``mirrored``: of features that are means over an image and its mirror image (see ``normalised``).
+    ``mirrored``: True for features that are means over an image and its mirror image (see ``normalised``).
     Raises UserError for records that are not images, and for images that are too small or too large.
     """
     if len(shape) != 3:
@@ -89,7 +89,7 @@ def dimension_of(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
 def num_coefficients(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of scattering coefficients of an image of ``shape``: the number of values in all its maps.
 
-    ``mirrored``: in the maps that ``normalised`` returns.
+    ``mirrored``: True for mirrored maps, of which only the left half of the columns is used (see ``normalised``).
     """
     columns = _positions(shape[2])
     return shape[0] * NUM_MAPS * _positions(shape[1]) * (-(-columns // 2) if mirrored else columns)
@@ -130,9 +130,9 @@ def described(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
 def normalised(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
     """Return the scattering maps of ``images`` after group normalisation with 27 groups, (n, maps, rows, columns).
 
-    ``mirrored``: the maps are the means of those of an image and of its mirror image, which thus have the same result,
-    to the bit. The right half of a mean contains nearly the same numbers as the left half, in other maps. So only the
-    left half of the columns is returned.
+    ``mirrored``: if True, each map is the mean of a map of the image and the same map of its mirror image. So an image
+    and its mirror image have bit-identical results. The right half of a mean contains nearly the same numbers as the
+    left half of another map. So only the left half of the columns is returned.
     """
     maps = in_groups(_scattered(images, mirrored=mirrored))
     return _left_half(maps) if mirrored else maps
@@ -141,9 +141,9 @@ def normalised(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
 def root_maps(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
     """Return the square roots of the scattering maps of ``images``, (n, maps, rows, columns), not normalised.
 
-    Scattering maps are averages of moduli: they have long tails, and an image with twice the contrast has twice the
-    values. Roots make both smaller, and they keep the contrast of an image, which group normalisation removes. A value
-    below 0, from rounding, counts as 0. ``mirrored``: as in ``normalised``.
+    Scattering maps are averages of moduli. Their values have long tails, and grow in proportion to the contrast of the
+    image. Square roots shorten the tails and reduce the influence of the contrast. Group normalisation would remove the
+    contrast completely. A value below 0 (a rounding error) counts as 0. ``mirrored``: as in ``normalised``.
     """
     maps = _scattered(images, mirrored=mirrored).clamp(min=0).sqrt()
     return _left_half(maps) if mirrored else maps
@@ -165,8 +165,9 @@ def in_groups(maps: torch.Tensor) -> torch.Tensor:
 def scattered(images: torch.Tensor) -> torch.Tensor:
     """Return the scattering maps of ``images`` (n, channels, height, width): (n, 81 * channels, rows, columns).
 
-    The 81 maps of a channel, all smoothed, are: the image (order 0); the moduli of its convolutions with 8 fine and 8
-    coarse wavelets (order 1); and the moduli of the 8 fine maps, convolved with 8 coarse wavelets each (order 2).
+    A channel has 81 maps, all smoothed. Order 0 is the image. Order 1 has the moduli of the image's convolutions with
+    8 fine and 8 coarse wavelets. Order 2 has the moduli of the convolutions of each of the 8 fine maps of order 1 with
+    8 coarse wavelets.
     """
     count, channels, height, width = images.shape
     padded = _padded(images.reshape(count * channels, height, width))
@@ -199,7 +200,7 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A whitening transform: features x (n, d) become (x - ``centre``) ``matrix``.
+    """A whitening transform: features x (n, d) become (x - ``centre``) @ ``matrix``.
 
     A result with an L2 norm above 1 is scaled down to norm 1. ``centre`` (d,) and ``matrix`` (d, d) are float64.
     """
@@ -233,10 +234,10 @@ class Whitening:
 def whitening_of(shape: tuple[int, int, int], *, mirrored: bool = False) -> Whitening:
     """Return the ``Whitening`` of the scattering features of images of ``shape``, (channels, height, width).
 
-    ``mirrored``: of mirrored features. The computation takes seconds to a minute. Its result is cached for each shape.
+    ``mirrored``: True for mirrored features. The computation takes seconds to a minute. The result is cached.
     """
     features = features_of(public_images(shape), mirrored=mirrored)
-    # ``_whitening`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
+    # ``_whitening`` limits torch to one thread. This limit holds only in the new thread, not in the caller's thread.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_whitening, features).result()
 
@@ -305,9 +306,8 @@ def dead_leaves(shape: tuple[int, int, int], number: int, generator: np.random.G
 def in_threads(fill: Callable[[slice], None], count: int, step: int) -> None:
     """Process the rows 0 to ``count`` - 1 of an array in several threads, with ``step`` rows per call of ``fill``.
 
-    ``fill``: a function that processes the rows in a slice.
-
-    Each call limits torch to one thread. So the results are bit-identical for any number of threads.
+    ``fill``: a function that processes the rows in a slice. Each call of ``fill`` uses only one torch thread, so the
+    results are bit-identical for any number of threads.
     """
 
     def fill_alone(start: int) -> None:
@@ -353,8 +353,8 @@ def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     """Filter images, keep every second row and column, and return the Fourier transforms of the smaller images.
 
     ``spectrum``: the Fourier transform of the images, (..., 1, height, width). ``filters``: the real Fourier transforms
-    of the filters, (8, height, width). Filtering multiplies Fourier transforms. Keeping every second row and column
-    means to average the four quarters of the Fourier transform (``_aliases``).
+    of the filters, (8, height, width). Filtering multiplies the two Fourier transforms. If every second row and column
+    is kept, the Fourier transform becomes the mean of its four quarters (``_aliases``).
     """
     height, width = filters.shape[1] // 2, filters.shape[2] // 2
     # computed with pairs of real numbers, because products of complex numbers are slow

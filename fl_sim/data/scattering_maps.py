@@ -1,14 +1,14 @@
-"""Whitened scattering maps of an image, without a projection: all kinds of features that end in ``scattering-maps``.
+"""Whitened scattering maps of an image, without a projection: all features whose names end in ``scattering-maps``.
 
 Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
 would reduce the accuracy of these models. Without a projection, the maps are correlated, and some directions have a far
 larger variance than others. This module whitens the vector of all maps at each image position, with the same matrix for
-all positions. The matrix is small: it needs only the covariance of maps, estimated from artificial images
-(``fl_sim.data.scattering``), not of all coefficients. Matrix and images depend on no data set, so both are public.
+all positions. The matrix is small, because its rows and columns are the maps, not all coefficients. It is computed from
+the maps of artificial images (``fl_sim.data.scattering``). Matrix and images depend on no data set, so both are public.
 
 The features ``mirrored-scattering-maps`` are the mean of the maps of an image and of its mirror image, with half as
-many numbers. A linear model on them predicts the same class for both images. Privacy noise then has half as many
-directions. Photographs keep their class in a mirror; digits and letters do not. Each record has norm 1.
+many numbers. A linear model on these features predicts the same class for both images, and DP-SGD adds noise to half as
+many parameters. A mirrored photograph has the same class; a mirrored digit or letter does not. Each record has norm 1.
 
 The features ``root-scattering-maps`` and ``mirrored-root-scattering-maps`` are the square roots of the maps, without
 the normalisation in groups. Square roots of histogram-like features are common in computer vision (Perronnin, Sanchez
@@ -41,7 +41,7 @@ _IMAGES: Final = 20  # images per batch
 def num_numbers(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``. Raises UserError as ``dimension_of`` does.
 
-    ``mirrored``: of features that are means over an image and its mirror image.
+    ``mirrored``: True for features that are means over an image and its mirror image.
     """
     dimension_of(shape, mirrored=mirrored)
     return num_coefficients(shape, mirrored=mirrored)
@@ -52,9 +52,9 @@ def maps_of(
 ) -> NDArray[np.float32]:
     """Return the whitened maps of ``images`` (n, channels, height, width): (n, numbers), of L2 norm at most 1.
 
-    ``mirrored``: the mean of the maps of an image and of its mirror image, of norm 1. ``root``: square roots of maps
-    that are not normalised in groups, of norm 1. The features of a record depend only on that record. Raises UserError
-    for images of an unsuitable shape.
+    ``mirrored``: True to use the mean of the maps of an image and of its mirror image. ``root``: True to use the square
+    roots of maps, without normalisation in groups. With either, the result is scaled to norm 1. The features of a
+    record depend only on that record. Raises UserError for images of an unsuitable shape.
     """
     channels, height, width = images.shape[1:]
     num_numbers((channels, height, width))
@@ -81,7 +81,7 @@ def mixing_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the centre (maps,) and the matrix (maps, maps) that whiten the maps of images of ``shape``, as float64."""
     found = _coefficients(public_images(shape), mirrored=mirrored, root=root)
-    # ``_mixing`` limits torch to one thread. It runs in a thread of its own, so that the caller keeps its limit.
+    # ``_mixing`` limits torch to one thread. This limit holds only in the new thread, not in the caller's thread.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_mixing, found, shape[0] * NUM_MAPS).result()
 

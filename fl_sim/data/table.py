@@ -115,9 +115,7 @@ class TestPart:
 
 
 def test_part_by_setting(own: OwnName) -> TestPart:
-    """Return the ``TestPart`` of the settings ``data.test``, ``data.test_seed`` and ``data.test_file``.
-
-    The result is the rule that selects the test records.
+    """Return the rule that selects the test records, from the settings ``data.test``, ``test_seed`` and ``test_file``.
 
     Raises UserError for an invalid share or seed.
     """
@@ -449,7 +447,7 @@ def choice_of(own: OwnName, key: str, valid: Sequence[str]) -> str:
 def _codes(cells: Any, values: tuple[str, ...]) -> NDArray[np.int64]:
     """Return the index of each cell's text in ``values``, the names of the classes or of the clients.
 
-    An empty cell gets the index 0. This has no effect, because records with an empty cell are removed later.
+    An empty cell gets the index 0. The index is never used, because records with an empty cell are removed later.
     """
     found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(values))
     return np.asarray(found.fill_null(0)).astype(np.int64)

@@ -50,7 +50,7 @@ _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # matches a number with a decim
 STEPS: Final = 20
 """Generators of synthetic records may round numbers of a column to this many values.
 
-A column with fewer whole numbers than this is not rounded.
+If both bounds are whole numbers and less than ``STEPS`` apart, the values are all whole numbers from bound to bound.
 """
 
 

@@ -98,10 +98,10 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
 def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
     """Return the name of the column of texts that become tokens; "" if the records are vectors of numbers.
 
-    The setting ``data.text`` has two uses: a column of texts, or columns of names such as postal codes. The setting
-    means a column of texts if it lists a single column, if this column contains words, and if one of three conditions
-    holds: (1) ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set; (2) the column contains no numbers;
-    (3) the column has over 200 different texts. Raises UserError if a setting of (1) is set without a column of texts.
+    The setting ``data.text`` has two uses: a column of texts, or columns of names such as postal codes. A column of
+    texts must be the only column in the setting, and must contain words. In addition, one of three conditions must
+    hold. (1) ``data.tokenizer``, ``data.max_length`` or ``data.alphabet`` is set. (2) The column contains no numbers.
+    (3) The column has over 200 different texts. Raises UserError if a setting of (1) is set without a column of texts.
     """
     listed, first = listed_columns(own, "text", tables[0]), tables[0]
     settings = [key for key in _OF_TEXTS if own.option(key)]

@@ -124,8 +124,8 @@ class Bytes:
 class Vocabulary:
     """The tokenizer in the file ``path``. ``written``: the value of ``data.tokenizer``. ``digest``: the file's SHA-256.
 
-    If the token 0 of the file is padding, all tokens keep their numbers: pretrained models with this tokenizer expect
-    these numbers. Otherwise 1 is added to the number of every token, because the token 0 is padding in fl-sim.
+    If token 0 of the file is padding, all tokens keep their numbers, because pretrained models with this tokenizer
+    expect these numbers. Otherwise 1 is added to the number of every token, because token 0 is padding in fl-sim.
     """
 
     written: str

@@ -25,12 +25,12 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Computes the simulated seconds of clients' turns. These do not depend on trained values or on real time.
+    """Computes the simulated seconds of clients' turns. The seconds do not depend on trained values or on real time.
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
     ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client ID, and
-    returns the load of one turn of this client: the bytes of its messages, and a factor for its computing time if it
-    trains a smaller model. ``seed``: the seed of the random availability and jitter.
+    returns the load of one turn of this client. A load consists of the bytes of messages, and a factor of the computing
+    time, below 1 for a smaller model. ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet
@@ -97,7 +97,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Turnout:
-    """The clients that take part in a round with a deadline. The clients in each list have the order of the cohort.
+    """The clients that take part in a round with a deadline. Each array has the order of the cohort.
 
     ``available``: the clients of the cohort that are available. ``in_time``: the available clients that meet the
     deadline. ``most_steps``: {client: number of local steps}, only for the clients that train fewer steps to meet the

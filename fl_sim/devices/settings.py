@@ -76,7 +76,7 @@ class Fleet:
 
 @runtime_checkable
 class Devices(Protocol):
-    """The protocol for settings of devices. Every class with a method ``fleet`` can be used, also a user's own."""
+    """The protocol for settings of devices. Every class with a method ``fleet`` can be used, also a user's class."""
 
     def fleet(self, num_clients: int, seed: int) -> Fleet:
         """Return the devices of ``num_clients`` clients. ``seed``: the seed of all random numbers, such as speeds.
@@ -93,7 +93,7 @@ class NoDevices(Settings):
 
 
 class _Typical(Settings):
-    """A typical device; each client's device is slower or faster by random factors.
+    """The typical device. The device of each client is slower or faster than the typical device by random factors.
 
     ``seconds_per_step``: the time of a local step on the typical device. ``records_per_second``: if above 0, the number
     of records per second that the typical device trains, in place of ``seconds_per_step``. ``download_mbps`` and

@@ -65,11 +65,11 @@ class Worker:
     """A Ray actor with its node and its measured speed.
 
     ``step_seconds``: seconds per minibatch step, infinite before the first measurement. ``calls``: the unfinished
-    calls, in the order in which the actor answers them. ``has``: the IDs of the message contents (model and settings,
-    which the clients of a round share) that the actor received with its last call and still stores. ``is_warm``: True
-    after the first answered call, which also loads the data and therefore takes longer. ``since``: the time of the
-    actor's start. If the start takes too long, the user gets one warning, and ``since`` becomes infinite, so that no
-    second warning follows.
+    calls, in the order in which the actor answers them. ``has``: the IDs of the message contents that the actor
+    received with its last call and still stores. A message content is the model and the settings that the clients of a
+    round share. ``is_warm``: True after the first answered call, which also loads the data and therefore takes longer.
+    ``since``: the time of the actor's start. If the start takes too long, the user gets one warning, and ``since``
+    becomes infinite, so that no second warning follows.
     """
 
     actor: Any
@@ -92,8 +92,8 @@ class Worker:
     def took(self, seconds: float, steps: int) -> None:
         """Update ``step_seconds`` after a call that took ``seconds`` for ``steps`` minibatch steps.
 
-        The first call is not measured, because it also loads the data. With its time, the worker would seem too slow,
-        and would get no further batch.
+        The first call is not measured, because it also loads the data. If it were measured, the worker would seem too
+        slow, and would get no further batch.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -203,7 +203,7 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Process the answer ``call`` of a starting worker. It sends its software versions, and later None (ready).
+        """Process the answer of a starting worker to ``call``: first its software versions, then None if it is ready.
 
         Returns an empty string, or the reason why no worker can start on the node.
         """

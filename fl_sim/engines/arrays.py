@@ -165,7 +165,7 @@ def packed_record(packed: Packed) -> ArrayRecord:
 def read_packed(record: object, size: Size) -> Packed:
     """Return the compressed group of tensors in an ArrayRecord.
 
-    Raises Malformed if the arrays do not have the numbers of floats and bytes in ``size``.
+    ``size``: the expected numbers of float32 numbers and of bytes. Raises Malformed for arrays of another size.
     """
     names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
     if not isinstance(record, ArrayRecord) or set(record) != names:

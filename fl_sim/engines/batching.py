@@ -24,8 +24,8 @@ BatchHandler: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 """A function that returns one reply for each message of a batch. If a client fails, its reply contains the error."""
 
 GroupHandler: TypeAlias = Callable[[Sequence[Message], Callable[[], None]], list[Message]]
-"""A ``BatchHandler`` for tasks that several clients answer in one computation. The handler calls its second argument
-from time to time, and does not catch the exceptions of that call. So a caller can stop a long computation.
+"""A ``BatchHandler`` for tasks that several clients answer in one computation. The handler calls its second argument, a
+function, from time to time. If that function raises an exception, the handler stops the computation.
 """
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
@@ -47,7 +47,7 @@ MAX_DEATHS = 10
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
 
-_TINY = 1e-9  # seconds: smallest value for the time of a step, against a division by zero
+_TINY = 1e-9  # the smallest seconds per step in computations, to avoid a division by zero
 
 Call = TypeVar("Call")
 
@@ -60,7 +60,7 @@ class ClientBatching:
     the clients of a batch in that process. ``steps``: each client's number of minibatch steps in a round; the client ID
     is the index. ``stack``: the number of clients that are trained as one computation. If it is above 1, each batch is
     one such stack. If it is 1, clients are added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and
-    ``least_steps``. ``least_steps``: the smallest number of minibatch steps for which a thread of its own saves time.
+    ``least_steps``. ``least_steps``: the smallest number of minibatch steps for which a separate batch saves time.
     ``most_clients``: the largest number of clients in a batch. This number limits the use of memory: the models of all
     clients of a batch are in memory at once.
     """
@@ -143,8 +143,8 @@ class Exchange(Generic[Call]):
     clients are in its batch.
 
     If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each as a batch of its
-    own, to find the client that kills its worker. Running a client twice is safe, since client states are keyed by
-    round.
+    own, to find the client that kills its worker. A client may safely run twice: each client state is stored with its
+    round, so the second run reads the same state.
     """
 
     fresh: deque[Message]
@@ -173,8 +173,8 @@ class Exchange(Generic[Call]):
 
         ``step_seconds``: this worker's estimated seconds per step. ``others``: the estimated seconds per step of all
         other workers. Unknown seconds are infinite. Batches shrink towards the end, so that all workers finish at about
-        the same time. Faster workers get larger batches. A slow worker gets none if the other workers would finish
-        everything sooner.
+        the same time. Faster workers get larger batches. A slow worker gets no batch if the other workers would finish
+        all messages sooner without it.
         """
         if self._again:
             return self._again.popleft()
@@ -249,9 +249,9 @@ class Exchange(Generic[Call]):
     def worker_died(self, call: Call, reason: str) -> None:
         """Schedule the messages of a dead worker's batch again, each as a batch of its own.
 
-        So the run finds out which client kills its worker. A message is sent at most twice: after the death of a second
-        worker, the message gets an error reply with ``reason``. After ``MAX_DEATHS`` dead workers, all waiting messages
-        get an error reply.
+        Single messages show which client kills its worker. A message is sent at most twice: if a second worker dies,
+        the message gets an error reply with ``reason``. After ``MAX_DEATHS`` dead workers, all waiting messages get an
+        error reply.
         """
         self._deaths += 1
         for message in self._end(call):

@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 # A subclass of Flower's Grid needs these two private classes, and Flower has no public import of them.
-# Flower creates a message only after a task identity is set, and the attribute Grid.run has the type Run.
+# TaskIdentity must be set before Flower creates a message. Run is the type of the attribute Grid.run.
 # The tests in tests/fl_sim/engines/test_grid.py fail if Flower moves these classes.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -42,8 +42,9 @@ Progress: TypeAlias = Callable[[int], None]
 class LocalGrid(Grid):
     """A Grid with one node for each client: node ``1000 + i`` is client i, which Flower calls partition i.
 
-    Subclasses implement ``_exchange``, which answers all messages of one exchange. ``quiet``: a context manager that
-    hides the output that clients print; subclasses that run clients in this process run them within this context.
+    Subclasses implement ``_exchange``, which answers all messages of one exchange. ``quiet``: a function that returns a
+    context manager, which hides the output of clients. Subclasses that execute clients in this process use this context
+    manager.
     """
 
     def __init__(self, num_clients: int, on_reply: Progress | None = None) -> None:
@@ -116,7 +117,7 @@ class Groups:
     _LEAST, _MOST = 3, 10
 
     def batches(self, messages: Sequence[Message]) -> list[list[Message]]:
-        """Divide the messages of an exchange into batches of 3 to 10 clients, if possible one or more per thread."""
+        """Divide the messages into batches of 3 to 10 clients, if possible at least one batch per thread."""
         size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
         return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 

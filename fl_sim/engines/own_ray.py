@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""Two environment variables that Ray reads: the authentication mode ("token" if required), and the token."""
+"""Two environment variables that Ray reads: the authentication mode ("token" if Ray requires one), and the token."""
 
 DONE = b"done"
 """The message that the run's process sends to the cleanup process before a normal end. The first message to the cleanup
@@ -28,7 +28,7 @@ CONNECT_SECONDS = 2.0
 """Seconds that Ray's node may take to accept a connection."""
 
 CLOSING_SECONDS = 3.0
-"""Seconds that a dying node may take to close its port. It ends the run's process before that."""
+"""Seconds that Ray's dying node may take to close its port. Before that, the node ends the run's process."""
 
 MOST_SECONDS = 8.0
 """The time limit, in seconds, for killing processes. A process that waits for a disk may end only after this time."""

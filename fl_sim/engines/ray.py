@@ -128,7 +128,7 @@ class RayGrid(LocalGrid):
         return [exchange.replies[message.metadata.message_id] for message in messages]
 
     def _hand_out(self, exchange: Exchange[Any], outbox: "_Outbox") -> None:
-        """Send a batch to every idle worker, to the fastest worker first. Then send each worker a second batch."""
+        """Send a batch to every idle worker, fastest worker first. If batches are short, send each a second one."""
         for take, calls in ((exchange.take, 0), (exchange.take_ahead, 1)):
             for worker in sorted(self._pool.ready, key=lambda one: one.step_seconds):
                 others = [one.step_seconds for one in self._pool.ready if one is not worker]

@@ -71,7 +71,7 @@ class DriverStore(Protocol):
         ...
 
     def after(self, message: Message, answer: Message) -> Message:
-        """Move the client state from a worker's answer to the storage, and return the other content for the server."""
+        """Store the client state from a worker's answer, and return the answer without this state, for the server."""
         ...
 
 
@@ -187,9 +187,9 @@ class Signer:
     A signer is for one run. Only the driver and its workers know the signing key ``secret``.
 
     A signature is valid for one message only: its client task, its client and its whole content, which includes the run
-    and the round. Neither a server nor another run can make a valid signature. The signature of an old message is
-    invalid for any other message. So a worker sends no private output whose cost is missing in its client's privacy
-    ledger.
+    and the round. No other process, such as the driver of another run, can make a valid signature. The signature of an
+    old message is invalid for any other message. So every private output that a worker sends has its cost in the
+    client's privacy ledger.
     """
 
     secret: bytes = field(repr=False)

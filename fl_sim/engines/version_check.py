@@ -107,8 +107,8 @@ def _own_version() -> str:
 def _trainer() -> str:
     """Return a digest of the compiled C++ trainer for this processor.
 
-    Return "PyTorch's" if this trainer is not installed. All nodes must have the same digest. Otherwise results would
-    differ in the last bits, as those of the compiled trainer and of PyTorch do.
+    Return "PyTorch's" if this trainer is not installed. All nodes must have the same trainer: two trainers, such as the
+    compiled trainer and PyTorch, round differently, so their results differ in the last bits.
     """
     spec = _spec("fl_sim")
     folders = [Path(folder) / "native" for folder in spec.submodule_search_locations or []] if spec else []

@@ -1,1 +1,1 @@
-"""Experiments: their settings, how settings are read from text, and the job that combines them with a data set."""
+"""Experiments: their settings, the reading of settings from text, and the job (an experiment with its data set)."""

@@ -64,44 +64,46 @@ def _numbers(value: Any) -> Any:
 class Experiment(Settings):
     """All settings of a run. All of them except the engine determine the numbers in the result.
 
-    ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
-    so on (docs/data.md), or the import path of a function of your own. ``partition``: the rule that assigns training
-    records to clients. ``clients``: the number of clients. ``model``: the model, by name or by the import path of a
-    function that returns it, and its initial weights. Left out: a model that suits the data. ``algorithm``: the
-    federated method: the objective of the clients, their messages, and the server's use of these messages.
-    ``aggregator``: the rule that turns a round's updates into one aggregate: their mean, a robust mean, or a mean with
-    noise for privacy. ``sampler``: the rule that chooses the clients of a round. ``compress``: the compression of the
-    clients' messages in a round. ``preprocess``: the stage before the first round, such as DA-FL. ``attack``: the
-    behaviour of hostile clients. ``calibrate``: the change of the model after the last round. ``devices``: the speeds
-    at which clients compute and send, for a virtual clock. ``server``: "synchronous" waits for all clients of a round;
-    other servers merge updates when they arrive, one by one or in groups. ``local``: the clients' training. ``rounds``:
-    the number of exchanges of updates between the server and its clients. ``evaluate_every``: a number n. The model is
-    measured after every n-th round, and after the last round. ``evaluate``: the records on which the model is measured.
-    ``engine``: the processors or machines that execute clients; results are the same. ``seed``: the integer from which
-    all random numbers of a run are derived, except secret noise.
+    ``data``: the name of a data set ('fl-sim data list' shows all names), your own file, such as ``csv:PATH`` or
+    ``npz:PATH`` (docs/data.md), or the import path of a function that returns a data set. ``partition``: the rule that
+    assigns training records to clients. ``clients``: the number of clients. ``model``: the model, by name or by the
+    import path of a function that returns it, and its initial weights. Left out: a model that suits the data.
+    ``algorithm``: the federated method: the objective of the clients, their messages, and the server's use of these
+    messages. ``aggregator``: the rule that turns a round's updates into one aggregate: their mean, a robust mean, or a
+    mean with noise for privacy. ``sampler``: the rule that chooses the clients of a round. ``compress``: the
+    compression of the clients' messages in a round. ``preprocess``: the stage before the first round, such as DA-FL.
+    ``attack``: the behaviour of hostile clients. ``calibrate``: the change of the model after the last round.
+    ``devices``: the speeds at which clients compute and send, for a virtual clock. ``server``: "synchronous" waits for
+    all clients of a round; other servers merge updates when they arrive, one by one or in groups. ``local``: the
+    clients' training. ``rounds``: the number of exchanges of updates between the server and its clients.
+    ``evaluate_every``: a number n. The model is measured after every n-th round, and after the last round.
+    ``evaluate``: the records on which the model is measured. ``engine``: the processors or machines that execute
+    clients; results are the same. ``seed``: the integer from which all random numbers of a run are derived, except
+    secret noise.
 
-    ``round_timeout``: seconds in which all clients of a round must have answered. ``device``: "auto" takes a GPU if the
-    worker process finds one. A Ray actor finds the GPUs that ``engine.gpus`` requests. Sums on a GPU are rounded
-    differently than on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published mean and
-    standard deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change feature
-    vectors. "unit" puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed transform
-    that depends on no data set (fl_sim.data.scattering). On these vectors, linear models and small perceptrons are as
-    accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of the vectors about
-    the same variance, so that noise harms accuracy less. These variances are measured on artificial images.
-    "scattering-maps" keeps all outputs of the transform, such as 3,888 numbers for a CIFAR-10 image. Its maps have
-    about the same variance (fl_sim.data.scattering_maps). "root-scattering-maps" takes their square roots, and keeps an
-    image's contrast. "mirrored-" before such a name takes means over an image and its mirror image, for photographs.
-    "none" leaves pixels. ``partition_seed``: the seed of the partition; left out: the run's seed. ``model_seed``: the
-    seed of the initial weights; left out: the run's seed. ``sampling_seed``: the seed of the cohorts; left out: the
-    run's seed (fl_sim.seeding).
+    ``round_timeout``: the number of seconds within which all clients of a round must answer. ``device``: "auto" takes a
+    GPU if the worker process finds one. A Ray actor finds the GPUs that ``engine.gpus`` requests. Sums on a GPU are
+    rounded differently than on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published
+    mean and standard deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change
+    feature vectors. "unit" puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed
+    transform that depends on no data set (fl_sim.data.scattering). On these vectors, linear models and small
+    perceptrons are as accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of
+    the vectors about the same variance, so that noise harms accuracy less. These variances are measured on artificial
+    images. "scattering-maps" keeps all outputs of the transform, such as 3,888 numbers for a CIFAR-10 image. All maps
+    have about the same variance (fl_sim.data.scattering_maps). "root-scattering-maps" takes the square roots of the
+    maps, and keeps an image's contrast. "mirrored-" before such a name takes means over an image and its mirror image,
+    for photographs. "none" leaves pixels. ``partition_seed``: the seed of the partition; left out: the run's seed.
+    ``model_seed``: the seed of the initial weights; left out: the run's seed. ``sampling_seed``: the seed of the
+    cohorts; left out: the run's seed (fl_sim.seeding).
 
     ``forgotten``: the IDs of clients, such as 3 or 3+5. Their records are removed after the partition, and the run
     never uses these records. These clients are sampled as before, and answer like clients without records. All other
     clients keep their records, IDs and random numbers. ``keep_every``: a number n. The run directory keeps the server
     state after every n-th round, so that 'fl-sim unlearn' need not train from the first round. With 0, the run
     directory keeps only the state after the last round. ``left_out``: a probability. Each training record is left out
-    of its client's shard with this probability, by a random number that follows from ``seed``. The run never uses these
-    records, so that 'fl-sim attack membership' can compare them with the records of the shards.
+    of its client's shard with this probability. A random number, derived from the run's seed, decides for each record.
+    The run never uses these records, so that 'fl-sim attack membership' can compare them with the records of the
+    shards.
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
@@ -334,9 +336,10 @@ def defined_in_script(experiment: Experiment) -> str:
 
 
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
-    """Return the names of the user's own top-level modules, whose source workers on other machines need.
+    """Return the names of the user's own top-level modules. Workers on other machines need the code of these modules.
 
-    The names come from all import paths in the experiment, except that of ``data``, which only the driver imports.
+    The names come from all import paths in the experiment, except that of ``data``, which only the main process
+    imports.
     """
     return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
 
@@ -377,7 +380,7 @@ def changed(experiment: Experiment, **settings: object) -> Experiment:
 def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
     """Return the experiment of a stored ``config.toml``.
 
-    The file may come from an older version without some settings. Such a setting gets the value with which a run
+    The file may come from an older version without some settings. A missing setting gets the value with which the run
     behaves as in the older version. Raises UserError as ``experiment_from`` does.
     """
     filled = dict(table)

@@ -1,4 +1,4 @@
-"""The check of a partition whose shards depend on the round: all settings that need fixed shards are refused here."""
+"""The check for partitions whose shards depend on the round: it refuses all settings that need fixed shards."""
 
 from typing import Any, Final
 
@@ -8,15 +8,16 @@ from strategies.algorithm import Dealing, Sharing
 
 
 def has_moving_shards(experiment: Any) -> bool:
-    """Return True if the clients' shards depend on the round, by the partition's own statement (``ByRound``)."""
+    """Return True if the clients' shards depend on the round: the partition implements the protocol ``ByRound``."""
     return isinstance(experiment.partition, ByRound) and not experiment.is_central
 
 
 def check_fixed_shards(experiment: Any) -> None:
     """Raise ValueError for a setting that needs the same shards in all rounds, if the shards depend on the round.
 
-    Local training, the weights of the mean, the numbers of clients with records, and the server's client accuracies
-    follow the round. Everything else that reads shards is refused.
+    Only four parts of a run use the shards of the current round: local training, the weights of the mean, the number of
+    clients with records, and the client accuracies that the server computes. Every other setting that reads shards is
+    refused.
     """
     if not has_moving_shards(experiment):
         return
@@ -60,7 +61,7 @@ def _refused(experiment: Any) -> list[tuple[str, str]]:
 
 
 def _acts_outside(part: object) -> bool:
-    """Return True if a settings object has code apart from rounds: a stage or a procedure."""
+    """Return True if a settings object has a stage or a procedure: code outside of the usual rounds."""
     return bool(path_in(type(part), "stage") or path_in(type(part), "procedure"))
 
 

@@ -2,8 +2,8 @@
 
 The body is all layers of a model before its head, the last layer. The features of a record are the inputs of the head,
 and depend only on this record. So the features are stored, and a round trains the head on the stored features. Features
-are computed in batches of a constant size, chosen so that the bits of a record's features do not depend on the other
-records in its batch. So all processes compute the same features.
+are computed in batches of a constant size. At this size, the bits of a record's features do not depend on the other
+records in the batch. So all processes compute the same features.
 """
 
 import copy
@@ -31,7 +31,7 @@ from fl_sim.training.records import arithmetic
 from fl_sim.types import Dataset, Examples
 
 BATCH: Final = 64
-"""The number of records in a forward pass. It is constant, because the shape of a batch decides its rounding."""
+"""The number of records in a forward pass. It is constant, because float rounding depends on the shape of a batch."""
 
 _CLOSE: Final = 1e-5
 """Features with a difference of at most this number count as equal: the difference comes from rounding."""

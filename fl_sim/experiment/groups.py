@@ -1,4 +1,4 @@
-"""Groups of settings in an experiment: ``local`` with its schedules, ``evaluate`` with held-out records, ``engine``."""
+"""Groups of settings in an experiment: ``model``, ``local`` (with learning-rate schedules), ``evaluate``, engines."""
 
 import math
 from collections.abc import Mapping
@@ -40,14 +40,14 @@ class Model(Settings):
 
     ``name``: the name of a model, an architecture of a library (torchvision:NAME, timm:NAME, hf:FOLDER), or the import
     path of a function that returns a model. Left out: a model that suits the data. ``weights``: the file with the
-    initial weights of the model, or the directory of a run whose last model has the weights. Left out: for hf:FOLDER
-    the weights in this folder, and for all other models random weights. "none": random weights. The file is a
-    safetensors file or a ``state_dict`` of PyTorch, without other Python objects. A head (last layer) for another
-    number of classes is replaced by a new head. ``digest``: the SHA-256 of the file with the initial weights. A run
-    stores the digest at its start, to detect a later change of the file. ``others``: the names of further
-    architectures. ``model=mlp,2nn`` sets two architectures. With k architectures, client i has the architecture number
-    i mod k, counted from 0. Clients must then send no parameters, as with algorithm local-only. The evaluated model has
-    the first architecture.
+    initial weights of the model, or the directory of another run, whose last model is then used. Left out: for
+    hf:FOLDER the weights in this folder, and for all other models random weights. "none": random weights. The file is a
+    safetensors file or a ``state_dict`` of PyTorch, without other Python objects. If the head (last layer) in the file
+    is for another number of classes, the model gets a new head. ``digest``: the SHA-256 of the file with the initial
+    weights. A run stores the digest at its start, to detect a later change of the file. ``others``: the names of
+    further architectures. ``model=mlp,2nn`` sets two architectures. With k architectures, client i has the architecture
+    number i mod k, counted from 0. Clients must then send no parameters, as with algorithm local-only. The evaluated
+    model has the first architecture.
 
     ``trainable``: the parameters that are trained and sent; all other parameters keep their initial values. "head" is
     the last linear layer. "last:2" is the last two layers with parameters. "bias" is all biases, and "norm" is all
@@ -151,7 +151,7 @@ class Model(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> Any:
-        """Write only the model's name if all other settings have their defaults: older versions wrote it so."""
+        """Write only the model's name if all other settings have their defaults, as older versions of fl-sim did."""
         written: dict[str, Any] = write(self)
         return {key: written[key] for key in ("name", *self._options)} if self._options else self.name
 
@@ -174,7 +174,7 @@ class Model(Settings):
 
 
 class RateSchedule(Protocol):
-    """A schedule of the learning rate: a class of this module, or a class of the user's own."""
+    """A schedule of the learning rate: a class of this module, or a user-defined class."""
 
     def factor(self, server_round: int, rounds: int) -> float:
         """Return a number of at least 0: the learning rate of a round, divided by ``local.learning_rate``.
@@ -283,15 +283,16 @@ class Local(Settings):
 
     ``batch_norm``: the treatment of BatchNorm layers. "none" refuses models with BatchNorm. "average" averages running
     statistics in the same way as parameters, for every method. With "personal", each client trains with its own
-    BatchNorm layers, which no mean replaces (FedBN, Li et al. 2021). Unlike there, clients also send them: the
-    evaluated model, and a client in its first round, have the mean of the last cohort's layers.
+    BatchNorm layers, which no mean replaces (FedBN, Li et al. 2021). Unlike in FedBN, clients also send these layers,
+    and the server computes their mean over the last cohort. The evaluated model has this mean, and a client starts from
+    it in its first round.
 
     ``personal``: the parameters that stay on every client, for any method. Clients train these parameters, but do not
     send them, and the server does not average them. "head" is the last linear layer, and "body" is all other
     parameters. Names of parameters are separated by commas. With "none" all parameters are sent.
 
-    ``privacy``: the protection by each client itself. "dp-sgd" makes every local step private for each record.
-    "local-dp" makes each update private for the whole client.
+    ``privacy``: the privacy mechanism that each client applies itself. "dp-sgd" makes every local step private for each
+    record. "local-dp" makes each update private for the whole client.
 
     ``precision``: "tf32" rounds the inputs of matrix products to 11 bits, and "bfloat16" rounds them to 8 bits. Sums,
     weights, steps and evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer
@@ -319,7 +320,7 @@ class Local(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out settings that newer versions added, if they have their defaults: older files stay valid."""
+        """Leave out newer settings with default values. So all versions write the same file for the same settings."""
         written: dict[str, Any] = write(self)
         unused = {"personal"} if self.personal == "none" else set()
         unused |= {"privacy"} if is_none(self.privacy) else set()
@@ -366,7 +367,7 @@ class Local(Settings):
     @field_validator("personal", mode="before")
     @classmethod
     def _names_parameters(cls, given: Any) -> Any:
-        """Refuse "batch-norm": the setting of FedBN is ``batch_norm``, because running statistics stay, too."""
+        """Refuse "batch-norm", which is no parameter: ``batch_norm=personal`` makes BatchNorm layers personal."""
         if given == "batch-norm":
             raise ValueError("'batch-norm' is no parameter: for FedBN set local.batch_norm=personal")
         return given
@@ -410,7 +411,7 @@ def _share_or_given(value: Any) -> float | Literal["given"]:
 Validation: TypeAlias = Annotated[
     float | Literal["given"], PlainValidator(_share_or_given, json_schema_input_type=float | Literal["given"])
 ]
-"""The share of every client's training records that is held out for validation, or "given": the data's own records."""
+"""The share of every client's training records that is held out for validation, or "given": the data set's own."""
 
 
 def _known_own_tests(value: str) -> str:
@@ -455,24 +456,24 @@ class Evaluate(Settings):
     client's class distribution. "pooled:0.25" merges the training set and the test set, partitions all records, and
     holds out a quarter of each client's records as its test records. This is PFLlib's protocol; the test set then
     consists of all clients' test records. "none" measures the server's model only. ``personal_every``: a number n. The
-    clients' own models are measured after every n-th round, and after the last round. ``fine_tune_epochs``: after the
-    last round each client also trains its own model for this number of epochs, and this model is measured, too (0: no
-    such training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive the
+    clients' own models are measured after every n-th round, and after the last round. ``fine_tune_epochs``: the number
+    of epochs for which each client trains its own model after the last round. This model is measured, too (0: no such
+    training). ``held_out_clients``: the share of clients that never take part in a round. Such clients receive the
     model after the last round. The model is measured on their records separately.
 
     ``count_noise``: the standard deviation of the Gaussian noise on a client's number of right answers. It is for runs
     with ``local.privacy=dp-sgd``. In such a run, each evaluation of a client's own model is a release, and its cost is
     first written into the client's privacy ledger. The privacy unit is one test record, which changes the number of
-    right answers by at most 1. The number of a client's test records is public. Without ``count_noise``, the run
-    computes the smallest noise for which the total cost of all evaluations is at most ``local.privacy.epsilon``. Each
-    client measures only its own model, and all measures are computed from the noisy numbers. Noise is left out in one
-    case: ``clients`` is "own", and the test records are public (a public data set, or ``test_is_public``).
+    right answers by at most 1. The number of a client's test records is public. If no value is given, the run computes
+    the smallest noise for which the total cost of all evaluations is at most ``local.privacy.epsilon``. Each client
+    measures only its own model, and all measures are computed from the noisy numbers. Noise is left out in one case:
+    with ``evaluate.clients=own`` and public test records (a public data set, or ``evaluate.test_is_public``).
     "class-shares" is refused in such a run, because it chooses test records by the labels of training records.
 
-    ``metrics``: metrics of the user's own, as the import path of a function such as "mine:calibration", or "none". The
+    ``metrics``: user-defined metrics, as the import path of a function such as "mine:calibration", or "none". The
     function receives (round, model, test records) and returns {name: number}. It is called with the server's model
-    after each round whose model is tested. With ``clients`` set, it is also called at each client, with each of the
-    client's models and the client's own test records.
+    after each round whose model is tested. With ``evaluate.clients`` set, it is also called at each client, with each
+    of the client's models and the client's own test records.
 
     ``patience``: the run stops after this number of rounds without a better validation accuracy than before (0: no
     early stop). ``target_accuracy``: the run stops once the validation accuracy is at least this value (0: no early
@@ -511,7 +512,7 @@ class Evaluate(Settings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out settings that newer versions added, if they have their defaults: older files stay valid."""
+        """Leave out newer settings with default values. So all versions write the same file for the same settings."""
         written: dict[str, Any] = write(self)
         newer = {"test_is_public", "clients", "personal_every", "fine_tune_epochs", "held_out_clients", "count_noise"}
         newer |= {"metrics"}
@@ -553,7 +554,7 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
     In both results, a client's records keep their order.
 
     ``share``: the share of each client's records that is held out. Raises UserError if a client would have no training
-    records left, or if no client holds out any record.
+    records left, or if no record would be held out.
     """
     chosen = np.zeros(len(shards.records), dtype=bool)
     for client in np.flatnonzero(shards.sizes > 1).tolist():
@@ -586,11 +587,11 @@ class Auto(Settings):
 class InProcess(Settings):
     """All clients run in this process, ``workers`` of them at the same time (0: one for each core).
 
-    Clients train one after another if the model draws random numbers in training (dropout), or is of the user's own
+    Clients train one after another if the model draws random numbers in training (dropout), or has a user-defined
     class. ``threads``: torch threads of each worker. ``stack``: the number of clients that are trained as one
-    computation over stacked parameters (0: 100 on a GPU, 1 on a CPU, where stacks save no time). The rounding of sums
-    depends on this number. ``graphs``: if true, a GPU receives each step of a stack as one CUDA graph, after the first
-    few steps.
+    computation over stacked parameters. 0 means 100 on a GPU, and 1 on a CPU, where stacks save no time. The rounding
+    of sums depends on the number of clients in a stack. ``graphs``: if true, a GPU receives each step of a stack as one
+    CUDA graph, after the first few steps.
     """
 
     kind: Literal["inprocess"] = "inprocess"
@@ -606,11 +607,12 @@ class Ray(Settings):
     ``cpus`` and ``gpus``: the processors and GPUs of each actor; with a fraction, several actors share a processor or a
     GPU.
 
-    ``actors``: the number of actors; 0 means as many actors as fit into the cluster. ``address`` joins a running
-    cluster; its machines need fl-sim installed, but no data, and no shared disk. ``threads``: torch threads in each
-    actor. ``stack``: the number of clients that an actor trains as one computation over stacked parameters (0: with a
-    GPU, the actor's share of the clients in a round, at most 100; without a GPU, 1). The rounding of sums depends on
-    this number.
+    ``actors``: the number of actors; 0 means as many actors as fit into the cluster. ``address``: the address of a
+    running cluster, which executes the clients. The machines of the cluster need fl-sim, but neither the data nor a
+    shared disk. ``threads``: torch threads in each actor. ``stack``: the number of clients that an actor trains as one
+    computation over stacked parameters. With 0, an actor with a GPU stacks its share of the clients in a round, at most
+    100, and an actor without a GPU trains single clients. The rounding of sums depends on the number of clients in a
+    stack.
     """
 
     kind: Literal["ray"] = "ray"

@@ -130,7 +130,7 @@ class Job:
     @property
     def num_validated(self) -> int:
         """The number of validation records: those of the data set, or else those that clients hold out."""
-        # job_of has refused a data set whose validation records are not used
+        # if the data set has validation records, the run uses them: job_of refuses other settings
         given = self.dataset.validation
         return len(self.validation.records) if given is None else len(given)
 
@@ -200,7 +200,7 @@ class Job:
     def check_model(self) -> None:
         """Raise UserError if the job's model cannot be trained.
 
-        A model of a library is not checked again in a process that has checked it with another seed.
+        If this process has already checked a library's model with another seed, the model is not checked again.
         """
         experiment, dataset = self.experiment, self.dataset
         if not models.is_tried(
@@ -463,7 +463,7 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
     """Return ``dataset`` with the mean and standard deviation that the setting ``normalise`` chooses.
 
-    These constants are for pixels in [0, 1].
+    The chosen constants normalise pixels in [0, 1].
     """
     if normalise == "published":
         return dataset

@@ -21,11 +21,11 @@ MOST_NAMED: Final = 20
 
 
 def of_sources(dataset: Dataset, shards: Parts) -> Parts:
-    """Return each client's test records: from the same sources (writers, hospitals) as its training records.
+    """Return test records for each client, from the same sources (writers, hospitals) as its training records.
 
     The test records of a source that several clients share are divided equally among them, class by class. The result
-    has indices into ``dataset.test``. Raises UserError if the sources are unknown, if no test record is from a source
-    of a client, or if two clients share a source and one of them has a further source.
+    has indices into ``dataset.test``. Raises UserError if the sources are unknown, or if no test record is from a
+    source of a client. Also raises UserError if two clients share a source, and one of the two has a further source.
     """
     if dataset.train.groups is None or dataset.test.groups is None:
         raise UserError(
@@ -48,14 +48,15 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
 
 
 def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sources: bool = False) -> Parts:
-    """Return each client's test records: records of the test set with the class distribution of its training records.
+    """Return test records for each client, with the class distribution of the client's training records.
 
     The result has indices into ``dataset.test``. A client with n training records gets about s * n test records, and at
-    least ``FEWEST``. The factor s is the same for all clients: the smallest ratio, over all classes, of the number of
-    test records to the number of training records. The test records of a client are all different. Two clients get the
-    same test record only if a class has too few test records. ``keeps_sources``: True if each client has training
-    records of one source only, such as a domain. In this case, the rules above hold within each source, and a client
-    gets test records of its source only. Raises UserError if ``keeps_sources`` is True and the sources are unknown.
+    least ``FEWEST``. The factor s is the same for all clients: for each class, the number of test records is divided by
+    the number of training records, and s is the smallest of these ratios. No test record is given to the same client
+    twice. Two clients get the same test record only if a class has too few test records. ``keeps_sources``: True if
+    each client has training records of one source only, such as a domain. In this case, the rules above hold within
+    each source, and a client gets test records of its source only. Raises UserError if ``keeps_sources`` is True and
+    the sources are unknown.
     """
     held = label_counts(dataset.train.labels, shards, dataset.num_classes)
     everything = np.arange(len(dataset.test))
@@ -116,9 +117,9 @@ def _rounded(exact: NDArray[np.float64], totals: NDArray[np.float64], there: NDA
 
     ``exact``: the numbers before rounding, (clients, classes). The function rounds the cumulative sums of each row, not
     the numbers, so that a client's total stays the same. ``there``: the number of available test records of each class.
-    ``totals``: the number of test records of each large client; 0 for small clients. All large clients together must
-    not get more records of a class than there are. If rounding leads to more, some large clients get one record less:
-    those whose numbers were rounded up most.
+    ``totals``: the number of test records of each large client, above ``FEWEST``; 0 for all other clients. All large
+    clients together must not get more records of a class than are available. If rounding leads to more, the large
+    clients whose numbers were rounded up most get one record less.
     """
     bounds = np.rint(np.cumsum(exact, axis=1))
     counts = np.diff(bounds, axis=1, prepend=0).astype(np.int64)

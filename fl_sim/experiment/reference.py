@@ -21,7 +21,7 @@ from partitions import Scheme
 
 _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
 _SYMBOL: Final = re.compile(r"[b-z]\b")
-"""A formula's symbol, such as x, at the beginning of a text; it keeps its case."""
+"""A formula's symbol, such as x, at the beginning of a text. It is not changed to a capital letter."""
 _NAME: Final = re.compile(r"``(\w+)``")
 _LONG: Final = 1e15  # numbers of at least this size are written in scientific notation, such as 1e+30
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -49,9 +49,8 @@ class Group:
     """The settings of one class: the experiment itself, a table in the experiment, or one kind of a setting.
 
     ``name``: the setting that holds this group, empty for the experiment. ``kind``: the kind, such as ``fedprox``,
-    empty for a table. ``within``: the choice without which this group does not exist, such as ``algorithm=pate`` for a
-    table of settings of PATE; empty if the group always exists. ``about``: the first paragraph of the class's
-    docstring.
+    empty for a table. ``within``: the choice that this group requires, such as ``algorithm=pate`` for a table of
+    settings of PATE; empty if the group always exists. ``about``: the first paragraph of the class's docstring.
     """
 
     name: str

@@ -22,7 +22,7 @@ LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp", FOLDER / "image_gan.cpp"
 
 SOURCES_DIGEST = "f0ab132de293b882f1108b904c381fdd"
-"""The ``sources_digest`` of this version.
+"""The result of ``sources_digest`` for the C++ sources of this version.
 
 A copy of fl-sim without C++ sources uses this digest to find a kernel of the same version.
 """

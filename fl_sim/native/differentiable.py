@@ -1,4 +1,7 @@
-"""Passes of the compiled trainer that PyTorch can differentiate once, for loss terms that are written in PyTorch."""
+"""Forward and backward passes of the compiled trainer, for loss terms that are written in PyTorch.
+
+PyTorch can differentiate these passes once.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +29,19 @@ class CompiledPasses:
     def logits(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), of ``records``, (n, *input shape), for the weights ``params``.
 
-        They have first derivatives by ``params`` and by ``records``. A second derivative raises UserError.
+        PyTorch can compute first derivatives of the logits by ``params`` and by ``records``. A second derivative raises
+        UserError.
         """
         logits: torch.Tensor = _Logits.apply(self.kernel, self.stack, self._vector(params), records)
         return logits
 
     def input_slopes(self, params: Params, records: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of each record's cross-entropy by this record, without derivatives."""
+        """Return the gradient of each record's cross-entropy by this record. The result has no derivatives."""
         return self.kernel.input_slopes(self.stack, self._vector(params), records, labels)
 
     def _vector(self, params: Params) -> torch.Tensor:
         weights = {**self.frozen, **params}
-        # not vector_in, whose result has no derivatives
+        # the function vector_in cannot be used here, because PyTorch cannot differentiate its result
         return torch.cat([weights[name].reshape(-1) for name, _ in self.stack.layout])
 
 
@@ -62,7 +66,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass of ``_Logits``: an own function, so that ``torch.func.grad`` passes plain tensors to it."""
+    """The backward pass of ``_Logits``, as a separate function: ``torch.func.grad`` passes plain tensors to it."""
 
     @staticmethod
     def forward(
@@ -77,7 +81,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep nothing."""
+        """Store nothing: this function has no derivatives."""
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:

@@ -87,9 +87,8 @@ class Kernel:
     """The compiled trainer: a C++ library that is loaded into this process.
 
     ``lanes``: the number of float32 numbers per vector on this processor, a key of ``compiling.WIDTHS``.
-    ``has_bfloat16``: True if the processor can multiply bfloat16 numbers. ``has_amx``: True if the processor can also
-    multiply matrices of bfloat16 numbers by AMX (Intel's matrix instructions), and the operating system and the library
-    allow AMX.
+    ``has_bfloat16``: True if the processor can multiply bfloat16 numbers. ``has_amx``: True if processor, operating
+    system and library support AMX, Intel's instructions for matrices of bfloat16 numbers.
     """
 
     library: ctypes.CDLL
@@ -187,7 +186,7 @@ class Kernel:
         size = num_in(stack.layout)
         check_tensor("the model's weights", params, torch.float32, (size,))
         check_records(stack, "the records", inputs, len(inputs))
-        weights = torch.cat([params, params.new_zeros(padded(size) - size)])  # the backward pass reads beyond the end
+        weights = torch.cat([params, params.new_zeros(padded(size) - size)])  # zeros: C++ code reads beyond the end
         records = inputs.contiguous()
         by_params, by_inputs = torch.zeros(size), torch.empty_like(records) if to_inputs else None
         if not len(records):

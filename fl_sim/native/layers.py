@@ -176,7 +176,7 @@ class _Rows:
     def append(self, row: dict[str, int]) -> None:
         """Add a layer as a new row, or as a part of the row before it, if the compiled trainer computes both together.
 
-        This is so for a ReLU, and for 2 x 2 pooling after a convolution.
+        The trainer does so for a ReLU, and for 2 x 2 pooling after a convolution.
 
         The order of ReLU and pooling may change, because the maximum of rectified numbers equals the rectified maximum.
         """

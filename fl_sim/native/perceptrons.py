@@ -1,4 +1,4 @@
-"""The compiled generator and discriminator, both multilayer perceptrons: clipped gradient sums and Adam steps."""
+"""The compiled perceptrons of a GAN, generator and discriminator: sums of clipped gradients, and Adam steps."""
 
 import ctypes
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def is_perceptron(net: nn.Module) -> bool:
     layers = list(net) if isinstance(net, nn.Sequential) else []
     if len(layers) % 2 == 0:
         return False
-    for layer in layers[1::2]:  # with slopes >= 0, an output has the sign of its input (for the backward pass)
+    for layer in layers[1::2]:  # slopes >= 0: the backward pass needs outputs with the signs of the inputs
         if not isinstance(layer, nn.ReLU) and not (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0):
             return False
     linear = layers[::2]
@@ -138,8 +138,8 @@ class Perceptron:
         """Return the sum, over all pairs (real, fake), of the clipped gradients of the discriminator loss.
 
         The loss of a pair is softplus(-D(real)) + softplus(D(fake)). Each pair's gradient, as one vector, is clipped to
-        an L2 norm of ``bound``; a gradient that is not finite counts as the zero vector. ``chosen``: the row indices of
-        ``real`` for the pairs with ``fake``, in order; None means all rows. The sum is one vector in the order of the
+        an L2 norm of ``bound``; a gradient that is not finite counts as the zero vector. ``chosen``: the index of a row
+        of ``real`` for each row of ``fake``; None means all rows in order. The sum is one vector in the order of the
         network's parameters. Raises ValueError for rows of wrong type or number, and IndexError for rows or classes
         that do not exist.
         """
@@ -267,7 +267,7 @@ class DiscriminatorRows(Protocol):
     num_classes: int
 
     def check(self, rows: Shown) -> None:
-        """See ``Perceptron.check``."""
+        """Raise ValueError if the network cannot read ``rows``, as ``Perceptron.check`` does."""
 
 
 D = TypeVar("D", bound=DiscriminatorRows)
@@ -288,13 +288,13 @@ class GeneratorOf(Protocol[_Of_contra]):
     num_classes: int
 
     def check(self, rows: Shown) -> None:
-        """See ``TwoWays.check``."""
+        """Raise ValueError if the network cannot read ``rows``, as ``TwoWays.check`` does."""
 
     def arguments(self, discriminator: _Of_contra) -> list[Any]:
-        """See ``TwoWays.arguments``."""
+        """Return the first arguments of the C functions, as ``TwoWays.arguments`` does."""
 
     def generate(self, latents: Shown) -> NDArray[np.float32]:
-        """See ``TwoWays.generate``."""
+        """Return the outputs for the rows of ``latents``, as ``TwoWays.generate`` does."""
 
 
 class Adversaries(Generic[D]):

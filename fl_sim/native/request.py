@@ -44,10 +44,10 @@ class Draws:
     """The random choices in one client's training.
 
     ``order``: (passes, n), the permutation of the records in every epoch; training may use only a part of the last
-    epoch. ``partners``: (steps,), for each step the index of the averaged record in the mixing pool (``LocalPlan.mix``)
-    that is mixed in; empty if the plan has no mixing. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts
-    and mirroring of images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key
-    of the random generator for dropout masks (dropout.h), from 0 to 2^63 - 1.
+    epoch. ``partners``: (steps,), the index of the averaged record in the mixing pool (``LocalPlan.mix``) that each
+    step uses; empty if the plan has no mixing. ``moves``: (passes, n, 3), the result of ``Augment.draw`` (shifts and
+    mirroring of images) for the records in the order of each epoch; empty without augmentation. ``masks``: the key of
+    the random generator for dropout masks (dropout.h), from 0 to 2^63 - 1.
     """
 
     order: NDArray[np.int64]
@@ -250,7 +250,8 @@ class RequestBuffers:
     def _mask(self, trained: frozenset[str] | None) -> int | None:
         """Store a mask of the model's parameters, 1 if trained and 0 if frozen; return its memory address.
 
-        The mask is one padded vector with a number for each parameter. None (no mask) means that all are trained.
+        The mask is one padded vector with a number for each parameter. None (no mask) means: all parameters are
+        trained.
         """
         if trained is None:
             return None

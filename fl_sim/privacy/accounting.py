@@ -5,10 +5,10 @@ distributions) is from the library dp_accounting (Doroshenko et al. 2022). ``fl_
 conventions of events. An epsilon of ``inf`` means that there is no guarantee. An epsilon is never NaN, and a failed
 computation never gives 0.
 
-The choice of a release may depend on the results of earlier releases. The Renyi order with the smallest epsilon at the
-end then depends on these results, too, so this epsilon is not proven. A Renyi filter gives a proof (Feldman and Zrnic
-2021): it adds up the Renyi divergences at one order, which is fixed before the first release (``fixed_order``,
-``epsilon_at``).
+The choice of a release may depend on the results of earlier releases. Then the Renyi order with the smallest epsilon
+also depends on these results, so the epsilon at this order is not proven. A Renyi filter gives a proof (Feldman and
+Zrnic 2021). It adds up the Renyi divergences at a single order (``epsilon_at``). This order is fixed before the first
+release (``fixed_order``).
 """
 
 import math
@@ -78,7 +78,7 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 
 @dataclass(frozen=True)
 class Bounds:
-    """The epsilons of some releases by the RDP and the PLD accountant. Both are upper bounds, so the smaller one holds.
+    """The epsilons of some releases by the RDP and the PLD accountant. Both are upper bounds, so the smaller is valid.
 
     ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None if no PLD was
     computed. ``reason``: the reason why no PLD was computed.
@@ -157,11 +157,10 @@ def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float])
 def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: float) -> float:
     """Return the Renyi order at which a privacy filter adds up divergences.
 
-    A privacy filter limits releases that are chosen one after another.
-
-    ``first``: the releases that are planned before the first output. The order depends only on ``first`` and on the
-    budget, ``epsilon`` at ``delta``: it is the order at which the budget allows the most repetitions of ``first``. It
-    is infinite if ``first`` fits into the budget only by adding up pure epsilons (epsilons at delta 0).
+    A privacy filter limits releases that are chosen one after another. ``first``: the releases that are planned before
+    the first output. The result is the order at which the budget, ``epsilon`` at ``delta``, allows the most repetitions
+    of ``first``. The order depends on nothing else. The result is infinite if ``first`` fits into the budget only by
+    adding up pure epsilons (epsilons at delta 0).
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -193,8 +192,8 @@ def noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier with which ``steps`` releases cost at most ``target_epsilon`` at ``delta``.
 
-    ``amplify``: a function that turns the privacy event of the Gaussian mechanism into the event of this mechanism on a
-    sampled cohort, such as ``partial(amplify_poisson, sampling_rate=0.1)``. The result exceeds the exact minimum by at
+    ``amplify``: a function from the privacy event of the Gaussian mechanism to the event of this mechanism on a sampled
+    cohort. An example is ``partial(amplify_poisson, sampling_rate=0.1)``. The result exceeds the exact minimum by at
     most 0.01 %. The result is never below 0.01.
     """
     if steps < 1:
@@ -237,8 +236,8 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
 def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return the noise multiplier of one Gaussian release that costs slightly more than ``target_epsilon``.
 
-    The release bounds the cost of others: if several unsampled Gaussian releases jointly cost at most
-    ``target_epsilon``, they cost less than this single release.
+    The single release is an upper bound: if several Gaussian releases without sampling jointly cost at most
+    ``target_epsilon``, their joint cost is less than the cost of this release.
     """
     found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
     while True:
@@ -290,9 +289,9 @@ def _pure_sum(counts: Mapping[dp_event.DpEvent, int]) -> float:
 
 
 def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
-    """Return the type name of the first event in the list that the PLD accountant does not support.
+    """Return the type name of the first event in ``counts`` that the PLD accountant does not support.
 
-    Return "" if it supports all events.
+    Return "" if the PLD accountant supports all events.
     """
     return next((type(event).__name__ for event in single_steps(counts) if not supports_pld(event)), "")
 
@@ -321,7 +320,7 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)
 
-    # The noise ``high`` meets the target. But by rounding, exp(log(high)) may be slightly smaller than ``high`` and
+    # The noise ``high`` meets the target. But exp(log(high)) is rounded: it may be slightly smaller than ``high``, and
     # miss the target.
     if gap(math.log(high)) >= 0:
         return high

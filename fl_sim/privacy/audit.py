@@ -1,17 +1,17 @@
 """Audits of mechanisms: lower bounds on epsilon from many runs on two neighbouring data sets, or from one run.
 
-Privacy-profile audit: the two data sets, called worlds, differ only in the audited unit, which is a worst case: world 0
-is without this unit, world 1 is with it. P0 and P1 are the probabilities of outputs in world 0 and world 1. A claim
-(epsilon, delta(epsilon)) is refuted if the audit proves, at its confidence, P1(E) - e^epsilon P0(E) > delta(epsilon)
-for a set E of outputs. E is found on one half of the runs and tested on the other half (Clopper-Pearson intervals,
-Bonferroni correction over all sets). If the outputs are likelihood ratios, the sets are fixed, and all runs test them.
+Privacy-profile audit: the two data sets are called worlds. World 1 contains the audited unit (a worst case), world 0
+does not. P0 and P1 are the probabilities of outputs in world 0 and world 1. A claim (epsilon, delta(epsilon))
+is refuted if the audit proves, at its confidence, P1(E) - e^epsilon P0(E) > delta(epsilon) for a set E of outputs. E is
+found on one half of the runs and tested on the other half (Clopper-Pearson intervals, Bonferroni correction over all
+sets). If the outputs are likelihood ratios, the sets are fixed, and all runs test these sets.
 Noise calibration: tests whether the noise in every coordinate has the distribution N(0, std^2).
 
-One run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m canaries takes part with
-probability 1/2, independently. The auditor sees all outputs that the run publishes. For some canaries the auditor
-guesses whether they took part, and abstains on the others. Too many correct guesses refute (epsilon, delta). One run
-can prove only a limited epsilon: with every guess right, about ln(m / ln(1 / p)), where p is the error probability of
-the audit.
+Audit of one run with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2): each of m records or clients,
+the canaries, takes part with probability 1/2, independently. The auditor sees all outputs that the run publishes. For
+some canaries, the auditor guesses whether they took part. Too many correct guesses refute (epsilon, delta). A single
+run can prove only a limited epsilon: about ln(m / ln(1 / p)) if all guesses are correct, where p is the error
+probability of the audit.
 """
 
 import math
@@ -34,7 +34,7 @@ CONFIDENCE: Final = 0.95
 SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of the canaries that are guessed as "in"; the same share is guessed as "out".
 
-All shares are fixed in advance, and each gives a bound. So the bounds have a Bonferroni correction.
+All shares are fixed in advance. Each share gives a bound, so the bounds need a Bonferroni correction.
 """
 
 
@@ -177,8 +177,8 @@ def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
     """Return {test: p-value} for the hypothesis that ``residuals`` are independent N(0, 1) numbers.
 
     ``residuals``: shape (runs, coordinates), in claimed standard deviations. Each p-value is two-sided and corrected
-    for the number of its coordinates. A tiny p-value means that the noise is wrong. The test is named after the wrong
-    property, such as "mean" or "independence of runs".
+    for the number of its coordinates. A tiny p-value means that the noise is wrong. Each test is named after the
+    property that it tests, such as "mean" or "independence of runs".
     """
     runs, coordinates = residuals.shape
     squares = residuals**2
@@ -248,8 +248,8 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
     The bound is theorem 5.2. ``guesses``: the number of guesses.
 
     At delta 0 each guess is correct with probability at most p = e^epsilon / (1 + e^epsilon), whatever the other
-    guesses are. A positive delta adds to the result 2 m delta times the largest P(correct > W >= correct - i) / i over
-    i = 1, 2, .... Here m is the number of canaries, and W is binomial: ``guesses`` trials with probability p.
+    guesses are. For a positive delta, a term is added: 2 m delta times the largest P(correct > W >= correct - i) / i
+    over i = 1, 2, .... m is the number of canaries. W is binomial: ``guesses`` trials with probability p.
     """
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
@@ -260,7 +260,7 @@ def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta
 def power_limit(num_canaries: int, delta: float) -> float:
     """Return the largest epsilon that an audit of one run with canaries can refute.
 
-    This is its result if all guesses are correct.
+    The audit refutes this epsilon if all guesses are correct.
     """
     perfect = np.arange(num_canaries, dtype=np.float64)
     return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
@@ -269,9 +269,9 @@ def power_limit(num_canaries: int, delta: float) -> float:
 def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> float:
     """Return an estimate of epsilon at ``delta``, which is no proven bound (Andrew et al. 2024).
 
-    The estimate is the epsilon of two Gaussians whose distance equals the distance between the scores of two groups of
-    canaries: the canaries that took part in the run, and the canaries that did not. ``scores``, ``taking_part``: shape
-    (canaries,). Returns 0 if the canaries in the run have no higher scores, and infinity for an estimate above 500.
+    The canaries that took part in the run and the other canaries are two groups. The estimate is the epsilon of two
+    Gaussians that are as far apart as the scores of the two groups. ``scores``, ``taking_part``: shape (canaries,).
+    Returns 0 if the canaries in the run have no higher scores, and infinity for an estimate above 500.
     """
     members, others = scores[taking_part], scores[~taking_part]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
@@ -297,7 +297,7 @@ def _likelihood_ratio(
     without: NDArray[np.float64], with_unit: NDArray[np.float64]
 ) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     means = without.mean(axis=0), with_unit.mean(axis=0)
-    # The smallest variance that is used for a coordinate. It keeps the likelihood ratio finite for coordinates without
+    # The smallest variance that is used for a coordinate. It keeps the likelihood ratio finite if a coordinate has no
     # noise.
     floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
     variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
@@ -313,7 +313,7 @@ def _likelihood_ratio(
 def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
     """Test the claim at one ``epsilon`` on a set of outputs E: return (lower bound on P1, upper bound on P0, estimate).
 
-    The estimate is that of delta, P1 - e^epsilon P0, without confidence.
+    ``estimate``: an estimate of delta, P1 - e^epsilon P0, without a confidence bound.
 
     E is the set of outputs whose score exceeds a threshold, which is chosen on the scores ``fit`` of one half of the
     runs. P0 and P1 are the probabilities of E in world 0 and world 1. Their bounds come from the scores ``judge`` of

@@ -65,8 +65,8 @@ class RunPayments:
 
     ``data``: the name of the data set, "" if it is unknown. ``clients``: the partition, as a text. ``payments``: one
     for each privacy statement of the run; None if the run's releases are unknown. ``bare``: True if the run published
-    something about the records without a guarantee. ``content``: a digest of the records, whatever the data set's name
-    is; "" if it is unknown. ``by_name``: True if these records can be compared with those of other runs only by the
+    something about the records without a guarantee. ``content``: a digest of the records, independent of the data set's
+    name; "" if it is unknown. ``by_name``: True if these records can be compared with those of other runs only by the
     name ``data``.
     """
 
@@ -130,9 +130,9 @@ class Bill:
     def _together(self) -> tuple[float, float]:
         """Return the joint (epsilon, delta) of all releases of the bill.
 
-        If the bill has costs under both adjacencies, the result is their sum under replace-one. To replace a unit is to
-        remove it and to add another one. So the cost under add-or-remove-one is first converted to replace-one, by
-        group privacy for two units.
+        If the bill has costs under both adjacencies, the result is their sum under replace-one. A replacement is the
+        removal of one unit and the addition of another unit. So the cost under add-or-remove-one is first converted to
+        replace-one, by group privacy for two units.
         """
         epsilon, delta = 0.0, 0.0
         for total in self.totals:
@@ -238,8 +238,8 @@ def whole_run(payments: Sequence[Payment], unit: str) -> Bill:
 def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity: str, *, is_simulated: bool) -> Payment:
     """Return the payment under ``terms`` for ``releases``, {event: number}, that are fixed before a run begins.
 
-    ``identity``: see ``Payment``. A forecast may have no time to compute a PLD. Then the epsilon is the smaller one of
-    two upper bounds: the budget, and the RDP accountant's epsilon of all planned releases.
+    ``identity``: see ``Payment``. If a forecast has no time to compute a PLD, the epsilon is the smaller of two upper
+    bounds: the budget, and the RDP accountant's epsilon of all planned releases.
     """
     try:
         said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
@@ -338,7 +338,7 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run made a release that does not protect the unit ``unit``, but another privacy unit.
+    """Return True if a run made a release that protects only other privacy units than ``unit``.
 
     The bill of ``unit`` leaves this release out.
     """
@@ -398,7 +398,7 @@ def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
     if len(_stated_under(payments[0])) > 1:
-        # A payment with events of two adjacencies: their costs cannot be composed.
+        # The costs of events with two adjacencies cannot be composed.
         return math.inf, delta
     return _composed([one.charged for one in payments], delta), delta
 

@@ -49,8 +49,8 @@ class IntegerNoiseDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
     """The event of a sum of integer vectors plus integer noise: base class for Skellam and discrete Gaussian noise.
 
     ``variance``: the variance of the noise on each number of the sum. ``l1`` and ``l2``: the largest L1 norm and L2
-    norm of the vector of one unit. ``vectors``: 1 if adjacency replaces the unit's data by nothing; 2 if it replaces
-    them by other data, so that the sum changes by the difference of two vectors.
+    norm of the vector of one unit. ``vectors``: 1 under add-or-remove-one adjacency, where the sum changes by one
+    vector; 2 under replace-one, where the sum changes by the difference of two vectors.
     """
 
     variance: float
@@ -172,7 +172,7 @@ def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
 def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
     """Return the common adjacency of ``events``. Raises UserError if two events have different adjacencies.
 
-    Where all events hold under both adjacencies, the result is add-or-remove-one.
+    If all events are valid under both adjacencies, the result is add-or-remove-one.
     """
     found = {relation for event in events if (relation := adjacency(event)) is not None}
     if len(found) > 1:

@@ -8,9 +8,9 @@
 
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
 entries of the table have 127 digits, and the table ends where the tail is below 2^-130. So the distribution of a drawn
-number is within a total variation distance of 2^-104 of the exact one. For 2^22 numbers of 2^10 clients in 2^10 rounds
-the sum of the distances is 2^-62. The smallest delta for which this distance may be neglected, ``LEAST_DELTA``, is far
-above this sum.
+number and the exact distribution have a total variation distance of at most 2^-104. If 2^10 clients draw 2^22 numbers
+each in 2^10 rounds, the sum of the distances is 2^-62. ``LEAST_DELTA`` is far above this sum, so the distances are
+negligible for every delta that is at least ``LEAST_DELTA``.
 """
 
 import math
@@ -73,7 +73,8 @@ class NoiseTable:
     def num_below(self, digits: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return, for each number in ``digits`` (63 bits), the number of entries of ``high`` that are not larger.
 
-        For most numbers in ``digits`` the first 16 bits decide. An array holds the results for all their 2^16 values.
+        For most numbers, the first 16 bits determine the result. The results for all 2^16 values of these bits are
+        cached in an array.
         """
         found: NDArray[np.int64] = self._by_first_bits[digits >> np.uint64(47)]
         rest = np.flatnonzero(self.high[found] <= digits)

@@ -52,8 +52,8 @@ class Charge:
 
     ``release``: the name of the release, such as "round 7". ``noise``: an identity of the key from which the noise is
     drawn, so that a second charge of the same release is recognised. ``event``: the privacy event of the release.
-    ``epsilon``: the epsilon spent after this charge, None for no guarantee. Only readers of the log use this field; the
-    ledger computes epsilon from the events.
+    ``epsilon``: the epsilon spent after this charge, None for no guarantee. This field is for readers of the log; the
+    ledger itself computes epsilon from the events.
     """
 
     release: str
@@ -64,7 +64,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that a charge log held certain charges (entries). A receipt is stored with the results that they paid for.
+    """Proof that a charge log held certain charges (entries). It is stored with the results that the charges paid for.
 
     ``ledger``: the random id of the charge log. ``charges``: the number of charges, counted from the first one.
     ``digest``: the chain digest after the last of these charges.
@@ -149,9 +149,7 @@ class Ledger:
     def has_charged(self, release: str, noise: str) -> bool:
         """Return True if the ledger already holds a charge for the release ``release`` with the same noise.
 
-        ``noise``: an identity of the key from which the noise is drawn.
-
-        A second charge of the same release is then free.
+        ``noise``: an identity of the key from which the noise is drawn. A second charge of this release costs nothing.
         """
         return (release, noise) in self._charges
 

@@ -134,7 +134,7 @@ def merged(steps: Steps) -> Steps:
 
 
 def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | None:
-    """Return a copy of ``event`` with the noise multiplier ``noise``; None if it is no unsampled Gaussian event."""
+    """Return a copy of ``event`` with the multiplier ``noise``; None unless it is Gaussian and without sampling."""
     match event:
         case dp_event.GaussianDpEvent():
             return dp_event.GaussianDpEvent(noise)
@@ -146,8 +146,8 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
 def _known_to_pld(event: dp_event.DpEvent) -> dp_event.DpEvent:
     """Return ``event``, or a replacement that dp_accounting's PLD supports and that costs at least as much.
 
-    A bounded-range release is replaced by the geometric mechanism of the same epsilon. The loss of that mechanism
-    is +epsilon or -epsilon, the largest loss of all mechanisms of this pure epsilon.
+    A bounded-range release is replaced by the geometric mechanism of the same epsilon. The privacy loss of the
+    geometric mechanism is +epsilon or -epsilon, the largest loss of all mechanisms of this pure epsilon.
     """
     return dp_event.DiscreteLaplaceDpEvent(event.epsilon, 1) if isinstance(event, BoundedRangeDpEvent) else event
 
@@ -190,10 +190,10 @@ def _widest_loss(event: dp_event.DpEvent) -> float:
 def _without_amplification(steps: Steps) -> Steps | None:
     """Return ``steps`` with each fixed-size cohort replaced by the whole population; None if this cannot lower epsilon.
 
-    For a cohort of a fixed size, two bounds hold: with and without amplification by sampling. With much noise the means
-    of the two distributions differ by 4 q S with amplification (q: the sampling rate, S: the clipping norm), and by 2 S
-    without. For cohorts below half of the population, 4 q S is smaller than 2 S, so the bound with amplification is
-    smaller.
+    For a cohort of a fixed size, two bounds hold: with and without amplification by sampling. Each bound compares the
+    noisy sums on two adjacent data sets. Let q be the sampling rate and S the clipping norm. With much noise, the means
+    of the two sums differ by 4 q S with amplification, and by 2 S without. If the cohort is smaller than half of the
+    population, 4 q S is smaller than 2 S, so the bound with amplification is smaller.
     """
     plain: list[tuple[dp_event.DpEvent, int]] = []
     for event, count in steps:

@@ -1,31 +1,29 @@
 """Clipping and noise in float64.
 
 Noise comes from one ChaCha20 stream of random bits for each purpose and round. Sum and noise are rounded to the same
-grid.
+grid, the multiples of a power of two g.
 
-The noise is rounded exactly, so a release is the exact mechanism's result, rounded, and as private as that result.
-Plain float64 noise has no such proof: the low bits of its numbers can distinguish sums (Mironov 2012, "On significance
-of the least significant bits"). Here the clipped sum and the noise are rounded to multiples of one power of two, g. For
-a sum t on the grid, t + g round(N / g) = g round((t + N) / g). So if the noise N is rounded *exactly*, the released
-number is the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding uses nothing private, so the
-release is as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. The proof
-needs two facts:
+Plain float64 noise has no privacy proof: the low bits of its numbers can distinguish sums (Mironov 2012, "On
+significance of the least significant bits"). The rounding to a grid gives a proof. For a sum t on the grid,
+t + g round(N / g) = g round((t + N) / g). So if the noise N is rounded *exactly*, the released number is the rounded
+result of the exact Gaussian (or Laplace) mechanism on real numbers. Rounding uses nothing private, so the release is
+as private as the exact mechanism, with nothing added to epsilon or delta. The proof needs two facts:
 
 1. The sensitivity of the rounded sum is at most the clipping norm: ``clipping_norm_on_grid``.
-2. round(N / g) is exact. N = Q(U), where Q is the quantile function of the noise, and U is uniform on (0, 1) and known
-   by its first 63 binary digits. float64 gives an approximation of N / g. If the distance of this approximation from
-   the nearest boundary k + 1/2 (k: a whole number) exceeds ``TOLERANCE``, its rounding is right. The digits after
-   those 63 change N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. For such a small U, and next to a
-   boundary (about one number in 44,000), the probability of the boundary, computed to as many digits as needed, is
-   compared with the first 127 digits of U. Where 127 digits do not decide, further ones are drawn. Next to a boundary
-   the compiled code first compares the 63 digits with this probability in float64. The result of this comparison counts
-   where the relative difference of the two is more than ``CLOSE``.
+2. round(N / g) is exact. N = Q(U), where Q is the quantile function of the noise, and U is uniform on (0, 1). First, 63
+   binary digits of U are drawn, and float64 gives an approximation of N / g. The approximation is rounded correctly if
+   its distance from the nearest boundary k + 1/2 (k: a whole number) exceeds ``TOLERANCE`` and U is not below
+   ``DECIDED``. The further digits of such a U change N / g by less than TOLERANCE / 200. For all other numbers (about
+   one in 44,000), the first 127 digits of U are compared with the probability of the boundary, which is computed to as
+   many digits as needed. If 127 digits do not decide, further digits are drawn. Next to a boundary, the compiled code
+   first compares 63 digits with this probability in float64. Its result is used if the relative difference of the
+   two numbers is more than ``CLOSE``.
 
 Assumptions: ChaCha20 under a random key gives random bits. ``scipy.special.ndtri``, ``numpy.log`` and the compiled
-quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. This is some 400 times their
-documented error, and a test compares them with mpmath, tails included. The C library's ``erfc`` is right to ``CLOSE`` /
-100, and the rounding of its argument changes the result by less than CLOSE / 20. mpmath is right to the requested
-number of digits.
+quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. ``TOLERANCE`` is about 400 times
+their documented error, and a test compares them with mpmath, tails included. The C library's ``erfc`` has an error
+below ``CLOSE`` / 100, and the rounding of its argument changes the result by less than CLOSE / 20. mpmath is right to
+the requested number of digits.
 
 Adaptive clipping: Andrew et al. 2021, algorithm 1.
 """
@@ -53,9 +51,9 @@ scale of a Laplace distribution) is less than 2^21 g. Half a unit of the 63rd di
 Q(U) / g is at most 1.3 x 2^-26.
 """
 CLOSE: Final = 2.0**-43
-"""The relative difference between U and a boundary's probability above which float64 decides which is larger.
+"""If U and a boundary's probability differ by more than this relative amount, float64 decides which is larger.
 
-U is above ``DECIDED``, so the digits after its 63rd digit change it by a relative amount below 2^-46.
+U is above ``DECIDED``, so the digits after its 63rd digit change U by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations of the noise
 _GUARD: Final = 32  # the probability of a boundary is computed to this many more binary digits than U has
@@ -70,8 +68,8 @@ class Normals(Protocol):
     """A faster generator of normal numbers for ``Noise``. The numbers are the same up to float64 rounding.
 
     A number N is computed from two random words of 64 bits, in the arrays ``first`` and ``second``. The last bit of the
-    first word is the sign of N. Its other 63 bits, followed by the second word, are the binary digits of U. |N| is the
-    quantile x at which the tail probability P(|N| > x) is U.
+    first word is the sign of N. The other 63 bits of the first word, followed by the second word, are the binary digits
+    of U. |N| is the quantile x at which the tail probability P(|N| > x) is U.
     """
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -214,8 +212,8 @@ class Noise:
         ``number``: (index of the number in the stream, first of its two random words, count of all numbers).
         """
         place, word, count = number
-        # Each number is computed from two random words. The stream holds the first words of all numbers, and then their
-        # second words, which are seldom needed.
+        # Each number is computed from two random words. The stream holds the first words of all numbers, followed by
+        # the second words of all numbers, which are seldom needed.
         [second] = self._words(1, purpose, server_round, behind=count + place)
         more = self._further(f"{purpose}: digits of number {place}", server_round)
         magnitude = exact_step(law, ratio, word >> 1 << 64 | int(second), 127, more)
@@ -271,8 +269,8 @@ def grid_spacing(std: float) -> float:
 def clip_factor(norm: float, clipping_norm: float) -> float:
     """Return the factor that scales a vector of ``norm`` down to ``clipping_norm``; 1 if its norm is not larger.
 
-    The factor is 0 for a vector that is not finite, which counts as the zero vector. The caller must leave it out of
-    the sum instead of multiplying it by 0, because 0 * nan is nan.
+    The factor is 0 for a vector that is not finite, which counts as the zero vector. The caller must leave this vector
+    out of the sum. A multiplication by 0 would not work, because 0 * nan is nan.
     """
     if not math.isfinite(norm):
         return 0.0
@@ -283,11 +281,12 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
     """Return the norm L for clipping, so that a sum *rounded to the grid* has the sensitivity ``clipping_norm``.
 
     The sum has ``dimension`` numbers and at most ``summands`` clipped vectors (a public number n). L is smaller than
-    ``clipping_norm``, to make up for two errors. Rounding to the grid changes the difference of two sums by at most one
-    grid step in each number. Errors of float64, with u = 2^-53: a norm is too small by at most (dimension / 2 + 4) u L,
-    including the errors of its factor and of the products; a sum is off by at most u times the norms of all its partial
-    sums and products, (n^2 / 2 + n) u L, in each of two neighbouring worlds. Twice the float64 error is subtracted, to
-    cover the terms quadratic in u. Raises UserError if L would be at most half of ``clipping_norm``.
+    ``clipping_norm``, to make up for two kinds of errors. First, rounding to the grid changes the difference of two
+    sums by at most one grid step in each number. Second, float64 rounds; let u = 2^-53. A norm is too small by at most
+    (dimension / 2 + 4) u L, including the errors of the clipping factor and of the products. A sum is wrong by at most
+    u times the norms of all its partial sums and products, that is (n^2 / 2 + n) u L, on each of two adjacent data
+    sets. Twice the float64 error is subtracted, to cover the terms quadratic in u. Raises UserError if L would be at
+    most half of ``clipping_norm``.
     """
     if std == 0:
         return clipping_norm
@@ -365,8 +364,8 @@ def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.
     found -= out
     np.abs(found, out=found)
     _with_signs(out, words)
-    # These numbers need exact rounding: numbers near a boundary k + 1/2, and numbers whose U is so small that 63 binary
-    # digits do not suffice.
+    # Two kinds of numbers need exact rounding: numbers near a boundary k + 1/2, and numbers with a U so small that 63
+    # binary digits do not suffice.
     return np.flatnonzero((found > 0.5 - TOLERANCE) | is_small)
 
 
@@ -386,7 +385,7 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
     first ``num_digits`` binary digits of U. ``more()`` returns the next 64 digits.
     """
     while True:
-        if digits.bit_length() >= 64:  # with fewer digits of U, it is uncertain how the number must be rounded
+        if digits.bit_length() >= 64:  # otherwise U has too few digits to round the number
             probability = np.array([digits / (1 << num_digits)])
             law.quantile(probability)
             below = math.floor(abs(float(probability[0])) * ratio)

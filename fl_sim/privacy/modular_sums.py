@@ -1,15 +1,15 @@
 """Noisy sums of vectors modulo 2^bits, for differential privacy without a trusted server.
 
-A client clips its vector, rotates and scales it, and rounds it randomly to whole numbers. It adds integer noise, and
-sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and nothing else. The server
-shifts the sum into a range around 0, and undoes scale and rotation. These are algorithms 1 and 2 of Kairouz, Liu,
-Steinke 2021.
+A client clips its vector, rotates and scales it, and rounds it randomly to whole numbers. Then the client adds integer
+noise and sends the result modulo 2^bits. Secure aggregation gives the server the sum modulo 2^bits, and nothing else.
+The server shifts the sum into a range around 0, and undoes scale and rotation. These are algorithms 1 and 2 of Kairouz,
+Liu, Steinke 2021.
 
 * The rotation multiplies each number by a random sign, and the vector by a Hadamard matrix. The signs are public. The
   rotation spreads a vector evenly over all numbers, so few bits are enough. The vector is zero-padded to a power of 2.
 * Random rounding may increase the norm of a vector. So rounding is repeated until the norm is within a bound. At least
-  39 % of the tries succeed (in the paper: conditional rounding with beta = e^(-1/2)). The bound is the sensitivity: a
-  client without data sends a rounded vector of zeros.
+  39 % of the tries succeed (in the paper: conditional rounding with beta = e^(-1/2)). The bound is the sensitivity of
+  the sum, because a client without data sends zeros (plus noise).
 * The scale is chosen so that ``headroom`` standard deviations of the sum fit into half of the modulus, even if all
   clients send the same vector.
 """
@@ -141,7 +141,7 @@ class SumGrid:
 def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the smallest noise multiplier with which ``rounds`` sums cost at most ``epsilon`` at ``delta``.
 
-    It is assumed that no client drops out, so every sum contains the noise of all clients. The noise multiplier in
+    The assumption is that no client drops out, so every sum contains the noise of all clients. The noise multiplier in
     ``grid`` is ignored. Raises UserError if no noise is enough for ``epsilon``.
     """
 
@@ -226,9 +226,9 @@ def signed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
 
 
 def wraps_around(total: NDArray[np.int64], grid: SumGrid) -> bool:
-    """Return True if many numbers of the sum are near +-2^(bits-1), so that some have probably wrapped around.
+    """Return True if many numbers of the sum are near the limits +-2^(bits-1). Then some have probably wrapped around.
 
-    If ``headroom`` standard deviations fit into half of the modulus, only few numbers are near this limit. The answer
+    If ``headroom`` standard deviations fit into half of the modulus, only few numbers are near these limits. The result
     depends only on the released sum, so it has no privacy cost.
     """
     near = int((np.abs(centred(total, grid)) > EDGE * grid.modulus / 2).sum())

@@ -48,7 +48,7 @@ _LESS: Final = _ORDERS - 1
 _SERIES: Final = _ORDERS[(_ORDERS >= 1.01) & (np.floor(_ORDERS) != _ORDERS)]
 """The fractional orders at which dp_accounting's series is evaluated.
 
-Its error is at most 1e-12 for the noise multipliers and sampling rates to which ``_poisson_curve`` limits it.
+``_poisson_curve`` limits the series to noise multipliers and sampling rates for which its error is at most 1e-12.
 """
 _SERIES_ERROR: Final = 1e-12
 _QUADRATURE_ERROR: Final = 1e-13
@@ -108,9 +108,8 @@ def prices(delta: float) -> NDArray[np.float64]:
 def checked(curve: Curve) -> Curve:
     """Return the Renyi curve ``curve``, with values in [-1e-9, 0) set to 0.
 
-    Such values are rounding errors. Raises ArithmeticError for lower values and for NaN.
-
-    Without this check a NaN would turn into an epsilon of 0.
+    Such values are rounding errors. Raises ArithmeticError for lower values and for NaN. Without this check a NaN would
+    turn into an epsilon of 0.
     """
     if np.isnan(curve).any() or (curve < -1e-9).any():
         raise ArithmeticError("a Renyi divergence is NaN or negative: the accountant failed, so no epsilon is known")
@@ -153,9 +152,9 @@ def bounded_loss_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) -> 
     """Return an upper bound on the Renyi divergences at ``orders`` > 1 of an event with a pure epsilon.
 
     Among all mechanisms of the same pure epsilon, randomised response has the largest privacy loss: +epsilon or
-    -epsilon (Kairouz, Oh, Viswanath 2015). Its divergence at order a is log(p e^x + (1 - p) e^-x) / (a - 1) with x = (a
-    - 1) epsilon and p = 1 / (1 + e^-epsilon). Bounded-range events are also (epsilon^2 / 8)-zCDP. This gives a second
-    bound.
+    -epsilon (Kairouz, Oh, Viswanath 2015). Its divergence at order a is log(p e^x + (1 - p) e^-x) / (a - 1) with
+    x = (a - 1) epsilon and p = 1 / (1 + e^-epsilon). Bounded-range events are also (epsilon^2 / 8)-zCDP
+    (zero-concentrated differential privacy), which gives a second bound.
     """
     epsilon = pure_epsilon(event)
     exponent = (orders - 1) * epsilon
@@ -292,9 +291,10 @@ def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Cur
 def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     """Return D_order((1-q) N(0,1) + q N(s,1) || (1-q) N(0,1) + q N(-s,1)), q = ``rate``, s = ``shift``.
 
-    The integral is computed by the trapezoid rule. The integrand has Gaussian tails. The integrand is analytic in a
-    strip of half-width pi/s about the real line, where the second density has its zeros. So the error falls as exp(-2
-    pi (pi/s) / step). At the step chosen here only rounding errors are left, and a margin covers these.
+    The integral is computed by the trapezoid rule. The integrand has Gaussian tails, and is analytic in a strip about
+    the real line. The strip ends at the zeros of the second density, so its half-width is pi / s. Therefore the error
+    falls as exp(-2 pi (pi / s) / step). With the step chosen here, only rounding errors are left, and a margin covers
+    these errors.
     """
     reach = shift * (2 * order - 1)  # the position of that peak of the integrand which is farthest from 0
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
@@ -313,8 +313,8 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 def _quiet_excluded_orders() -> Iterator[None]:
     """Silence dp_accounting's log messages about Renyi orders that it leaves out.
 
-    It leaves out an order if a series does not converge there. The epsilon stays an upper bound, because it is the
-    minimum over all remaining orders.
+    The library leaves out an order at which a series does not converge. The epsilon stays an upper bound, because it is
+    the minimum over all remaining orders.
     """
 
     def is_other_notice(record: logging.LogRecord) -> bool:

@@ -2,12 +2,12 @@
 
 To choose settings, a user repeats a private run with settings drawn at random from a fixed list, and publishes only the
 best result. If the number of runs K is random and stays secret, this costs much less than the publication of all
-results (Papernot and Steinke 2022, "Hyperparameter tuning with Renyi differential privacy"). Conditions of the bounds:
-the distribution of K does not depend on the data, each run alone has the Renyi ``Curve`` of one run, whatever its
-settings, and the score that ranks the results is part of the private result or is computed from public records only.
+results (Papernot and Steinke 2022, "Hyperparameter tuning with Renyi differential privacy"). The bounds have three
+conditions. The distribution of K does not depend on the data. Each run has the same Renyi ``Curve``, whatever its
+settings. The score that ranks the results is part of the private result, or is computed from public records only.
 
-Let f(x) = E[x^K]. The cost at order a is at most that of one run, plus log(f'(q)^a f'(p)^(1 - a)) / (a - 1), where q
-and p are the probabilities of one event under two adjacent data sets (lemma 7).
+Let f(x) = E[x^K], and let q and p be the probabilities of one event under two adjacent data sets. The cost at order a
+is at most the cost of one run plus log(f'(q)^a f'(p)^(1 - a)) / (a - 1) (lemma 7).
 """
 
 import math
@@ -39,9 +39,9 @@ class NegativeBinomialTrials:
 
     P(K = k) is proportional to (1 - gamma)^k times the product of (l + eta) / (l + 1) over l = 0, ..., k - 1.
 
-    ``mean``: the expected number of trials, 1 to 1e6. ``eta``: the shape, above -1. 1 is the geometric distribution,
-    and 0 the logarithmic one. A smaller shape costs less for a run with a pure epsilon, and has more extreme numbers.
-    Raises UserError for other values.
+    ``mean``: the expected number of trials, 1 to 1e6. ``eta``: the shape, above -1. The shape 1 is the geometric
+    distribution, and 0 is the logarithmic distribution. For runs with a pure epsilon, a smaller shape costs less, but
+    very small and very large numbers of trials are more likely. Raises UserError for other values.
     """
 
     mean: float
@@ -76,7 +76,7 @@ class NegativeBinomialTrials:
         return np.concatenate([[0.0], first * np.cumprod(np.concatenate([[1.0], ratios]))])[: most + 1]
 
     def cost(self, run: Curve) -> Curve:
-        """Return the Renyi divergences of the selection, for those of one ``run`` at ``ORDERS`` (theorem 2)."""
+        """Return the selection's Renyi divergences at ``ORDERS`` (theorem 2). ``run``: the divergences of one run."""
         if self.mean == 1:
             return run
         spread = (1 - 1 / _ORDERS) * run + math.log(1 / self.gamma) / _ORDERS
@@ -85,7 +85,7 @@ class NegativeBinomialTrials:
 
 @dataclass(frozen=True)
 class PoissonTrials:
-    """A Poisson number of trials. With no trial, the result is a fixed one that needs no data.
+    """A Poisson number of trials. If this number is 0, the result is a fixed result that depends on no data.
 
     ``mean``: the expected number of trials, 1 to 1e6. Raises UserError for other values.
     """
@@ -100,10 +100,10 @@ class PoissonTrials:
         return np.asarray(stats.poisson(self.mean).pmf(np.arange(most + 1)))
 
     def cost(self, run: Curve) -> Curve:
-        """Return the Renyi divergences of the selection, for those of one ``run`` at ``ORDERS`` (theorem 6).
+        """Return the selection's Renyi divergences at ``ORDERS`` (theorem 6). ``run``: the divergences of one run.
 
-        At order a, one run must be (log(a / (a - 1)), delta)-private; its ``Curve`` gives this delta. The probability
-        of no trial is added, which theorem 6 leaves out: the outcome "no trial" has the same probability for all data.
+        At order a, one run must be (log(a / (a - 1)), delta)-private. This delta is computed from ``run``. Theorem 6
+        leaves out the outcome "no trial", which has the same probability for all data. The cost here includes it.
         """
         allowed = -np.log1p(-1 / _ORDERS)
         logs = _LESS * (run - allowed[:, None] + np.log1p(-1 / _ORDERS)) - np.log(_ORDERS)
@@ -124,9 +124,9 @@ def most_likely_at_most(trials: Trials, share: float) -> int:
 
 
 def selection_curve(run: Curve, trials: Trials) -> Curve:
-    """Return the Renyi divergences at ``ORDERS`` of the best result of ``trials`` runs, for those of one ``run``.
+    """Return the Renyi divergences at ``ORDERS`` of publishing only the best result of ``trials`` runs.
 
-    The result is never below ``run``.
+    ``run``: the divergences of one run. The result is never below ``run``.
     """
     with np.errstate(over="ignore"):
         found = np.maximum(run, trials.cost(run))
@@ -147,7 +147,7 @@ def noise_of_selection(
 ) -> float:
     """Return the smallest noise multiplier with which the selection costs at most ``target_epsilon`` at ``delta``.
 
-    ``counts_of``: a function that returns the releases of one run with a noise multiplier.
+    ``counts_of``: a function from a noise multiplier to the releases of one run, {privacy event: number}.
     """
     return least_noise(
         lambda noise, _: epsilon_of_selection(counts_of(noise), trials, delta), target_epsilon, accountant="rdp"

@@ -140,7 +140,7 @@ def statement(
 
 @dataclass(frozen=True)
 class _Account:
-    """The releases of one ledger: those charged so far, and those fixed before the run, each with their epsilon.
+    """The releases of one ledger, with their epsilons: charged releases, and releases that were fixed before the run.
 
     ``spent``: all charges (paid releases) so far. ``realised``: the epsilon of ``spent``. ``promised``: all releases
     that were fixed beforehand. ``bounds``: the epsilon of ``promised``. ``promised`` and ``bounds`` are None if only
@@ -161,8 +161,8 @@ def promised_releases(
     """Return all releases that were fixed beforehand: the planned releases, or fewer if the budget is too small.
 
     Releases that were charged again after an interruption are added to the plan. If all releases have the same event,
-    the number of releases that the budget allows is certain before the first release: it depends neither on outputs nor
-    on the end of the run. ``charges``: all charges so far, as (name of the release, event).
+    the number of releases that the budget allows is known before the first release. This number does not depend on
+    outputs or on the end of the run. ``charges``: all charges so far, as (name of the release, event).
     """
     spent, again = _spent(charges)
     promised = (single_steps(planned) | (spent - again)) + again
@@ -212,7 +212,7 @@ def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) ->
 
 
 def _used_up(terms: Terms, spent: _Counts) -> bool:
-    """Return True if all releases have the same event, and the privacy budget does not allow one more of them."""
+    """Return True if all releases have the same event, and the privacy budget does not allow one more release."""
     return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
 
 

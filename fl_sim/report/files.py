@@ -248,9 +248,9 @@ class ResultFile(FileModel):
     """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
     A file of an older version may lack ``is_private``; its run then counts as private. ``image_shape``: (channels,
-    height, width) of the images from which the features were computed. ``by_client``: {"field.by_client.name": list},
-    collected from the key ``by_client`` of all fields. A list has one number in [0, 1] for each client, or None if the
-    number is unknown.
+    height, width) of the images from which the features were computed. ``by_client``: the lists with one number per
+    client, {"FIELD.by_client.NAME": list}. They come from the key ``by_client`` of any field of the file. Each number
+    is in [0, 1]; None if it is unknown.
     """
 
     algorithm: str = ""

@@ -1,9 +1,9 @@
 """The gallery page, which compares finished tables with published accuracies, and the leaderboard page, in Markdown.
 
-The gallery has a folder for each table. The file ``about.toml`` in this folder (class ``About``) is written by hand.
-The files ``table.json`` and ``table.csv`` are copies of the files that ``fl-sim table`` wrote; ``table.csv`` is
-optional. If a folder has no ``table.json``, the runs of its table are still missing. The file ``leaderboard.toml``
-defines the leaderboard page: a list of questions, which tables of the gallery answer.
+The gallery has a folder for each table. A person writes the file ``about.toml`` in this folder (class ``About``). The
+files ``table.json`` and ``table.csv`` are copies of the files that ``fl-sim table`` wrote; ``table.csv`` is optional.
+If a folder has no ``table.json``, the runs of its table are still missing. The file ``leaderboard.toml`` defines the
+leaderboard page: a list of questions, which tables of the gallery answer.
 """
 
 import csv

@@ -195,8 +195,9 @@ def parameters(one: SeedGroup) -> str:
 def _compared_of(run: SavedRun) -> dict[str, Any]:
     """Return the settings in which the runs of one group must be equal.
 
-    Seed, engine and default values of ``evaluate`` are left out. The result also has digests of the user's own code and
-    records. Runs with different digests are in different groups.
+    The settings in ``_NOT_COMPARED``, such as the seed, are left out. Of the section ``evaluate``, default values and
+    ``test_is_public`` are left out. The result also has digests of the user's own code and records. Runs with different
+    digests are in different groups.
     """
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
     given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}

@@ -24,7 +24,7 @@ class HeatMap:
 
 
 def row_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
-    """Return {row of the table: text}. The text has its row label in a heat map, and the constant settings of this map.
+    """Return {row of the table: the label of its row in a heat map, and the settings that are constant in this map}.
 
     All table rows that are shown in one row of a heat map have the same text. Notes below the table contain this text
     instead of a list of these table rows.

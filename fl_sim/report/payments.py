@@ -48,11 +48,11 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
 
 
 def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the privacy ``statements`` of a run. Each also states the whole run's privacy cost for its privacy unit.
+    """Add to each privacy statement of a run the privacy cost of the whole run for the statement's privacy unit.
 
-    The added cost is None for a statement without a guarantee, and for a statement whose own cost is already that of
-    the whole run. ``made``: the section ``preprocess`` of the run's ``result.json``. The computation takes seconds,
-    because it uses PLD accounting.
+    The result is a list of the new statements. The added cost is None for a statement without a guarantee, and for a
+    statement whose own cost is already that of the whole run. ``made``: the section ``preprocess`` of the run's
+    ``result.json``. The computation takes seconds, because it uses PLD accounting.
     """
     checked = [PrivacyStatement.model_validate(one) for one in statements]
     payments = _payments(checked, StageResult.model_validate(made))

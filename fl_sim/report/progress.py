@@ -22,7 +22,7 @@ from fl_sim.store.run_directory import RoundRecord
 
 _GAP: Final = 2
 _NARROW, _BAR, _WIDE_BAR = 4, 10, 30
-"""Width of a progress bar in terminal cells: the smallest, the smallest in a wide terminal line, and the largest."""
+"""Widths of a progress bar in terminal cells: the smallest in a narrow line and in a wide line, and the largest."""
 _WIDE_LINE: Final = 60
 _SHORTEST_TITLE: Final = 12
 

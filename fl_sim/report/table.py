@@ -123,7 +123,7 @@ class Comparison:
     """The comparison of the rows in one column with a reference row.
 
     ``row``: the reference row; None if the column has no such row. ``others``: {row: difference to the reference row,
-    paired by seed}. A difference is None if too few seeds finished in the row and in the reference row.
+    paired by seed}. A difference is None if too few seeds have a finished run in both rows.
     """
 
     row: str | None
@@ -205,7 +205,7 @@ def bold_rows(table: Table, column: str, measure: Measure) -> set[str]:
 
 
 def most_seeds(table: Table) -> int:
-    """Return the number of seeds of a table: of the cell that has the most."""
+    """Return the largest number of seeds that any cell of the table has."""
     return max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
 
 
@@ -237,7 +237,7 @@ def _mapped(table: Table, one: HeatMap, title: str, text: Callable[[list[SeedRes
 
 
 def _maps_with(table: Table, name: str) -> list[HeatMap]:
-    """Return the heat maps that can show the measure ``name``: any run in the map has this measure."""
+    """Return the heat maps that can show the measure ``name``: at least one run in such a map has this measure."""
     return [
         one
         for one in table.heat_maps

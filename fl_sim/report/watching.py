@@ -34,8 +34,8 @@ _TIMED_ROUNDS: Final = 10
 _SILENCE: Final = 60.0
 """A run counts as stopped if its files have not changed for this number of seconds.
 
-If five rounds of the run take longer than this, their time counts instead. The rule applies only if the lock file does
-not show whether the run is running, for example on another machine.
+If five rounds of the run take longer than that, the limit is the time of five rounds. This limit applies only if the
+lock file does not show whether the run is running, for example on another machine.
 """
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -52,8 +52,8 @@ class Watched:
     """One run in the display.
 
     ``place``: data set and partition. ``round``: number of finished rounds. ``rounds``: planned number of rounds.
-    ``accuracies``: accuracies of the evaluated rounds, in [0, 1], on the test set, or on the validation records if the
-    test set is not used. ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds.
+    ``accuracies``: accuracies of the evaluated rounds, in [0, 1]: on the test set if it is used, else on the validation
+    records. ``round_seconds``: mean seconds of a round. ``left``: estimated remaining seconds.
     ``epsilon``: the epsilon spent so far, as text. Any field is None if its value is unknown, or hidden for privacy.
     """
 
@@ -161,7 +161,7 @@ class Watcher:
 
 
 def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = False) -> RenderableType:
-    """Return what ``fl-sim watch`` shows: a table of the runs that fit into ``height`` lines, and counts of all runs.
+    """Return the display of ``fl-sim watch``: a table of the runs that fit into ``height`` lines, and counts of runs.
 
     The first runs of ``watched`` are shown, grouped by data set and partition. The last line counts the runs in each
     state. ``height``: the number of lines; None shows all runs. ``is_plain``: True draws the curves with ASCII

@@ -3,13 +3,13 @@
 The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
 of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
 one data file, no matter how the file is read. A deal is one way to read the file and to assign its records to clients.
-The folder of the data file has one subfolder for each deal, named by a digest of the deal. A run with other settings,
-another generator or a deleted pool uses the same ledger. Runs with another seed, label column, range or test part have
-another deal. The privacy costs of all deals are added up.
+The folder of the data file has one subfolder for each deal, named by a digest of the deal. Most settings do not change
+the deal: a run with another model or generator, or after the deletion of a pool, uses the same ledgers. Another seed,
+label column, range of records or test part changes the deal. The privacy costs of all deals are added up.
 
 Earlier versions gave other names to these folders and subfolders. Old ledgers are still used. When a run needs a
 client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From then
-on, the privacy costs in the old folder are added, too.
+on, the privacy costs in the old folder count, too.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ def _folders(job: Job) -> set[Path]:
 
 
 def _link_earlier(folder: Path, earlier: Path) -> None:
-    """Note the folder ``earlier`` in ``folder``. Both have ledgers about the same records, so their costs are added."""
+    """Write the name of ``earlier`` into ``folder``. Both have ledgers about the same records, so costs add up."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):

@@ -47,10 +47,10 @@ KEEP_BYTES = 256 * 2**20
 """A training set of at most this many bytes stays in memory, on every machine. Each process has its own copy."""
 
 KEEP_IN_MEMORY = 1 / 3
-"""A larger training set stays in memory if one copy for each processor takes, in total, at most this share of it."""
+"""A larger training set stays in memory if one copy per processor takes at most this share of the memory in total."""
 
 KEEP_ON_GPU = 0.25
-"""A training set stays in a GPU's memory if it takes at most this share of it. A GPU stores images as bytes (uint8)."""
+"""A training set stays on the GPU if it takes at most this share of the GPU's memory. Images stay uint8 there."""
 
 
 def runtime_for(
@@ -151,7 +151,7 @@ def _ledger(job: Job, client: int) -> Path:
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     """Return the settings of local training in a round that has the learning rate ``learning_rate``."""
     local = job.experiment.local
-    # The fields are copied by name. A field of LocalSettings that the experiment's settings lack thus raises an error.
+    # The fields are copied by name. If the experiment's settings lack a field of LocalSettings, getattr fails.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
     return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
 
@@ -255,8 +255,8 @@ def _held(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | No
     """Return a function that looks up a client's own records in a round.
 
     The arguments of the function are the client ID, ``tamper`` as in ``_in_memory``, and the number of the round. If
-    the training set fits, the records of all clients in the current round are in memory. ``tampers``: {client: function
-    that changes the client's records}.
+    the training set fits into memory, the records of all clients in the current round stay in memory. Otherwise each
+    call loads one client's records. ``tampers``: {client: function that changes the client's records}.
     """
     fits, lock = _num_bytes(job) <= _room(job.device), Lock()
 
@@ -265,7 +265,7 @@ def _held(job: Job, tampers: Mapping[int, Tamper]) -> Callable[[int, Tamper | No
         return _in_memory(job, shards, tampers) if fits else partial(_own_records, job, shards)
 
     def held(client: int, tamper: Tamper | None, server_round: int) -> Records:
-        with lock:  # the clients of a round may train in threads, and the first of them loads the records of all
+        with lock:  # clients may train in parallel threads; the first client loads all clients' records
             look_up = of_shards(job.shards_in(server_round))
         return look_up(client, tamper)
 
@@ -439,8 +439,7 @@ def _as_held_by(client: int, examples: Examples, job: Job) -> Examples:
     scheme: object = experiment.partition
     if not _changes_records(experiment) or not isinstance(scheme, RecordSkew):
         return examples
-    # The generator gives the same random numbers for every client. So all clients of a group get the same change of
-    # their records.
+    # The generator gives the same random numbers for every client, so all clients of a group get the same change.
     generator = rng(experiment.seed_of_partition, "client groups")
     inputs, labels = scheme.held_by(client, examples.inputs, examples.labels, num_classes, generator)
     for old, new in ((examples.inputs, inputs), (examples.labels, labels)):
@@ -489,10 +488,11 @@ def cores() -> int:
 
 @contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Fix the numbers of threads of torch and of numpy's linear algebra; restore the old numbers afterwards.
+    """Use ``threads`` threads in torch and in numpy's linear algebra; restore the old numbers after the ``with`` block.
 
-    The number of threads changes the rounding of every sum. On busy cores the threads of OpenBLAS wait for each other
-    in busy loops: decompositions of 60 x 60 matrices took up to 25 times as long with two threads as with one.
+    The number of threads changes the rounding of sums, so bit-identical runs need a fixed number. On busy cores the
+    threads of OpenBLAS (numpy's linear algebra) wait for each other in busy loops: decompositions of 60 x 60 matrices
+    took up to 25 times as long with two threads as with one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -561,7 +561,7 @@ def clients_at_once(engine: Engine, job: Job) -> float:
 
 
 def answers_at_once(job: Job) -> float:
-    """Return the speed of all threads or Ray actors that compute clients' answers, as a multiple of one core's."""
+    """Return the total speed of the threads or Ray actors that execute client tasks; one core has the speed 1."""
     engine, clients = local_engine(job.experiment.engine), job.experiment.num_clients
     workers = generator_threads(engine) if isinstance(engine, InProcess) else engine.actors or cores()
     return side_by_side(min(workers, clients))

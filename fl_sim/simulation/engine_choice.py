@@ -63,8 +63,8 @@ MOST_CACHED = 2**20
 """The largest number of parameters, summed over clients, in one call of a worker that trains clients step by step.
 
 With more parameters, the models of these clients would not fit into the CPU's cache. Measured on two cores, for one
-step of ten APFL clients: one call for all ten took 10 % less time than ten calls for a model of 26,000 parameters, and
-35 % more time for a model of 532,000 parameters.
+step of ten APFL clients: with a model of 26,000 parameters, one call for all ten took 10 % less time than ten calls.
+With 532,000 parameters, one call took 35 % more time.
 """
 
 
@@ -86,7 +86,7 @@ FLOWER = EngineChoice(
 
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
-    """Start the job's engine; yield its Grid (Flower's class that delivers messages) and the choice; close the Grid."""
+    """Start the job's engine; yield its Grid (which delivers messages) and the ``EngineChoice``; close the Grid."""
     check_trainer(job)  # this check comes before choose(), because choose() may need a minute to time steps
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)

@@ -79,7 +79,7 @@ def estimate_of(
     *,
     made: Collection[str] = (),
 ) -> Estimate:
-    """Return the forecast of a run whose whole computation is ``works``, such as local training and evaluation.
+    """Return the forecast of a run. ``works``: all computations of the run, such as local training and evaluation.
 
     ``watch``: the stopwatch with the timings; None for a forecast without seconds. ``traffic``: {purpose: bytes}, with
     the key ``rounds`` for all rounds. ``made``: the names of shared results that exist already and cost no time.
@@ -209,9 +209,10 @@ def start_works(
 ) -> tuple[Work, ...]:
     """Return the amount of training in the algorithm's method ``start``, in a run; empty if ``start`` does not train.
 
-    ``starts``: the number of calls of ``start`` by each client after ``before`` earlier calls. For each number in
-    ``before``, there are so many calls, such as one in each measurement, which does not change the client's state. A
-    step is timed as a turn of its own. The clients of one process start one after another.
+    The number of minibatch steps in a call of ``start`` depends on the number of the client's earlier calls. For each
+    number n in ``before``, every client makes ``starts`` calls that follow n earlier calls. Example: a measurement
+    calls ``start`` once for every client, and leaves the client states unchanged. Each minibatch step counts as a turn.
+    The clients of one process start one after another.
     """
     if not isinstance(algorithm, TrainingStart):
         return ()

@@ -39,10 +39,10 @@ class Measured:
     ``test``: the scores on the test records. ``confusion``: the confusion matrix on the test records. Both fields are
     None if the model is not tested. ``confusion`` is also None if the model predicts no classes (fl_sim.own_loss).
     ``validation``: the scores on the validation records; None without validation records. ``clients``: statistics of
-    the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data that
-    turn test results into client accuracies: the owner of each test record, or each client's number of records of each
-    class. ``by_client``: the accuracy of each client, NaN if undefined. The list may end after the last defined
-    accuracy.
+    the client accuracies; None if the accuracies are private or no client has records. ``clients_by``: the data from
+    which client accuracies are computed, either the owner of each test record, or each client's number of records of
+    each class. ``by_client``: the accuracy of each client, NaN if undefined. Undefined accuracies at the end of the
+    array may be missing.
     """
 
     test: Scores | None
@@ -130,9 +130,9 @@ class Measuring:
     def measured(self, params: Params, when: str, *, is_last: bool, server_round: int) -> Measured:
         """Return the measures of the model with the parameters ``params``.
 
-        ``is_last``: True for the last model of the run. ``server_round``: the round whose shards give the classes of
-        the clients. Raises Diverged if a loss is not finite. ``when``: the end of the message of this error, such as
-        "after round 3: try a smaller learning rate".
+        ``is_last``: True for the last model of the run. ``server_round``: the round whose shards define the class
+        distributions of the clients. Raises Diverged if a loss is not finite. ``when``: the last words of this error's
+        message, such as "after round 3: try a smaller learning rate".
         """
         validation = self._scored(params, self.validation, "validation", when) if self.validation else None
         is_tested = self.job.experiment.evaluate.tests(is_last=is_last)

@@ -32,7 +32,7 @@ from partitions import MovingParts, Parts
 
 @dataclass(frozen=True, eq=False)
 class WorkerSetup:
-    """A job in the form in which it is sent to a worker without access to the driver's files.
+    """The description of a job that a worker without access to the driver's files receives.
 
     ``experiment``: the experiment as JSON. ``shards``, ``validation``, ``own_tests``, ``weights``, ``moving``: as in
     ``Job``.
@@ -55,7 +55,7 @@ class WorkerSetup:
 
     @classmethod
     def of(cls, job: Job, signer: remote.Signer) -> "WorkerSetup":
-        """Return ``job`` in the form that is sent to workers.
+        """Return the setup that workers receive for ``job``.
 
         A ticket is the driver's proof that a client's privacy ledger contains the cost of a private output. Workers
         accept a ticket only if ``signer`` signed it.
@@ -141,8 +141,8 @@ class ClientStore:
     def before(self, message: Message) -> Parcel | Message:
         """Return the message for a worker: ``message`` without file paths, and with the client's state.
 
-        If the client's answer is known without a worker (stored synthetic records, or an error), this method returns
-        the answer.
+        In two cases no worker is needed, and this method returns the client's answer: synthetic records are stored
+        already, or an error occurs.
         """
         order, content = self._without_paths(message.content)
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
@@ -176,8 +176,8 @@ class ClientStore:
         """Return the data that only this client gets in its message: its client state, or a signed ticket.
 
         A ticket is the proof that the client's privacy ledger contains the cost of a private output. If the client's
-        answer is known already (stored synthetic records), the method returns this answer, and no worker computes
-        anything. ``content``: the data that all clients get in their messages.
+        answer exists already (stored synthetic records), the method returns this answer, and no worker is needed.
+        ``content``: the data that all clients get in their messages.
         """
         client = partition_of(message)
         task = None if order.task == wire.TRAIN else self._runtime.tasks.get(order.task)
@@ -198,8 +198,8 @@ class ClientStore:
     ) -> Mapping[str, ConfigRecord]:
         """Return a Flower record with the signed ticket for a round of training; empty if local steps are not private.
 
-        The cost of the round is first written into the client's privacy ledger. ``content``: the message, with the
-        client's state.
+        The method first writes the privacy cost of the round into the client's ledger. The ticket is the signed proof
+        of this entry. ``content``: the content of the message, including the client state.
         """
         if order.task != wire.TRAIN or not any(layer.protects for layer in self._runtime.layers):
             return {}

@@ -109,9 +109,9 @@ def on_trust(out: Path, now: Identity) -> str:
 def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) -> Experiment | None:
     """Return the stored experiment of the run in ``out``; None if there is no run.
 
-    Two settings may differ from those of ``experiment``: the number of rounds; and the path of the user's own files, if
-    the stored digest of the records equals the present digest in ``now``. Raises UserError if ``out`` holds a run with
-    other settings, or files that belong to no run.
+    Two settings may differ from those of ``experiment``. One is the number of rounds. The other is the path of the
+    user's own data files, if the stored digest of the records equals the present digest in ``now``. Raises UserError if
+    ``out`` holds a run with other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
     if path.exists():
@@ -213,7 +213,7 @@ def _records_key(job: Job) -> str:
 
 
 def _check_records(out: Path, log: RunLog, now: Identity) -> None:
-    """Raise UserError if the run to be resumed began with records or code other than the present ones."""
+    """Raise UserError if the records or code of the run to be resumed have changed since the start of the run."""
     checkpoint = read_checkpoint(out, log.server)
     if checkpoint is not None or (out / run_directory.START).exists():
         _check_same(out, now)
@@ -225,8 +225,8 @@ def _other_settings(experiment: Experiment, found: Experiment, out: Path, now: I
     """Return a phrase with the settings that differ from the stored experiment ``found``; empty if none differs.
 
     The settings in ``_FREE``, such as the number of rounds, are not compared: a run may continue with other values of
-    these settings. The path of the user's own files in ``out`` may differ, too, if the digest of the records is equal
-    to the stored digest.
+    these settings. The path of the user's own data files may differ, too, if the digest of the records equals the
+    digest that is stored in ``out``.
     """
     compared = (one.model_dump(exclude=_FREE) for one in (experiment, found))
     settings, earlier = compared
@@ -260,7 +260,7 @@ def _clear(out: Path) -> None:
 
 
 MOST_KEPT = 64 * 2**20
-"""The largest size, in bytes, of a finished run's server state and client states. Larger ones are removed."""
+"""The largest size, in bytes, of a finished run's server state and client states. Larger states are removed."""
 
 _FREE = {"engine", "round_timeout", "rounds", "keep_every"}
 """The settings that may change while a run goes on."""
@@ -324,9 +324,9 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return the prefixes of names of measures that ``server_round`` has only if it is the run's last round.
+    """Return prefixes of names of measures, such as ``test_``, that ``server_round`` must not have in an extended run.
 
-    An example is ``test_``.
+    The round may have these measures, because it was the last round of the shorter run.
     """
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
@@ -348,10 +348,10 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
 
 
 def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
-    """Raise UserError unless ``experiment`` has more rounds than ``records``.
+    """Raise UserError unless ``experiment`` has more rounds than ``records``, and the same learning rates.
 
-    ``records``: the finished rounds. Also raise UserError if ``experiment`` implies another learning rate for one of
-    these rounds than the learning rate in its record.
+    ``records``: the records of the finished rounds. The learning rate in each record must equal the learning rate of
+    this round in ``experiment``.
     """
     if len(records) >= experiment.rounds:
         raise UserError(
@@ -372,11 +372,11 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
     """Move the run of ``experiment`` in ``out`` to a new folder next to ``out``; return that folder.
 
-    If ``out`` holds no run, return None. Copies of the run's settings and of the privacy ledger of Global DP stay in
-    ``out``: a repetition with other noise publishes another model about the same clients, and its privacy cost is added
-    to the cost in this ledger. Raises UserError if ``out`` holds another run or other files. A run with another number
-    of rounds is refused with the same error, unless ``of_any_length`` is True. Raises RunError if ``out`` is in use or
-    cannot be written.
+    If ``out`` holds no run, return None. The run's settings and the privacy ledger of Global DP stay in ``out``, and
+    the new folder has copies. The ledger in ``out`` is still needed: a repetition with other noise publishes another
+    model about the same clients, so its privacy cost is added to the cost in this ledger. Raises UserError if ``out``
+    holds another run or other files. Also raises UserError for a run with another number of rounds, unless
+    ``of_any_length`` is True. Raises RunError if ``out`` is in use or cannot be written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:

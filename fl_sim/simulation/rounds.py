@@ -181,9 +181,10 @@ class Rounds(Procedure):
             run_stage(stage, run, "after")
 
     def model_after(self, server: ServerState) -> Params:
-        """Return all tensors of the model in the state ``server`` after a round.
+        """Return all tensors of the model after a round.
 
-        Personal tensors have their initial values.
+        ``server``: the server state after the round. Personal tensors, which stay on clients, have their initial
+        values.
         """
         return {**self.job.fixed, **self._model(server, reported_by(self.algorithm, server))}
 
@@ -204,7 +205,7 @@ class Rounds(Procedure):
 
     @property
     def by_architecture(self) -> tuple[Procedure, ...]:
-        """A procedure for each architecture of the clients' models; only ``self`` for a single architecture."""
+        """One procedure per architecture of the clients' models; for one architecture, it is ``self``."""
         jobs = self.job.by_architecture
         return (self,) if len(jobs) == 1 else tuple(Rounds(job, self.algorithm) for job in jobs)
 
@@ -235,7 +236,7 @@ class Rounds(Procedure):
         """Return the bytes of all rounds and of each stage, {purpose: bytes}.
 
         ``updates``: the number of client updates in all rounds. ``more_sent``: the number of further models that the
-        server sends without an update in return, for example to ask for a loss.
+        server sends and that no update answers. Example: the server asks clients for their loss.
         """
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(
@@ -255,7 +256,7 @@ class Rounds(Procedure):
         return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan (the changes to plain SGD), which shows which trainers support the algorithm."""
+        """Return a typical local plan (changes to plain SGD), to find the trainers that support the algorithm."""
         dataset, pool = self.job.dataset, {}
         if isinstance(self.algorithm, Sharing):
             template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
@@ -370,7 +371,7 @@ class Rounds(Procedure):
         if isinstance(self.algorithm, Advising) and (advice := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(advice)
         # A private run has no warning about clients without records, because numbers of records are private.
-        # A client that holds records in no round holds none in the first and in the last round.
+        # A record moves at most once. So a client without records in the first and the last round never has records.
         held = self.job.shards_in(1).sizes + self.job.shards_in(experiment.rounds).sizes
         idle = [] if experiment.is_private else np.flatnonzero(held == 0).tolist()
         for kind in layer_kinds(experiment):

@@ -44,9 +44,9 @@ def run(
 
     ``grid``: Flower's Grid (it delivers messages), if Flower's own runtime started this process. Without ``grid``, this
     function starts the experiment's engine. ``out`` may hold an unfinished run of the experiment, or a run with fewer
-    rounds. Then the run continues after its last finished round. A finished run is not repeated and has no further
-    privacy cost: its stored result is returned. Raises RunError if the run cannot continue; finished rounds stay on the
-    disk. Raises UserError for settings that cannot be run, and for files that do not fit together.
+    rounds. In both cases, the run continues after its last finished round. A finished run is not repeated: its stored
+    result is returned, without a further privacy cost. Raises RunError if the run cannot continue; finished rounds stay
+    on the disk. Raises UserError for settings that cannot be run, and for files that do not fit together.
     """
     observer = observer or Silent()
     if grid is not None and experiment.is_timed:

@@ -50,7 +50,7 @@ class FactSource(Protocol):
         ...
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """Return all privacy statements of the run: ``others``, which the stage may change, and the stage's own.
+        """Return all privacy statements of the run: ``others``, which this stage may change, and its own statements.
 
         ``others``: the privacy statements of the rounds and of earlier stages.
         """
@@ -73,13 +73,14 @@ class RunLog:
     such as Global DP, is code that takes part in every round. ``layer_states``: {name of a layer: its state in the
     checkpoint}. ``traffic``: the bytes of one client in one round, None without rounds. ``before`` and ``after``: the
     bytes of all clients before and after the rounds, {purpose: bytes}. A number of bytes is None if it depends on
-    private records. ``facts`` and ``statements``: fields and privacy statements of ``result.json`` that a procedure
-    writes itself. ``seal``: the checksum of the client states. ``records``: a digest of the user's own records, for the
-    checkpoint. ``versions``: {round: digest} of the models on which clients of an asynchronous run still train.
-    ``counts_holders``: True if an algorithm that divides by the number of clients counts only clients with records.
-    ``fixed``: the tensors of the model that are not trained. They are saved with the server's tensors. ``chain``: the
-    hash chain over the settings and rounds. ``identity``: digests of the user's own records and code. ``doubts``:
-    warnings that the user's records or code have changed, or could not be compared with those at the start of the run.
+    private records. ``facts`` and ``statements``: fields and privacy statements that the run's procedure (the code that
+    executes the whole run) adds to ``result.json``. ``seal``: the checksum of the client states. ``records``: a digest
+    of the user's own records, for the checkpoint. ``versions``: {round: digest} of the models on which clients of an
+    asynchronous run still train. ``counts_holders``: True if an algorithm that divides by the number of clients counts
+    only clients with records. ``fixed``: the tensors of the model that are not trained. They are saved with the
+    server's tensors. ``chain``: the hash chain over the settings and rounds. ``identity``: digests of the user's own
+    records and code. ``doubts``: warnings that the user's records or code have changed, or could not be compared with
+    those at the start of the run.
     """
 
     server: ServerState
@@ -132,7 +133,7 @@ class Observer(Protocol):
     def preparing(self, what: str) -> None:
         """Receive a line about the next computation outside of rounds, such as "clients make synthetic records".
 
-        If clients compute, ``replied`` then reports the progress.
+        If clients do this computation, later calls of ``replied`` report the progress.
         """
         ...
 
@@ -258,7 +259,7 @@ def is_json(facts: Mapping[str, Any]) -> bool:
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Return result fields on the initial weights: their file, and the names of tensors that are not from this file."""
+    """Return result fields on the initial weights: their file, and the names of tensors that this file lacks."""
     model, placed = job.experiment.model, job.placed
     return {
         "path": model.origin,
@@ -380,7 +381,7 @@ def _of_classes(test: Scores, confusion: Confusion) -> dict[str, Any]:
 
 
 def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> str:
-    """Return a sentence that says what the client accuracies mean, and which clients or records they leave out."""
+    """Return a sentence on the meaning of the client accuracies, and on the clients or records that are left out."""
     if not isinstance(clients_by, OwnTests):
         if experiment.num_clients > 1 and isinstance(experiment.partition, RecordSkew):
             return _CHANGED

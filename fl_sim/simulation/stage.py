@@ -2,8 +2,8 @@
 
 A stage is code that runs before the first round or after the last round, such as the making of synthetic records. The
 class of a stage also gives the stage's warnings, result fields and privacy costs. A settings class names its stage in
-the attribute ``stage``, as "module:Class". A user's own settings class may do the same. General code uses only the
-methods of ``Stage`` and contains no name of a stage. A procedure executes the whole run of an algorithm, in rounds or
+the attribute ``stage``, as "module:Class". A user's own settings class may do the same. Other code uses only the
+methods of ``Stage``, and so works with every stage. A procedure executes the whole run of an algorithm, in rounds or
 without rounds.
 """
 
@@ -180,7 +180,7 @@ class Stage:
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
         """Return further measures of the models after a round, {name: number}; empty in most rounds.
 
-        ``is_last``: True after the last planned round. It is False if the run ends earlier.
+        ``is_last``: True after the last planned round. It may be False after the last round of a run that ends early.
         """
         del run, server_round, is_last
         return {}
@@ -286,7 +286,7 @@ class Procedure(ABC):
 
     @property
     def by_architecture(self) -> "tuple[Procedure, ...]":
-        """A procedure for each architecture of the clients' models; only ``self`` for a single architecture."""
+        """One procedure per architecture of the clients' models; for one architecture, it is ``self``."""
         return (self,)
 
     def payments(self) -> "tuple[Payment, ...] | None":
@@ -294,7 +294,7 @@ class Procedure(ABC):
         return ()
 
     def typical_plan(self) -> LocalPlan:
-        """Return a typical local plan (the changes to plain SGD), which shows which trainers support the algorithm."""
+        """Return a typical local plan (changes to plain SGD), to find the trainers that support the algorithm."""
         return LocalPlan()
 
     def model(self) -> nn.Module:
@@ -342,8 +342,8 @@ def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[st
     """Return the measures of all stages after a round, {name: number}.
 
     If the user's own stage raises an error, the new error message contains the name of its class. Raises RunError for a
-    value that is not a finite number, and for a name that another stage uses or that is a field of every round. The
-    name ``VALIDATION_ACCURACY`` is allowed to stages that validate.
+    value that is not a finite number. Raises RunError for a name that another stage uses, and for the name of a field
+    of every round. Only stages that validate (``Stage.validates``) may use the name ``VALIDATION_ACCURACY``.
     """
     found: dict[str, float] = {}
     for stage in run.log.stages:
@@ -404,8 +404,8 @@ MOST_HELD = 10**9
 def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
     """Return the task configuration that all messages of a run share, such as the experiment and paths.
 
-    On Flower's own runtime, a node may have its own data set. Therefore the configuration then also contains the run's
-    name and the public facts of the experiment's data set.
+    On Flower's own runtime, a node may have its own data set. There the configuration also contains the run's name and
+    the public facts of the experiment's data set. With private local training, it always contains the run's name.
     """
     elsewhere = not isinstance(grid, LocalGrid)
     return TaskConfig(
@@ -466,9 +466,10 @@ def prepared_strategy(
 def holders_in(job: Job, log: RunLog, server_round: int) -> NDArray[np.bool_] | None:
     """Return a boolean mask, shape (clients,): True for clients with training records in a round.
 
-    Some algorithms divide by the number of clients, and count only the clients in this mask. The result is None if they
-    count all clients. This has three possible reasons: all clients have records, the aggregator hides which clients
-    take part, or an older version of fl-sim began the run. If shards depend on the round, the result is never None.
+    Some algorithms divide by the number of clients, and count only the clients in this mask. The result is None if
+    these algorithms count all clients. There are three reasons for None: all clients have records, the aggregator keeps
+    the cohort secret, or an older version of fl-sim began the run. If shards depend on the round, the result is never
+    None.
     """
     holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled, server_round) > 0
     if job.moving is not None:
@@ -489,7 +490,7 @@ def holders_in(job: Job, log: RunLog, server_round: int) -> NDArray[np.bool_] | 
 def start_from(run: Run, pool: Path, epochs: int) -> None:
     """Train the initial model at the server for ``epochs`` epochs on the synthetic records in the file ``pool``.
 
-    The training only post-processes synthetic records that clients have sent already, so it has no privacy cost. Raises
+    The training reads only synthetic records that clients have already sent. So it has no further privacy cost. Raises
     Diverged if a trained parameter is not finite.
     """
     job, log, seed = run.job, run.log, run.job.experiment.seed

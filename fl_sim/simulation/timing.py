@@ -69,7 +69,7 @@ _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
 """The smallest factor by which the number of records grows. If too little time is left for it, the timing ends."""
 _FLAT: Final = 1.5
-"""A piece that takes less than this number times the seconds of the previous, smaller piece is fast.
+"""A piece is fast if it takes less than this multiple of the seconds of the previous, smaller piece.
 
 After a fast piece, the number of records may grow by the factor _GROWTH**2.
 """
@@ -79,9 +79,9 @@ _LONG_ENOUGH: Final = 0.05
 """A computation that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
-"""The time limits of one kind of computation in four passes over all kinds that are not timed completely.
+"""The time limit of each computation in the first, second, third and fourth pass over the unfinished computations.
 
-A limit is a multiple of an equal share of the remaining time.
+The unit is an equal share of the remaining time.
 """
 
 
@@ -166,7 +166,7 @@ class _GrowingTiming:
         """Time single steps with more and more records, for at most about ``seconds`` seconds.
 
         The time of the next step is estimated from the time of the last step. If the estimate exceeds the remaining
-        time, this call ends.
+        time, this method returns.
         """
         deadline = self._clock() + seconds
         try:
@@ -200,10 +200,10 @@ class _GrowingTiming:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the seconds of one further step in a call, a lower bound for a usual step; 0 if not measured.
+        """Return the seconds that a second step adds to a call, a lower bound for a usual step; 0 if not measured.
 
-        This is the time of a call of two steps minus the time of a call of one step. ``size``: the number of records of
-        a step. ``one``: the seconds of a call of one step.
+        The result is the time of a call of two steps minus the time of a call of one step. ``size``: the number of
+        records of a step. ``one``: the seconds of a call of one step.
         """
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):

@@ -64,8 +64,7 @@ class AsynchronousRounds(Rounds):
         """
         begun, experiment = super().beginning(), self.job.experiment
         devices: Any = experiment.devices
-        # the schedule is computed only for its UserError: invalid settings of devices stop the run before its first
-        # round
+        # the devices are built here only for a check: invalid settings raise UserError before the first round
         fleet_of_clients(devices, experiment.num_clients, experiment.seed)
         try:
             self.server.check_broadcast(self.algorithm, begun)

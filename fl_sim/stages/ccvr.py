@@ -1,4 +1,4 @@
-"""The stage of CCVR (Luo et al. 2021), after the last round.
+"""The stage of CCVR (classifier calibration with virtual representations, Luo et al. 2021), after the last round.
 
 Features are the inputs of the model's last layer, the head. For each class, clients send moments: the number of their
 records, the sum of the features, and the sum of the features' outer products. The server draws features from normal
@@ -138,7 +138,7 @@ class Calibration(Stage):
 def _statement_first(run: Run) -> Iterator[None]:
     """Add the privacy statement of the clients' noisy moments to the log, before the ``with`` block asks any client.
 
-    The statement thus exists even if the run stops in the block. After the block, the joint privacy cost of all private
+    So the statement exists even if the run stops in the block. After the block, the joint privacy cost of all private
     outputs about the same records is added to the statement.
     """
     log, settings = run.log, settings_of(run.job)

@@ -34,5 +34,5 @@ class ChosenModels(Stage):
         return {self._layer.column: np.array([chosen.get(one, np.nan) for one in clients])} if chosen else {}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the fields for ``result.json``, such as how many clients chose each model."""
+        """Return the fields for ``result.json``, such as the number of clients that chose each model."""
         return self._layer.facts()

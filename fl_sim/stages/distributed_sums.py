@@ -1,4 +1,4 @@
-"""The privacy bill of distributed DP: the costs of the noisy sums, for the forecast and the privacy statement.
+"""The privacy bill of distributed differential privacy: the costs of noisy sums, for forecast and privacy statement.
 
 The settings are in ``strategies.distributed_dp``. During the run, the layer ``DistributedSums`` writes the costs into
 the privacy ledger.
@@ -107,8 +107,9 @@ class DistributedSumsBill(Stage):
     def facts(self) -> Mapping[str, Any]:
         """Return the field ``distributed_sums`` for ``result.json``.
 
-        It contains the parameters of the noisy sums, and two lists of rounds. ``unopened``: the rounds whose sum the
-        server did not open, because the privacy budget did not allow it. ``wrapped``: the rounds whose sum overflowed.
+        It contains the parameters of the noisy sums, and two lists of rounds. ``unopened``: the rounds whose sum was
+        not revealed to the server, because the privacy budget did not allow the sum's cost. ``wrapped``: the rounds
+        whose sum overflowed.
         """
         grid, layer = self.grid, self._layer
         return {

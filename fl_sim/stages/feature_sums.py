@@ -99,8 +99,8 @@ class Summarise:
         if client.policy and protection is None:
             client.policy.check_training(own_records=True)
         inputs, labels = client.records.tensors()
-        # In a user's own model, the features of one record may depend on the other records in the batch. For sums with
-        # noise, each batch of such a model has only one record, so that a record changes only its own features.
+        # In a user-defined model, the features of one record may depend on the other records in the batch. For sums
+        # with noise, each batch of such a model has only one record. So a record changes only its own features.
         at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
         features = features_of(client.runtime.model, self._model(client), inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()

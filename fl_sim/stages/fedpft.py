@@ -1,6 +1,6 @@
-"""The stage of FedPFT: clients send Gaussian mixtures of their features; the server trains the head on samples of them.
+"""The stage of FedPFT: clients send Gaussian mixtures of their features, and the server trains the head on samples.
 
-The settings are in ``strategies.fedpft``, the mixtures in ``clients.mixtures``.
+The head is the model's last layer. The settings are in ``strategies.fedpft``, the mixtures in ``clients.mixtures``.
 """
 
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ class HeadFromMixtures(Stage):
     def _drawn(self, rows: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Draw features from all mixtures, and return (features, labels).
 
-        ``rows``: the parameters of the mixtures, of all clients in order.
+        ``rows``: the parameters of the mixtures, one row per client and class, sorted by client.
         """
         generator, num_classes = rng(self.job.experiment.seed, "mixture samples"), self.job.dataset.num_classes
         drawn, labels = [np.zeros((0, self.job.num_features), np.float32)], [np.zeros(0, np.int64)]

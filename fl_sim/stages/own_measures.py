@@ -1,9 +1,9 @@
 """Statistics over clients, such as the mean accuracy of the clients' own models.
 
-They are computed from the counts of records and predictions in the clients' answers. ``OwnMeasures`` stores the answers
-of all clients after one round. A client tests up to four models (see ``clients.evaluate``). "received": the model from
-the server. "own": the client's own model, such as a personal model. "trained": the received model after one more round
-of local training. "fine_tuned": the own model after some epochs of plain SGD.
+The statistics are computed from the counts of records and predictions in the clients' answers. ``OwnMeasures`` stores
+the answers of all clients after one round. A client tests up to four models (see ``clients.evaluate``). "received": the
+model from the server. "own": the client's own model, such as a personal model. "trained": the received model after one
+more round of local training. "fine_tuned": the own model after some epochs of plain SGD.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,8 +107,8 @@ class OwnMeasures:
     def recall_of_classes(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return the recall of each class: {name of the class: {"own_recall": mean over clients, ...}}.
 
-        Each recall is the mean over the participating clients that have test records of the class. A class without
-        such clients is left out, and so are all classes without ``by_class``. ``names``: the names of all classes.
+        Each recall is the mean over the participating clients that have test records of the class. A class without such
+        clients is left out. The result is empty if ``by_class`` is False. ``names``: the names of all classes.
         """
         found: dict[str, dict[str, float]] = {}
         for model in self.models if self.by_class else ():
@@ -162,8 +162,8 @@ class OwnMeasures:
     def over_classes(self, model: str) -> dict[str, NDArray[np.float64]]:
         """Return each client's balanced accuracy and macro-F1 of ``model``, {name of the measure: (clients,)}.
 
-        Both are means over the classes of the client's test records: of recalls, and of F1 scores. A client without
-        test records has NaN. The result is empty without ``by_class``.
+        Balanced accuracy is the mean recall, and macro-F1 the mean F1 score, over the classes of the client's test
+        records. A client without test records has NaN. The result is empty if ``by_class`` is False.
         """
         if not self.by_class:
             return {}
@@ -176,7 +176,7 @@ class OwnMeasures:
         return {name: _ratio(np.nansum(each, axis=1), num_classes) for name, each in scores.items()}
 
     def metrics(self, model: str) -> dict[str, NDArray[np.float64]]:
-        """Return the user's own metrics of ``model``, {name: one number per client}. A missing number is NaN."""
+        """Return the user-defined metrics of ``model``, {name: one number per client}. A missing number is NaN."""
         start = f"{model}/"
         names = dict.fromkeys(name for one in self.answers for name in one.metrics if name.startswith(start))
         return {
@@ -186,7 +186,7 @@ class OwnMeasures:
 
     @property
     def num_with_metric(self) -> dict[str, int]:
-        """Return the number of clients that returned each of the user's own metrics, {"own_NAME": number}."""
+        """Return the number of clients that returned each user-defined metric, {"own_NAME": number}."""
         return {
             f"{model}_{name}": len(known(values)) for model in MODELS for name, values in self.metrics(model).items()
         }

@@ -2,7 +2,7 @@
 
 The module ``clients.evaluate`` contains the client's code. The module ``fl_sim.experiment.own_tests`` chooses the test
 records. The server receives no records, but only counts for each class (test records, predictions, correct predictions)
-and the user's own metrics.
+and user-defined metrics.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

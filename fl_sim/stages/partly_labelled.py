@@ -21,7 +21,10 @@ class LabelledRecords(TrainsAtServer):
             self.examples = job.set_aside
 
     def number(self, num_clients: int) -> int:
-        """Return the server's number: the same for any number of clients, so that empty clients change no bit."""
+        """Return the server's number in place of a client ID: a constant, which does not depend on ``num_clients``.
+
+        The server's random numbers depend on this constant. So additional empty clients do not change them.
+        """
         del num_clients
         return SERVER
 

@@ -1,7 +1,8 @@
-"""The stage that computes a model's head (last layer) in closed form: as a start for any method, or as the method AFL.
+"""The stage that computes a model's head (last layer) in closed form.
 
-Clients send sums of products of their features once, and the server solves for the head. The settings and the formula
-are in ``strategies.ridge``, the sums and their noise in ``clients.gram``.
+This head is the initial head for any method, or the result of the method AFL (analytic federated learning). Clients
+send sums of products of their features once, and the server solves for the head. The settings and the formula are in
+``strategies.ridge``, the sums and their noise in ``clients.gram``.
 """
 
 import secrets

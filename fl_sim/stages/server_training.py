@@ -1,4 +1,4 @@
-"""The base class of stages in which the server trains a model on records of its own, as a client does."""
+"""The base class of stages in which the server trains a model on its own records, as a client does."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,14 +23,14 @@ from strategies.flower import FederatedStrategy
 class TrainsAtServer(Stage):
     """Trains a model at the server, as if the server were a client.
 
-    ``examples``: the server's records. ``source``: a clause that says where they come from.
+    ``examples``: the server's records. ``source``: the origin of these records, as a part of a sentence.
     """
 
     examples: Examples
     source: str = "that no client holds"
 
     def number(self, num_clients: int) -> int:
-        """Return the server's number in place of a client ID. Random numbers of its training follow from it."""
+        """Return the server's number in place of a client ID. The server's random numbers depend on this number."""
         return num_clients
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The stage of aggregators such as FLTrust, in which the server also trains a model, on records of its own."""
+"""The stage of aggregators such as FLTrust, in which the server also trains a model, on its own records."""
 
 from functools import partial
 

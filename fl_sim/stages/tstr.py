@@ -178,8 +178,8 @@ class TstrProcedure(Procedure):
     def work(self) -> tuple[Work, ...]:
         """Return the amounts of computation for the time forecast.
 
-        These are the making of synthetic records at clients, and the training and evaluation of the classifiers. The
-        forecast lists the training without an estimate of its time.
+        The computation consists of the generation of synthetic records at clients, and the training and evaluation of
+        the classifiers. The forecast lists the training without an estimate of its time.
         """
         measured = len(self.settings.names(self.job.experiment.model.name)) * len(self.job.dataset.test)
         made = (work for stage in stages_of(self.job) for work in stage.work())

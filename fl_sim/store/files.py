@@ -51,7 +51,7 @@ _PAUSE: Final = 0.02  # seconds between two tries to lock a folder
 # The lock is tried several times, because its previous owner may need a moment to remove the lock file.
 _A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-# The maximum change, in seconds, of the system clock since the lock was made.
+# The largest correction of the system clock, in seconds, that is expected after the lock was made.
 _SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -156,7 +156,7 @@ def is_partial(path: Path) -> bool:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add the file name ``path`` to every OSError in a ``with`` block. Without it, a failed write names no file."""
+    """Add the file name ``path`` to every OSError in a ``with`` block, because errors of failed writes name no file."""
     try:
         yield
     except OSError as error:
@@ -275,8 +275,8 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     try:
         folder.stat()  # raises an error for a missing folder; FileLock would create the folder
         with suppress(FileNotFoundError):
-            # A single system call checks that the file exists and what it is. Between two calls, another process could
-            # remove it.
+            # A single system call returns the type of the file, or an error if the file is missing. Between two system
+            # calls, another process could remove the file.
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode):
                 raise RunError(f"{path} is a link, or not a plain file, so it cannot be a lock: remove it")
@@ -300,7 +300,7 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
 class _RemovedError(Exception):
     """Signals that the lock must be tried again.
 
-    After this process had opened the lock file, the lock's previous owner removed it or (on NFS) renamed it.
+    After this process had opened the lock file, the previous owner of the lock removed or (on NFS) renamed the file.
     """
 
 

@@ -1,7 +1,7 @@
 """Private data of the machine's owner: the secret key for keyed hashes, and the printed output of private runs.
 
 Warnings of libraries may quote numbers, and the user's code may print a record. A run's epsilon does not cover such
-output. So the output goes to a file that only the owner can read, and not to the screen or to the log of a job.
+output. So the output goes to a file that only the owner can read, and not to the screen or to the log of a cluster job.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def machine_key(*, make: bool = True) -> bytes:
                 file.write(secrets.token_bytes(32))
             try:
                 with suppress(FileExistsError):
-                    os.link(new, path)  # atomic: a key that another process has just made stays
+                    os.link(new, path)  # atomic; raises FileExistsError if another process was faster: its key stays
             finally:
                 new.unlink()
         return path.read_bytes()

@@ -1,8 +1,8 @@
 """The run directory: its files, the order in which they are written, and how they are read after a crash.
 
 First ``config.toml`` is written. After every round a line is appended to ``rounds.jsonl``, then
-``checkpoint.safetensors`` is replaced. At the end ``model.safetensors`` and ``result.json`` are written, also for a run
-that failed or was interrupted. The checkpoint holds the server state after a round. It is replaced atomically, and
+``checkpoint.safetensors`` is replaced. At the end ``model.safetensors`` and ``result.json`` are written, also if the
+run failed or was interrupted. The checkpoint holds the server state after a round. It is replaced atomically, and
 verified against the run when it is read.
 """
 
@@ -54,14 +54,15 @@ class RoundRecord:
 
     ``test_accuracy`` in [0, 1] and ``test_loss``: None in rounds without evaluation. ``train_loss``: the mean loss of
     the clients' training. ``epsilon``: None means no guarantee. ``seconds``: the duration of the whole round. If the
-    run promises privacy, ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None. The following
-    measures exist in the same rounds as the test accuracy: ``validation_accuracy`` and ``validation_loss`` on
-    validation records, if there are any; ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two classes) on the test
-    records, or ``test_perplexity`` of a model that predicts tokens; and mean, standard deviation and worst tenth of the
-    client accuracies (None if the run promises privacy). ``bytes_down`` and ``bytes_up``: bytes of the arrays sent to
-    and received from all clients of the round (None if the cohort is secret). With a virtual clock: ``virtual_seconds``
-    of the round, the number of ``late`` clients, and the mean ``staleness`` of updates, in server steps. ``metrics``:
-    the user's own metrics by name, in rounds with a test.
+    run promises privacy, ``train_loss``, ``cohort`` and ``seconds`` may be secret, and are then None.
+    ``validation_accuracy`` and ``validation_loss`` are measured on validation records, if there are any. The following
+    measures exist in the same rounds as the test accuracy. ``balanced_accuracy``, ``macro_f1`` and ``auc`` (for two
+    classes): measures of a classifier. ``test_perplexity``: the perplexity of a model that predicts tokens.
+    ``client_accuracy``, ``client_deviation``, ``client_worst_tenth`` and ``client_entropy``: mean, standard deviation,
+    worst tenth and entropy of the client accuracies (None if the run promises privacy). ``bytes_down`` and
+    ``bytes_up``: bytes of the arrays sent to and received from all clients of the round (None if the cohort is secret).
+    With a virtual clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness``
+    of updates, in server steps. ``metrics``: the user's own metrics by name, in rounds with a test.
 
     A field with a default is left out of the line if it is None, so older logs can be read.
     """
@@ -169,8 +170,8 @@ def run_name(out: Path) -> str:
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:
     """Append a round to ``rounds.jsonl``, wait until it is on the disk, and return the new value of the hash chain.
 
-    ``chain``: the hash over the settings and all earlier rounds. With it, a resumed run detects a line that is missing,
-    changed or from another run.
+    ``chain``: the hash over the settings and all earlier rounds. By this hash, a resumed run detects a line that is
+    missing, changed or from another run.
     """
     line = _line(record)
     append_line(out / ROUNDS, line, is_first=record.round == 1)
@@ -284,7 +285,7 @@ def coarse(seconds: float) -> float:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, even at a power cut.
+    """Write a text file atomically, even if the power fails.
 
     An unpaired surrogate (half a character), which a damaged JSON file may contain, is written as an escape sequence.
     """
@@ -297,7 +298,7 @@ class Progress:
 
     ``last_round``: the last finished round. ``chain``: the hash over the run's settings and its log up to that round.
     ``records``: a digest of the user's own training records, empty for public records. ``versions``: {round: digest} of
-    earlier server states, stored in separate files, which some clients of an asynchronous run are still training from.
+    earlier server states in separate files. Some clients of an asynchronous run still train from these states.
     ``counts_holders``: True if an algorithm that divides by the number of clients counts only clients with records.
     ``layers``: {name of a layer, such as Global DP: the layer's state, as JSON values by name}.
     """

@@ -1,4 +1,4 @@
-"""Tensors on disk: files named by the hash of their content, and client states (such as SCAFFOLD's c_i).
+"""Tensors on disk: files named by the hash of their content, and client states.
 
 Client states are private: their files are created with access for their owner only. A resumed run verifies the checksum
 of all client states. Without this check, a client whose state is lost would start like a new client, and the results of
@@ -78,8 +78,8 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
     """Save the state of ``client`` after ``server_round``, and keep the state from before this round.
 
     All clients of a run have states of the same names, shapes and type. The file has two slots for each client: for the
-    newest state and for the state before it. So a round can be repeated, even if a process died while it saved a state:
-    the repeated round starts from the same older state, and saves the same new state. Several processes may save at
+    newest state and for the state before it. So a round can be repeated, even if a process died while it saved a state.
+    The repeated round starts from the same older state, and saves the same new state. Several processes may save at
     once, each for its own clients. Raises RunError, with the cure, if the file cannot be written.
     """
     if not state:
@@ -303,7 +303,7 @@ def _slots_of(state: Payloads) -> _Slots:
 def _create(state_dir: Path, wanted: _Slots) -> _Slots:
     """Create the file of client states and the file with their schema (names, shapes and type), if they are missing.
 
-    Several processes may do this at the same time.
+    Several processes may call this function at the same time.
     """
     path = state_dir / LAYOUT
     try:

@@ -1,8 +1,8 @@
 """The initial weights of a model: reading their file, computing its digest, and copying tensors into the model.
 
-Pickled objects in a file are not loaded, because they could run code. A file must have the model's names and shapes,
-with one exception: if its head (last layer) is missing, or is for another number of classes, the model gets a new
-random head.
+Pickled objects in a file are not loaded, because they could run code. The tensors in a file must have the model's names
+and shapes. The only exception is the head (last layer). If the file has no head, or a head for another number of
+classes, the model gets a new random head.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ def file_of(path: str) -> Path:
 def digest_of(model: str, path: str) -> str:
     """Return the SHA-256 of the files of weights from which a model starts; empty for random weights.
 
-    ``model``: the name of the model, which may come with weights of its own. ``path``: the setting ``model.weights``.
+    ``model``: the name of the model, which may come with its own weights. ``path``: the setting ``model.weights``.
     Raises UserError if a file cannot be read.
     """
     files = _files_of(model, path)

@@ -66,7 +66,7 @@ class TrialOutcome:
 
     ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a trial that diverged.
     ``trained``: number of rounds trained on this rung. Rounds that were trained on an earlier rung do not count.
-    ``seconds``: time of these rounds; for a private run, the true time may be smaller.
+    ``seconds``: time of these rounds; the time of a private run is rounded up.
     """
 
     accuracy: float | None
@@ -95,8 +95,8 @@ def trial_directory(experiment: Experiment, folder: Path, data_root: Path | None
 def can_extend(experiment: Experiment) -> bool:
     """Return True if the run of a trial can later be extended by more rounds.
 
-    This is the case if the planned number of rounds does not influence the training of each round. Private runs cannot
-    be extended.
+    A run can be extended if the learning rate of each round does not depend on the planned number of rounds. Private
+    runs, and runs with calibration after the last round, cannot be extended.
     """
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (

@@ -153,8 +153,7 @@ WRITE_SECONDS = 1.0
 """Minimum time in seconds between two writes of a table's files, because each write covers the whole table."""
 
 WRITE_SHARE = 0.02
-"""Largest share of the time that is spent on these writes, because a table of a thousand rows takes seconds to write.
-"""
+"""Largest share of the time in which a table's files are written. Writing a thousand rows takes seconds."""
 
 
 class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
@@ -216,7 +215,7 @@ class _Runner:
     """Executes experiments in folders below ``out``, and shows the progress of their runs.
 
     ``jobs``: number of parallel runs; None: one per core. ``deadline``: the time, by the clock ``time.monotonic``, at
-    which all runs stop. ``watch``: the stopwatch that times small parts of a run, for the estimate of the time.
+    which all runs stop. ``watch``: the stopwatch that times small parts of a run, to estimate the remaining time.
     ``again``: True repeats earlier runs that were made from other records or with other code.
     """
 

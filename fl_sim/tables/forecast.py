@@ -252,8 +252,8 @@ class _Untimed(NamedTuple):
 def _traffic(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
     """Return the bytes that a run transmits.
 
-    ``known``: a cache. Runs without stages (code before or after the rounds) share an entry if they differ only in
-    partition and seeds, which do not change the size of messages.
+    ``known``: a cache. Partition and seeds do not change the size of messages. So runs without stages (code before or
+    after the rounds) share an entry if they differ only in partition and seeds.
     """
     if stages_of(procedure.job):
         return procedure.traffic()
@@ -281,7 +281,7 @@ def _works(procedure: Procedure, known: dict[str, tuple[Work, ...]]) -> tuple[Wo
 
 
 def _without_jobs(works: Iterable[Work]) -> tuple[Work, ...]:
-    """Return ``works`` without references to jobs: the partitions in thousands of jobs would fill the memory."""
+    """Return ``works`` without references to jobs, because thousands of jobs and their partitions need much memory."""
     return tuple(replace(work, ready=work.ready and _never_called) for work in works)
 
 

@@ -50,7 +50,10 @@ _IN_SETTINGS = {
 """The settings that the caption's line "Settings" states."""
 
 _MOST_PLACES, _FEW = 60, 3
-"""The number of rows or columns above which a caption names groups of them, and a group's largest number of values."""
+"""Two limits. If a table has more than ``_MOST_PLACES`` rows, a caption names groups of rows in place of single rows.
+
+The same is true for columns. The runs of a group may have at most ``_FEW`` different values of a setting.
+"""
 
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
@@ -180,10 +183,10 @@ def caption(
     records}. ``has_bound``: True if the table has the row Centralized. ``settings``: {row label: settings that no other
     line of the caption states}.
 
-    If the experiments differ in a setting, the caption gives the most frequent value, then each other value with the
-    rows or columns that have it, such as "0.9 (0 for FedDyn)". ``places``: lists of names, such as the row labels or
-    the column names, with one name per experiment. For a setting, the caption uses the first of these lists in which
-    experiments with equal names always have equal values of the setting.
+    If the experiments differ in a setting, the caption first gives the most frequent value. The other values follow in
+    brackets, each with its rows or columns, such as "0.9 (0 for FedDyn)". ``places``: lists of names, such as the row
+    labels or the column names, with one name per experiment. For a setting, the caption uses the first of these lists
+    in which experiments with equal names always have equal values of the setting.
     """
     show = partial(_with_places, places=places)
     baselines = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
@@ -288,10 +291,10 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a parameter's value as short text. For a settings object, these are its kind and changed settings.
+    """Return a parameter's value as short text. The text for a settings object states its kind and changed settings.
 
-    A group of settings without kinds may define a text itself, such as "mlp, trainable=head" for a model, which becomes
-    "mlp (trainable=head)". Any other group is the name of its class and its changed settings.
+    Some settings objects have no kind. If their class defines the method ``__str__``, the text is made from its result:
+    "mlp, trainable=head" of a model becomes "mlp (trainable=head)". Otherwise the text begins with the class's name.
     """
     if is_settings(type(value)):
         changed = _changed(value)
@@ -385,8 +388,8 @@ def _values(values: Iterable[Any]) -> str:
 def _with_places(values: Iterable[Any], *, places: Sequence[Sequence[str]]) -> str:
     """Return the most frequent value as text, then each other value with the names of its experiments in ``places``.
 
-    Of the lists in ``places`` it takes the first in which experiments with equal names have equal values. If this list
-    has many names, it takes a shorter one, in which experiments with equal names have few values.
+    The text uses the first list in ``places`` in which experiments with equal names have equal values. If this list has
+    many names, the text uses a shorter list, in which experiments with equal names have few different values.
 
     >>> _with_places([0.9, 0.0, 0.9], places=[["A", "B", "C"], ["x"] * 3])
     '0.9 (0 for B)'

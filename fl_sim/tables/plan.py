@@ -82,8 +82,8 @@ class TableSettings(Settings):
 
     ``base``: settings of all cells. ``grid``: {setting: list of values}; the table has a cell for each combination of
     values. ``grid`` may be a list of grids, ``[[grid]]`` in a file; the table then has the cells of all grids. An entry
-    of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``, and
-    may give its row a name with the key ``label``. ``centralized``: True adds the row Centralized, with centralized
+    of ``grid.algorithm`` may set more than the algorithm, as in ``{algorithm = "fedavg", preprocess = "da-fl"}``. The
+    key ``label`` of an entry is the name of its row. ``centralized``: True adds the row Centralized, with centralized
     training. ``tune``: the hyperparameter search before the cells run; None: no search. ``reference``: the name or
     short label of the row with which the other rows are compared; empty: the row with the highest mean. ``measure``:
     the measure in [0, 1] that the table shows, by its dotted name in ``result.json``, such as ``personal.own_accuracy``
@@ -512,8 +512,8 @@ def _row(
 def _further(point: Point, over: str) -> dict[str, str]:
     """Return {setting: value as text} of the settings of ``point`` that the row's name states after the method.
 
-    Left out are the settings that belong to the method or to the column, and the seed setting ``over``, over which the
-    table averages.
+    The result leaves out the settings that belong to the method or to the column. It also leaves out the seed setting
+    ``over``, over which the table averages.
     """
     named = {*AXES, over, _LABEL, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)

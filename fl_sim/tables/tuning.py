@@ -80,7 +80,7 @@ class TrialResult:
     ``rung``: number of the rung, from 1. ``rounds``: total number of rounds of the trial. ``trained``: number of rounds
     trained on this rung. It is smaller than ``rounds`` if the trial extends its run of the previous rung. ``name``:
     name of the run directory. ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a
-    trial that diverged. ``seconds``: time of the trained rounds; for a private run, the true time may be smaller.
+    trial that diverged. ``seconds``: time of the trained rounds; the time of a private run is rounded up.
     """
 
     trial: Trial

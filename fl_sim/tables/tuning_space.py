@@ -38,9 +38,9 @@ class Tune(Settings):
     from earlier results. ``seed``: the seed of the drawn values.
 
     ``space``: the settings to tune for all methods, each with a list of values or a range {low, high, log}. ``spaces``:
-    the same for single methods, by the kind of the algorithm or the name of the row. ``data``: a public data set that
-    the trials use in place of the table's own data, for training and for evaluation on its test records. Methods with
-    a privacy guarantee require it.
+    further settings to tune for single methods, {kind of the algorithm or name of the row: settings}. ``data``: a
+    public data set for the trials, in place of the table's own data. Its training records train the trials, and its
+    test records evaluate them. A search for a method with a privacy guarantee requires ``data``.
 
     ``partial``: True permits rows without a search space, which are then not tuned (as in papers that tune only some
     methods). False forbids such rows, because a fair comparison tunes all methods with equal effort.
@@ -107,7 +107,7 @@ class ValueList:
         return self.values[int(rng(seed, f"tuning {key}", repeat).permutation(len(self.values))[place])]
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that are validated before the search starts. A list of values is validated whole."""
+        """Return the values that are validated before the search starts: all values of the list."""
         return self.values
 
     def is_at_end(self, value: Any) -> bool:

@@ -61,8 +61,8 @@ class Budget:
 
     ``deadline``: the time at which the budget ends, by the clock ``time.monotonic``. ``seconds``: {run: estimated
     seconds until the run is finished}. ``begun``: names of the runs that already have finished rounds. Such a run
-    resumes if the deadline has not passed, and stops after the last round that should end before the deadline. Any
-    other run starts only if it should finish before the deadline.
+    resumes if the deadline has not passed, and stops after the last round that is expected to end before the deadline.
+    Any other run starts only if it is expected to finish before the deadline.
     """
 
     deadline: float
@@ -344,8 +344,8 @@ class _TimeIsUp(KeyboardInterrupt):
 class _Reporter(Silent):
     """An observer in a worker process that sends the events of a run to the parent process.
 
-    The observer stops the run before a round that would end after ``seconds``, counted from its creation. None means no
-    time limit.
+    ``seconds``: the time limit, counted from the creation of the observer; None: no limit. The observer stops the run
+    before a round that is expected to end after this limit. A round is expected to take as long as the previous one.
     """
 
     def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:

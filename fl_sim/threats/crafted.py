@@ -1,19 +1,20 @@
-"""An audit of DP-SGD with crafted canaries: worst-case records that reach the noise as far as the bill allows.
+"""An audit of DP-SGD with crafted canaries: worst-case records that change noisy sums as much as possible.
 
 Ordinary records are weak canaries: their gradients point in similar directions, and a model that hardly changes has
 nearly the same loss on all of them. A crafted canary is zero except for one feature, which no other canary has, and its
 gradient is much longer than the clipping norm. So each canary that joins a step moves the noisy sum of this step by
-exactly the clipping norm, in a direction of its own (worst-case input canaries, as in Nasr et al. 2023, section 4).
+exactly the clipping norm, in its own direction (worst-case input canaries, as in Nasr et al. 2023, section 4).
 
 The audit repeats the private training of one client: the client of a finished run with the largest epsilon. The number
 of steps, noise multiplier and sampling rate are those of the client. Its records are canaries, each of which is
 replaced by zeros with probability 1/2, and its model is linear. The auditor does not see the batches. It sees the model
-after every step, because the bill adds up the steps as if each were published (of more than ``MOST_SEEN`` steps, it
-sees the model after equal groups of steps). No record of the finished run is read.
+after every step, because the bill adds up the steps as if each were published. (If there are more than ``MOST_SEEN``
+steps, it sees the model only after equal groups of steps.) No record of the finished run is read.
 
-The directions, the coins and the noise of two canaries are independent. So each canary is an audit of its own. The
-scores are log likelihood ratios, and they refute a curve of delta over epsilon. The lower bound is the epsilon of the
-smallest noise whose claim they refute (``fl_sim.privacy.audit.least_refuted``).
+The directions, the memberships and the noise of two canaries are independent. So each canary is a separate audit. The
+scores of the canaries are log likelihood ratios. A noise multiplier claims a delta for each epsilon, and the scores may
+refute this claim. The lower bound is the epsilon of the smallest noise multiplier whose claim is refuted
+(``fl_sim.privacy.audit.least_refuted``).
 """
 
 import math
@@ -54,13 +55,13 @@ MOST_SEEN: Final = 500
 """The largest number of models that the auditor sees, except in runs with more rounds."""
 _MOST_NUMBERS: Final = 2**26
 _LENGTH: Final = 100.0
-"""The only number of a canary that is not 0. Its gradient at a model of zeros has the norm 71."""
+"""The only number of a canary that is not 0. The canary's gradient at a model of zeros has the norm 71."""
 _LEARNING_RATE: Final = 1e-4
 """A small learning rate, so that the model stays close to zero, where the gradients are long."""
 
 
 def records(root: Path | None) -> Dataset:
-    """Return the records of the audited client: canaries with a feature of their own, and records of zeros.
+    """Return the records of the audited client: canaries, each with its own feature, and records of zeros.
 
     ``root``: the folder that contains ``FILE``.
     """
@@ -85,8 +86,9 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 class AuditedSteps:
     """The private steps that are audited: ``rounds`` rounds of ``steps`` steps each. A model is seen after each round.
 
-    ``batch_size``, ``count``: the sampling rate is their quotient. ``noise``: the noise multiplier. ``claimed``: the
-    claimed epsilon of all steps at ``delta``. ``source``: the setting ``local.privacy.noise``.
+    ``batch_size``: the expected number of records in a step. ``count``: the number of records. ``noise``: the noise
+    multiplier. ``claimed``: the claimed epsilon of all steps at ``delta``. ``source``: the setting
+    ``local.privacy.noise``.
     """
 
     rounds: int
@@ -122,7 +124,7 @@ class AuditedSteps:
             )
         count, rounds = int(clients[0]["records"]), int(clients[0]["rounds"])
         size = min(count, finished.job.experiment.local.batch_size)
-        copies = -(-MOST_CANARIES // count)  # the rate is the same with so many times the records and the batch size
+        copies = -(-MOST_CANARIES // count)  # multiplies records and batch size, which keeps the sampling rate
         rounds = max(rounds, *(one for one in range(1, min(times, MOST_SEEN) + 1) if times % one == 0), 1)
         return cls(
             rounds, times // rounds, copies * size, copies * count, noise, _claim(statement), statement.of_run[1],
@@ -144,7 +146,7 @@ class AuditedSteps:
         return amplify_poisson(dp_event.GaussianDpEvent(noise), self.rate)
 
     def claims(self, noise: float) -> list[float]:
-        """Return the deltas that all steps with the noise multiplier ``noise`` claim, for each of ``EPSILONS``."""
+        """Return the delta of all steps together with noise multiplier ``noise``, for each epsilon in ``EPSILONS``."""
         return delta_profile([dp_event.SelfComposedDpEvent(self.event(noise), self.rounds * self.steps)], EPSILONS)
 
     def epsilon_with(self, noise: float) -> float:
@@ -169,8 +171,9 @@ class AuditedSteps:
     def ratios(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the log likelihood ratio of each canary, (canaries,).
 
-        ``sums``: the sums of a round's noisy gradients along the canaries, in clipping norms, (rounds, canaries). In k
-        of the s steps of a round, the canary joins with a binomial probability. The sum is then N(k, s z^2).
+        ``sums``: the sums of a round's noisy gradients along the canaries, in clipping norms, (rounds, canaries). The
+        canary joins k of the s steps of a round, and k has a binomial distribution. Given k, the sum is N(k, s z^2),
+        with the noise multiplier z.
         """
         joined = np.arange(self.steps + 1)
         log_shares = stats.binom(self.steps, self.rate).logpmf(joined)
@@ -187,8 +190,8 @@ class AuditedSteps:
 class ProvenByCrafted:
     """The result of an audit with crafted canaries: a lower bound on epsilon, with 95 % confidence.
 
-    ``claimed``: the claimed epsilon at ``delta``. ``epsilon_lower_bound``: the lower bound with each canary as an audit
-    of its own. ``one_run``: the lower bound of theorem 5.2 of Steinke et al. 2023, from guesses about all canaries
+    ``claimed``: the claimed epsilon at ``delta``. ``epsilon_lower_bound``: the lower bound with each canary as a
+    separate audit. ``one_run``: the lower bound of theorem 5.2 of Steinke et al. 2023, from guesses about all canaries
     together; another statement with 95 % confidence. ``estimate``: an estimate of epsilon without confidence (Andrew et
     al. 2024). ``runs``: the number of audit runs.
     """
@@ -260,7 +263,7 @@ class _Models(Silent):
 
 
 def _along(params: Params) -> NDArray[np.float64]:
-    """Return the numbers of a model along the gradients of the canaries, which have the label 1: (canaries,)."""
+    """Return the component of a model along each canary's gradient, (canaries,). The canaries have the label 1."""
     [weight] = params.values()
     both = weight.double().numpy()
     return np.asarray((both[1] - both[0]) / math.sqrt(2))

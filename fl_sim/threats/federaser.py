@@ -26,8 +26,8 @@ class FedEraser:
     ``calibration``: in a repeated round, a client takes this fraction of its usual local steps, in (0, 1].
 
     A run stores server states (the setting ``keep_every``), but no updates. So the updates of the round after a stored
-    state are recomputed from this state, with the same result. ``LocalSteps.recomputed`` counts the local steps for
-    this, which a server with stored updates would not need.
+    state are recomputed from this state, with the same result. ``LocalSteps.recomputed`` counts the local steps of this
+    recomputation. A server with stored updates would not need them.
     """
 
     calibration: float = 0.5
@@ -69,7 +69,7 @@ def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
     """Return the rounds of the stored server states that FedEraser uses; 0 stands for the initial model.
 
     After each of these states, FedEraser repeats one round. The first state is the latest one before round ``first``.
-    Raises UserError if there is no other state after it.
+    Raises UserError if no other state follows.
     """
     rounds = int(finished.facts["rounds"])
     kept = [0, *(one for one in run_directory.kept_rounds(finished.out) if one < rounds)]

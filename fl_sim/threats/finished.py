@@ -48,8 +48,8 @@ class FinishedRun:
         """Return the finished run in the directory ``out``.
 
         ``data_root``: the folder in which data sets are searched first. Raises UserError if there is no finished run,
-        if its records or code have changed, if it has no synchronous rounds, or if its model is no classifier or has a
-        frozen body.
+        if its records or code have changed, or if it has no synchronous rounds. Also raises UserError if its model is
+        no classifier or has a frozen body.
         """
         if not (out / run_directory.CONFIG).exists():
             raise UserError(

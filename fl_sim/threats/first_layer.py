@@ -1,9 +1,10 @@
-"""Records from the gradient of a linear first layer, exactly.
+"""The exact reconstruction of records from the gradient of a linear first layer.
 
 For a linear layer z = W x + b, dL/dW = sum_i (dL/dz_i) x_i^T and dL/db = sum_i dL/dz_i, over the records i of a batch.
 So row c of dL/dW divided by entry c of dL/db is a weighted mean of the records that activate neuron c. With one record
-in the batch, this is the record (Phong et al. 2018, section 3). With several records, it is the record of each neuron
-that only one of them activates, behind a ReLU (Boenisch et al. 2023, "When the curious abandon honesty", section 4).
+in the batch, this mean is the record (Phong et al. 2018, section 3). If a ReLU follows, a neuron may be active for only
+one record of a batch. The mean of this neuron is then this record (Boenisch et al. 2023, "When the curious abandon
+honesty", section 4).
 
 **An imprint layer** is a layer that a malicious server sends (Fowl et al. 2022, "Robbing the Fed", section 3). All
 neurons compute the same mean of the inputs, with different thresholds, and the next layer treats all of them alike. So
@@ -63,7 +64,7 @@ class RowMeans:
     def between(cls, gradient: Params, layer: str) -> Self:
         """Return the means between neighbouring thresholds of an imprint layer, from the ``gradient`` of a batch.
 
-        Neuron c gives the records above its own threshold and not above that of neuron c + 1.
+        Neuron c gives the mean of the records above its threshold and not above the threshold of neuron c + 1.
         """
         weight, bias = (gradient[name].double() for name in _names(layer))
         return cls._divided(
@@ -84,7 +85,8 @@ class RowMeans:
 def label_of(seen: Noisy, layer: str, neuron: int, record: torch.Tensor, entry: float, num_classes: int) -> int:
     """Return the label with which ``record``, (*input shape), has the bias gradient ``entry`` at ``neuron``.
 
-    ``seen``: the client's gradients. With several records behind ``entry``, the label is that of the nearest gradient.
+    ``seen``: the client's gradients. If ``entry`` comes from several records, the result is the label with the nearest
+    gradient.
     """
     bias, labels = _names(layer)[1], torch.arange(num_classes, device=record.device)
     found = torch.stack([seen.summed(record[None], label[None])[bias][neuron] for label in labels])
@@ -92,7 +94,7 @@ def label_of(seen: Noisy, layer: str, neuron: int, record: torch.Tensor, entry: 
 
 
 def imprinted(model: nn.Module, layer: str, records: torch.Tensor) -> Params:
-    """Return the parameters of an imprint layer in the place of ``layer`` of ``model``, and of the layer behind it.
+    """Return the parameters of an imprint layer, which replaces ``layer`` of ``model``, and of the next layer.
 
     ``records``: the attacker's own records, (n, *input shape). Their quantiles are the thresholds, in ascending order.
     Raises UserError if the next layer with parameters is not linear.
@@ -116,7 +118,7 @@ def imprinted(model: nn.Module, layer: str, records: torch.Tensor) -> Params:
 
 
 def _with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules of all layers of ``model`` with parameters of their own."""
+    """Return the names and modules of all layers of ``model`` that directly contain parameters."""
     return [(name, part) for name, part in model.named_modules() if [*part.parameters(recurse=False)]]
 
 

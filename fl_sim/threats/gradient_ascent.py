@@ -1,12 +1,12 @@
 """Gradient ascent: a client itself unlearns its records approximately, then the others train (Halimi et al. 2022).
 
 Client u increases the loss on its records by projected gradient ascent. The model must stay in a ball around a
-reference model w_ref, from which the ascent starts. w_ref = w - p / (1 - p) (w_u - w) estimates the mean of the other
-clients' models. Here w is the final model, w_u is the model of u after one more local training from w, and p is the
-weight of u. (Equation 2 of the paper has the same form for N clients of equal weight, but takes w_u from the last
-round. A finished run does not store this model.) The radius of the ball is a fraction of the mean distance from w_ref
-to random initial models. The ascent ends early if the accuracy on a batch is not above chance level. Some rounds of
-the other clients follow.
+reference model w_ref, from which the ascent starts. The formula w_ref = w - p / (1 - p) (w_u - w) estimates the mean of
+the other clients' models. Here w is the final model, w_u is the model of u after one more local training from w, and p
+is the weight of u. (Equation 2 of the paper has the same form for N clients of equal weight, but takes w_u from the
+last round. A finished run does not store this model.) The radius of the ball is a fraction of the mean distance from
+w_ref to random initial models. The ascent ends early if the accuracy on a batch is not above chance level. Some rounds
+of the other clients follow.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Gradient inversion: the reconstruction of training records from the gradient of one step of one client.
 
 The analytic method is for models whose first layer is linear (``fl_sim.threats.first_layer``). It computes a single
-record exactly, and those records of a batch that a neuron has for itself. For all other models, an optimiser searches
-for records with the observed gradient (``fl_sim.threats.gradient_matching``), after their labels are inferred
-(``fl_sim.threats.labels``).
+record exactly. In a batch, it computes each record that is the only one to activate some neuron. For all other models,
+an optimiser searches for records with the observed gradient (``fl_sim.threats.gradient_matching``), after their labels
+are inferred (``fl_sim.threats.labels``).
 """
 
 import math
@@ -98,8 +98,9 @@ def _psnr(squared: float) -> float:
 class Attempt:
     """The attack on one gradient: the reconstructions of its records, in the order of the client's records.
 
-    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: the attacker's success
-    in another attack, None without noise: it guesses which of ``CANDIDATES`` records a noisy gradient comes from.
+    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: the success of another
+    attack, in which the attacker guesses the record of a noisy gradient among ``CANDIDATES`` records; None without
+    noise.
     """
 
     found: list[Inverted]
@@ -192,8 +193,8 @@ def _computed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the records and labels that ``gradient`` gives exactly.
 
-    Of a batch, each neuron gives one candidate. The result has the candidate that is nearest to each of the true
-    records ``inputs``: an attacker would have to select the plausible candidates itself.
+    For a batch, each neuron gives one candidate. For each of the true records ``inputs``, the result contains the
+    nearest candidate. A real attacker does not know ``inputs``, and would have to select plausible candidates.
     """
     head = gradient[head_bias(observed)]
     if asked.batch == 1 and not asked.imprint:

@@ -3,9 +3,9 @@
 For cross-entropy, the bias gradient of one record is p - e_y: p is the record's softmax, and e_y the unit vector of its
 label y. So the sum over a batch is (sum of p) - counts, and with the exact sum of p the counts are exact
 (``exact_counts``). For a single record, the label is the only class with a negative entry (iDLG, Zhao et al. 2020,
-section 3.1). For a batch, the attacker does not know p, so it uses similar records of its own (LLG, Wainakh et al.
-2022, section 4). From them it computes the mean bias gradient of each class, clipped as at the client. It then chooses
-non-negative counts, so that the sum of these means, weighted by the counts, is nearest to the observed gradient
+section 3.1). For a batch, the attacker does not know p, so it uses its own similar records (LLG, Wainakh et al. 2022,
+section 4). From these records it computes the mean bias gradient of each class, clipped as at the client. It then
+chooses non-negative counts, so that the sum of these means, weighted by the counts, is nearest to the observed gradient
 (``estimated_counts``).
 """
 

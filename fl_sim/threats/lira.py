@@ -1,7 +1,7 @@
 """Membership inference by a likelihood ratio for each record: LiRA (Carlini et al. 2022, section IV, algorithm 1).
 
-**Shadow runs** have the settings of the audited run with other seeds, but the same partition and initial model, which
-the server of a federation knows. A shadow run leaves each record out with the probability ``left_out`` of the audited
+**Shadow runs** have the settings of the audited run with other seeds, but the same partition and initial model. (The
+server of a federation knows both.) A shadow run leaves each record out with the probability ``left_out`` of the audited
 run, or with 1/2 if this is 0. So some shadow runs contain a record, and others do not. The confidence of a model in the
 label of a record, log(p / (1 - p)), is approximately normally distributed over runs. LiRA fits one normal distribution
 to the runs with the record and one to the runs without it. The score is the logarithm of the ratio of both densities at
@@ -136,8 +136,8 @@ def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable
     """Make the shadow runs of ``finished`` in ``folder``, and return the scores of all records.
 
     Finished shadow runs in ``folder`` are not repeated, and an unfinished one is resumed. ``progress``: a function that
-    receives progress messages. Raises UserError as ``check_shadows`` and ``Audited.of`` do, and if no member or no
-    non-member has a score, or the confidences of a model are not finite.
+    receives progress messages. Raises UserError as ``check_shadows`` and ``Audited.of`` do. Also raises UserError if no
+    member or no non-member has a score, or if the confidences of a model are not finite.
     """
     check_shadows(shadows)
     audited, job = Audited.of(finished), finished.job
@@ -276,7 +276,8 @@ def _logits(job: Job, params: Params, audited: Audited) -> torch.Tensor:
 def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> Floats:
     """Return log(p / (1 - p)), (n,), for the probability p of the true class. ``logits``: (n, classes), float64.
 
-    To avoid rounding errors near p = 1, it is computed as the true logit minus the logsumexp of the other logits.
+    To avoid rounding errors near p = 1, the result is computed as the true logit minus the logsumexp of the other
+    logits.
     """
     own = logits.gather(1, labels[:, None])
     others = logits.scatter(1, labels[:, None], -torch.inf)

@@ -18,7 +18,7 @@ _GAP, _LEFT, _ABOVE, _RIGHT = 8, 120, 22, 20
 
 
 def picture_of(found: Sequence[Inverted], title: Sequence[str]) -> bytes:
-    """Return a PNG file with up to 12 records (above) and their reconstructions (below), and the PSNR of each.
+    """Return a PNG file with up to 12 records above, their reconstructions below, and each peak signal-to-noise ratio.
 
     ``title``: lines of text. Raises ValueError if the records are not images.
     """

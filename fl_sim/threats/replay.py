@@ -26,7 +26,7 @@ from strategies.flower import FederatedStrategy
 
 
 def asks_clients(stage: Stage) -> bool:
-    """Return True if ``stage`` may send requests to clients outside of rounds, or has work before round 1.
+    """Return True if ``stage`` may send requests to clients outside of rounds, or runs code before round 1.
 
     A stage is code that a setting adds before or after the rounds of a run.
     """

@@ -9,8 +9,8 @@ and the number of classes, also stay the same.
 
 **Exact unlearning** has the result of this retraining. If u took part for the first time in round t, the rounds before
 t are the same with and without u. So training continues from the latest stored state of a round before t (the setting
-``keep_every``), or begins with round 1 if there is no such state. In both cases the model is bit-identical to the model
-of the full retraining.
+``keep_every``). If there is no such state, training begins with round 1. In both cases the model is bit-identical to
+the model of the full retraining.
 """
 
 import time
@@ -39,7 +39,7 @@ from fl_sim.types import Params
 from strategies.layer import layer_kinds
 
 _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("client_")]
-"""The measures in a round's record that depend on the records of all clients."""
+"""The measures in a round's log entry that depend on the training records of all clients."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
 def further_in(out: Path) -> dict[str, Any]:
     """Return the additional measures of the last round of the run in ``out``, {"further": {name: number}}.
 
-    These are the measures of the run's stages, such as the success rate of an attack, and the user's own metrics.
+    These are the measures of the run's stages, such as the success rate of an attack, and user-defined metrics.
     """
     records = run_directory.read_rounds(out)
     return {"further": dict((records[-1].metrics if records else None) or {})}

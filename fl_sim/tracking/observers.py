@@ -55,7 +55,7 @@ _STATES: Final = TypeAdapter(dict[str, TrackerState])
 
 @dataclass(frozen=True)
 class Tracking:
-    """The trackers and user's observers that follow each run of a command.
+    """The trackers, and the user's own observers, that receive the events of each run of a command.
 
     ``trackers``: names, such as mlflow. ``observers``: import paths of functions or classes that create an observer
     from the run directory.
@@ -357,7 +357,7 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 
 
 def _tracked_run(directory: Path, tracker: str, *, anew: bool = False) -> TrackedRun:
-    """Return the run in ``directory`` as ``tracker`` needs it: its name, its settings and what the tracker already has.
+    """Return the name and the settings of the run in ``directory``, and the state of ``tracker`` for this run.
 
     If ``anew`` is True, or if the run has no identifier in the tracker yet, the run gets a new random identifier.
     Raises UserError for a damaged ``tracking.json`` or ``config.toml``.

@@ -45,7 +45,7 @@ _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KI
 
 @dataclass(frozen=True)
 class TrackerState:
-    """What one tracker has already received of a run, as stored in ``tracking.json``.
+    """The part of a run that one tracker has already received, as stored in ``tracking.json``.
 
     ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that the
     tracker has received. ``ended``: the identifier (``ending_of``) of the results that it has received; empty if none.
@@ -61,7 +61,7 @@ class TrackedRun:
     """The name, settings and state of a run, for the session of one tracker.
 
     ``name``: the name of the run directory. ``settings``: all settings of ``config.toml``, as {dotted name: value}.
-    ``state``: what the tracker has already received of the run.
+    ``state``: the part of the run that the tracker has already received.
     """
 
     name: str

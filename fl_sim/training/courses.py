@@ -33,7 +33,7 @@ _ANY_MOMENTUM = 0.5
 class StepByStep(Protocol):
     """The interface of an algorithm that defines its own local steps, by the method ``course``.
 
-    Such an algorithm must not have the methods ``trainers`` (trainers of its own) or ``further`` (additional models).
+    Such an algorithm must not have the methods ``trainers`` (additional trainers) or ``further`` (additional models).
     """
 
     def course(self, job: LocalJob) -> Course:
@@ -83,7 +83,7 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 
 
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
-    """Split ``job`` into local steps: yield one job for each, which trains one step on one batch of records.
+    """Split ``job`` into local steps: yield one job for each step. Such a job trains one step on one batch of records.
 
     ``number``: 0 for the batches that the trainer would draw for ``job``. Any other number gives other, independent
     batches. Images are augmented here, so that all jobs with the same batch use the same augmented images.
@@ -133,9 +133,8 @@ def gradient_job(
 ) -> LocalJob:
     """Return a job that computes the gradient at the parameters ``params``, on the batch of the job ``step``.
 
-    The function ``gradient_in`` extracts the gradient from the result of this job.
-
-    The gradient includes the loss terms of the plan and clipping, but no weight decay.
+    The function ``gradient_in`` extracts the gradient from the result of this job. The gradient includes the loss terms
+    of the plan and clipping, but no weight decay.
     """
     changed = {**settings, "momentum": _ANY_MOMENTUM, "weight_decay": 0.0}
     return at(step, params, plan, statistics=statistics, **changed)

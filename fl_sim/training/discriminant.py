@@ -13,12 +13,12 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""The ridge: this number times the mean variance, added to a covariance matrix's diagonal to make it invertible."""
+"""The ridge, as a multiple of the mean variance, that makes a covariance matrix invertible (added to its diagonal)."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
-"""For the quadratic form: ``OWN_SHARE`` is the weight of a class's own covariance, ``OWN_RIDGE`` is the ridge.
+"""For the quadratic form: ``OWN_SHARE`` is the weight of the covariance of a class, ``OWN_RIDGE`` is the ridge.
 
-The pooled covariance has the weight 1 - ``OWN_SHARE``. The ridge is a multiple of the mean variance.
+The pooled covariance of all classes has the weight 1 - ``OWN_SHARE``. The ridge is a multiple of the mean variance.
 """
 
 _MOST_NUMBERS = 500_000_000  # maximum number of weights of one model, 2 GB as float32
@@ -57,10 +57,10 @@ def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
     """Return weights of the model ``logistic`` that make it a linear discriminant classifier.
 
-    The weights are computed from inputs (n, *shape) with labels (n,). mu_c is the mean of class c, S the covariance
-    within classes, p_c the share of class c among all records, and ' means transposed. The logit of class c for a
-    record x is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge``
-    makes S invertible, even with fewer records than features. Sums are float64.
+    The weights are computed from inputs (n, *shape) with labels (n,). Let mu_c be the mean of class c, S the covariance
+    within classes, p_c the share of class c among all records, and ' the transpose. The logit of class c for a record x
+    is x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` makes S
+    invertible, even with fewer records than features. Sums are float64.
     """
     classes = _classes_of(inputs, labels, num_classes)
     covariance = classes.pooled()

@@ -28,7 +28,7 @@ EVALUATION_BATCH = 500
 """Records per forward pass on a CPU: few enough for its cache, and many enough for efficient operators."""
 
 OWN_BATCH = 50
-"""Records per forward pass of a model that defines its own loss: it may return logits for every place of a record."""
+"""Records per forward pass of a model that defines its own loss, which may return logits for each token of a record."""
 
 _LARGEST = 700.0
 """The largest loss whose exponential is a float."""
@@ -43,9 +43,10 @@ class Scores:
 
     ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
     ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A model
-    with its own loss (fl_sim.own_loss) makes several predictions for a record, such as one per token. Then
+    with its own loss (fl_sim.own_loss) makes several predictions for a record, such as one per token. For such a model,
     ``predicted`` is empty, and ``loss`` is the mean over all predictions. ``right``: (n,), the number of correct
-    predictions of each record. ``counts``: (n,), the number of all predictions of each record.
+    predictions of each record. ``counts``: (n,), the number of all predictions of each record. Both are None for a
+    model with one prediction per record.
     """
 
     loss: float
@@ -211,8 +212,8 @@ class Confusion:
 def area_under_roc(scores: Scores) -> float | None:
     """Return the area under the ROC curve, or None unless there are two classes, each with records.
 
-    Consider all pairs (record of class 1, record of class 0). The area is the share of pairs in which the record of
-    class 1 has the larger margin. A pair with equal margins counts half.
+    The area is the share of all pairs (record of class 1, record of class 0) in which the record of class 1 has the
+    larger margin. A pair with equal margins counts half.
     """
     if scores.margins is None:
         return None
@@ -228,10 +229,10 @@ class OverClients:
     """Statistics of the clients' accuracies.
 
     ``mean``, ``deviation``: mean and standard deviation over all clients. ``worst_tenth``: the mean of the lowest
-    tenth of the accuracies, where the number of clients in the tenth is rounded up. ``ascending``: all accuracies,
-    the lowest first. ``entropy``: -sum s log s in nats, where s is an accuracy divided by the sum of all accuracies (Li
-    et al. 2020). If all accuracies are equal, also if all are 0, the entropy has its largest value: the logarithm of
-    the number of clients.
+    tenth of the accuracies. The number of clients in this tenth is rounded up. ``ascending``: all accuracies, the
+    lowest first. ``entropy``: the sum of -s log s in nats, where s is an accuracy divided by the sum of all accuracies
+    (Li et al. 2020). If all accuracies are equal, even if all are 0, the entropy has its largest value: the logarithm
+    of the number of clients.
     """
 
     mean: float
@@ -284,7 +285,7 @@ class Holdings:
 
         This equals the accuracy on test records that are weighted by the client's class distribution. Classes without
         test records (recall NaN) are ignored. A client whose records all belong to such classes has the accuracy NaN.
-        The array has no entries after the last client whose accuracy is a number.
+        The array ends at the last client whose accuracy is a number, so it may be shorter than the number of clients.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)

@@ -22,17 +22,18 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class Passes(Protocol):
-    """The interface of faster passes of a model without buffers and dropout, equal to PyTorch's up to rounding.
+    """The interface of compiled forward and backward passes, for models without buffers and dropout.
 
-    ``params``: trained parameters by name. ``records``: (n, *input shape).
+    The results equal those of PyTorch up to rounding. ``params``: trained parameters by name. ``records``: (n, *input
+    shape).
     """
 
     def logits(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (n, classes). They can be differentiated once."""
+        """Return the logits, (n, classes). The logits have first derivatives, but no second derivatives."""
         ...
 
     def input_slopes(self, params: Params, records: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of each record's cross-entropy by this record."""
+        """Return the gradient of each record's cross-entropy with respect to the record's inputs."""
         ...
 
 
@@ -40,7 +41,7 @@ class Passes(Protocol):
 class Network:
     """A model whose logits and features can be computed with any given parameters, not only its own.
 
-    Records have the shape (n, *input shape). ``passes``: faster passes of the model; None if there are none.
+    Records have the shape (n, *input shape). ``passes``: faster forward and backward passes of the model, or None.
     """
 
     model: nn.Module
@@ -77,11 +78,11 @@ class Network:
                 layer.eval()
 
     def distances_of(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pair (logits (n, classes), distance of the records' statistics from the running ones, shape ()).
+        """Return the pair (logits (n, classes), distance between batch statistics and running statistics, shape ()).
 
-        The distance is the sum over BatchNorm layers of |m - m'| + |v - v'| (L2 norms over channels). m and v are the
-        mean and the biased variance of the layer's inputs, m' and v' the running statistics in ``params``. Without
-        BatchNorm layers it is 0.
+        The distance is the sum over BatchNorm layers of |m - m'| + |v - v'| (L2 norms over channels). Here m and v are
+        the mean and the biased variance of the layer's inputs, and m' and v' are the running statistics in ``params``.
+        Without BatchNorm layers the distance is 0.
         """
         found = [records.new_zeros(())]
 
@@ -100,7 +101,7 @@ class Network:
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the features, (n, d), of records for weights ``params``."""
-        # by PyTorch, because faster passes do not call the head, whose inputs are the features
+        # By PyTorch, because the faster passes do not call the head. The features are the inputs of the head.
         return with_features(self.model, partial(Network(self.model).logits_of, params, records))[1]
 
     def batch(
@@ -224,9 +225,8 @@ def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Fréchet distance between two sets of vectors, of shapes (n, d) and (m, d); at least 0.
 
     With the means mu and the covariances S of the two sets, the distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1
-    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). Published values of this distance (FID) use features of a network that was
-    trained on ImageNet. So they are not comparable with the results of this function. Sums are float64; n and m must be
-    at least 2.
+    S_2)^(1/2)) (Heusel et al. 2017, eq. 6). The results are not comparable with published values of this distance
+    (FID), which use features of a network that was trained on ImageNet. Sums are float64; n and m must be at least 2.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = _moments(first), _moments(second)
     root = _root(covariance_1)

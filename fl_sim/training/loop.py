@@ -44,13 +44,13 @@ The other trainers support fewer fields. They call ``train`` for a client whose 
 """
 
 LARGE = 2**17
-"""The size, in numbers, from which on a step may update only a part of a parameter."""
+"""The smallest size, in numbers, of a large parameter. A step may update only a part of a large parameter."""
 
 BLOCK = 2**17
 """The size in numbers of a block of a large parameter for each thread. The tensors of a block fit into a cache."""
 
 FEW = 0.25
-"""The largest share of a large parameter that is updated separately. With more, copies cost more than they save."""
+"""The largest share of a large parameter that is updated separately. For a larger share, a full update is faster."""
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """An averaged record for FedMix: (mean input of several records, (*input shape); class proportions, (classes,))."""
@@ -145,11 +145,12 @@ def trained_weights(model: nn.Module, plan: LocalPlan) -> dict[str, torch.Tensor
 class Descent:
     """The steps of SGD, Adam or AdamW, with the corrections of a local plan.
 
-    ``anchor``: the received model. ``offset``: what the plan adds to each gradient. ``drift``: what the plan adds to
-    each step, before multiplication by the learning rate. ``mask``: True for the numbers that steps may change; a
-    parameter without a mask is changed whole. ``offset``, ``drift`` and ``mask`` may be empty. ``buffers``: the
-    momentum buffers. ``moments``: the running means of Adam and AdamW. ``touched``: for a large parameter, True at the
-    indices of its longest axis that have had a gradient. All these are dictionaries by parameter name.
+    ``anchor``: the received model. ``offset``: the tensors that the plan adds to each gradient. ``drift``: the tensors
+    that the plan adds to each step, before multiplication by the learning rate. ``mask``: True for the numbers that
+    steps may change; all numbers of a parameter without a mask may change. ``offset``, ``drift`` and ``mask`` may be
+    empty. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. ``touched``: for a large
+    parameter, True at the indices of its longest axis that have had a gradient. All fields from ``anchor`` on are
+    dictionaries by parameter name.
     """
 
     settings: LocalSettings
@@ -223,8 +224,9 @@ class Descent:
     def _part(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> tuple[int, torch.Tensor] | None:
         """Return the part of a large parameter that a step changes, as (axis, indices on this axis).
 
-        The rest has had no gradient so far, so its momentum is 0. An example is an embedding: a client's texts contain
-        few of all tokens. Return None if the whole parameter must be updated, or if this is faster.
+        The rest of the parameter has had no gradient so far, so its momentum is 0. An example is an embedding: the
+        texts of a client contain few of all tokens. Return None if the whole parameter must be updated, or if an update
+        of the whole parameter is faster.
         """
         settings, has_state = self.settings, name in self.moments or bool(self.settings.momentum)
         if weight.numel() < LARGE or weight.ndim < 2 or weight.device.type != "cpu" or not has_state:
@@ -235,14 +237,14 @@ class Descent:
         touched = self.touched.setdefault(name, torch.zeros(weight.shape[axis], dtype=torch.bool))
         if int(touched.sum()) <= FEW * len(touched):
             others = [one for one in range(weight.ndim) if one != axis]
-            # Two reductions are several times as fast as ``any`` of floats. They are NaN for a gradient with NaN.
+            # The maximum and the minimum are several times as fast as ``any`` of floats. NaN also counts as not 0.
             touched |= (gradient.amax(others) != 0) | (gradient.amin(others) != 0)
         return (axis, touched.nonzero().flatten()) if int(touched.sum()) <= FEW * len(touched) else None
 
     def _update_whole(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update one parameter in place. A large parameter is updated block by block, with the same bits.
 
-        Then no temporary tensor is large. The memory of large tensors costs a page fault for every 4 kB.
+        So all temporary tensors are small. A large temporary tensor would be slow: a page fault for every 4 kB.
         """
         moments = self.moments.get(name)
         is_large = weight.numel() >= LARGE and weight.device.type == "cpu" and weight.is_contiguous()

@@ -27,7 +27,7 @@ Slope: TypeAlias = Callable[
 """A function that computes the gradient of the cross-entropy with respect to the input, such as ``by_autograd``."""
 
 _FAR_BELOW = -1e30
-"""The logit of excluded classes: a finite number, because a softmax over minus infinities only would be NaN."""
+"""The logit of excluded classes. It is finite, because a softmax would be NaN if all logits were minus infinity."""
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -201,8 +201,8 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # One inner product with (previous - received): if both models are equal, the gradient of the loss is exactly 0. The
-    # difference of two inner products would have a gradient of rounding errors.
+    # A single inner product, with (previous - received): if both models are equal, the gradient of the loss is exactly
+    # 0. With a difference of two inner products, rounding errors would give a gradient other than 0.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 
@@ -221,8 +221,8 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
 class _With:
     """A loss term: the call ``function(batch, *settings)`` with fixed settings.
 
-    Two such objects are equal if function and settings are equal. So clients with equal loss terms can be trained in
-    one stack (one computation).
+    Two objects of this class are equal if their functions and settings are equal. So clients with equal loss terms can
+    be trained in one stack (one computation).
     """
 
     function: Callable[..., torch.Tensor]

@@ -82,7 +82,7 @@ def uphill(
 ) -> dict[str, torch.Tensor]:
     """Return the weights after the ascent step of sharpness-aware minimisation, as {name: weight}.
 
-    Sharpness-aware minimisation computes a second gradient at these weights. Weights without a gradient are left out.
+    At the returned weights, the caller computes a second gradient. Weights without a gradient are left out.
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]

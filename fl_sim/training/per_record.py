@@ -1,10 +1,11 @@
 """Sums of clipped per-record gradients, by two functions with the same results up to float32 rounding.
 
-``by_layers`` is for models of linear layers, convolutions and group norms. One backward pass gives, for each layer, its
-inputs a and the gradients d of its outputs. For one record, the gradient of a linear layer's weights is the outer
-product of d and a. So its norm is |d| |a|, and the weighted sum over records is one matrix product: no per-record
-gradient is stored (Goodfellow 2015; "ghost clipping", Li et al. 2022, section 4). ``by_records`` is for all other
-models. It computes the gradient of every record from this record only, so no layer can mix records.
+``by_layers`` is for models of linear layers, convolutions and group norms. One forward and backward pass gives, for
+each layer, its inputs a and the gradient d of the loss with respect to its outputs. For one record, the gradient of a
+linear layer's weights is the outer product of d and a. So the norm of this gradient is |d| |a|, and the weighted sum
+over records is one matrix product: no per-record gradient is stored (Goodfellow 2015; "ghost clipping", Li et al. 2022,
+section 4). ``by_records`` is for all other models. It computes the gradient of each record from this record only, so no
+layer can mix records.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -166,7 +167,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    twin = copied(model)  # a copy: if a model uses one module twice, functional_call leaves that module changed
+    twin = copied(model)  # a copy, because functional_call changes a module that the model uses twice
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
 

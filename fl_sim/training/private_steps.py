@@ -1,7 +1,7 @@
 """DP-SGD (Abadi et al. 2016, algorithm 1): local steps that are private for each record of a client.
 
-The compiled trainer or PyTorch executes the steps. Both use the same batches and the same noise. Their clipped sums are
-equal up to float32 rounding.
+The compiled trainer or PyTorch executes the steps. The two use the same batches and the same noise, and their clipped
+sums are equal up to float32 rounding.
 
 Adjacency: one record is removed. The number of records is public and does not change: the removed record still counts,
 but adds nothing to the sums. All other records stay in the same batches and in the same order. Their gradients do not
@@ -35,10 +35,10 @@ TAKES = frozenset({
     "optimizer", "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "trained",
     "private", "step_mask",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that private steps support: those that change only the noisy gradient.
+"""The fields of LocalSettings and LocalPlan that private steps support.
 
-Label smoothing is supported, too. A plan with ``phases`` is trained phase by phase; each phase has its own plan
-(``LocalJob.in_phase``).
+Most of these fields change only the noisy gradient or the number of steps. Label smoothing changes the loss of each
+record. A plan with ``phases`` is trained phase by phase; each phase has its own plan (``LocalJob.in_phase``).
 """
 
 COMPILED = TAKES - {"clip_norm", "label_smoothing", "trained", "step_mask"}
@@ -85,9 +85,8 @@ class StepPlan:
     def of(cls, private: PrivateSteps, settings: LocalSettings, count: int, layout: Layout) -> Self:
         """Return the constants for a client with ``count`` records.
 
-        Raises UserError if the rounding of the noise is too coarse.
-
-        ``layout``: the names and shapes of the trained parameters.
+        ``layout``: the names and shapes of the trained parameters. Raises UserError if the rounding of the noise is too
+        coarse.
         """
         norm, size = private.clipping.norm(private.clipping_norm, (name for name, _ in layout)), num_in(layout)
         std, rate = private.noise_multiplier * norm, sampling_rate(settings, count)

@@ -196,9 +196,9 @@ _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", tor
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Return pixel indices from 0 to ``size`` - 1, along one axis of an image.
+    """Reflect the pixel indices ``places`` at the edges of an image, so that all are from 0 to ``size`` - 1.
 
-    ``places``: the wanted pixel indices. An index outside of the image is reflected at the image's edge.
+    ``size``: the number of pixels along this axis of the image.
     """
     return ((size - 1) - ((size - 1) - places.abs()).abs()).clamp(min=0)
 

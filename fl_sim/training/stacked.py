@@ -1,10 +1,10 @@
 """Trains many clients in one computation on a GPU.
 
-This saves launches of GPU kernels, which take most of the time if each client is trained separately. The clients that
-are trained together are called a stack. Each model parameter is one tensor with a leading axis for clients. For each
-client the result equals that of ``fl_sim.training.loop.train`` up to float32 rounding. Clients are sorted by their
-number of steps, the largest first. So the clients that are still in training are always the first in the stack.
-Padding, by records of weight zero, is needed only for the smaller last batch of an epoch.
+If each client is trained separately, the launches of GPU kernels take most of the time. One computation for all clients
+saves launches. The clients that are trained together are called a stack. Each model parameter is one tensor with a
+leading axis for clients. The result for each client equals that of ``fl_sim.training.loop.train`` up to float32
+rounding. Clients are sorted by their number of steps, the largest first. So the clients that are still in training are
+always the first in the stack. Padding by records of weight zero is needed only for the smaller last batch of an epoch.
 """
 
 import warnings
@@ -48,7 +48,7 @@ The capture of a graph takes as long as about six plain steps.
 """
 
 WARM_UP_STEPS = 3
-"""The number of steps before the capture of a graph. PyTorch's documentation requires them to initialise libraries."""
+"""The number of warm-up steps before a capture. PyTorch's documentation requires them, to initialise libraries."""
 
 
 class Launcher:
@@ -123,8 +123,8 @@ class Launcher:
 def width_for(active: int, capacity: int) -> int:
     """Return a number of clients, at least ``active``, for which there is a CUDA graph.
 
-    To limit the number of graphs, they exist only for ``capacity`` clients, half as many, a quarter, ... (rounded up).
-    The smallest of these numbers that is at least ``active`` is returned.
+    To limit the number of graphs, graphs exist only for ``capacity`` clients, half as many, a quarter, ... (rounded
+    up). The result is the smallest of these numbers that is at least ``active``.
     """
     width = capacity
     while width > 1 and (width + 1) // 2 >= active:
@@ -314,8 +314,8 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         starts = [(epoch, first) for epoch in range(len(draws.order)) for first in range(0, len(own), size)]
         for step, (epoch, first) in enumerate(starts[: steps[place]]):
             batch = draws.order[epoch, first : first + size]
-            # Padding repeats a record of the same client. Another client's record may be of a class whose logit this
-            # client shifts by -inf, and then its loss is infinite.
+            # Padding repeats a record of the same client. A record of another client could have an infinite loss: its
+            # class may be one whose logit this client shifts by -inf.
             rows[step, place] = own[batch[0]]
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)

@@ -80,7 +80,7 @@ class Kind:
         ``proximal``: True if any client of the round has a proximal term.
         """
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
-        # id(...), because clients may share a stack only if their plans have the same mixing pool object in memory.
+        # id(...): clients may share a stack only if their plans contain the same object as mixing pool.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
         terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(

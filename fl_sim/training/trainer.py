@@ -123,8 +123,8 @@ class Trainer:
     always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
     ``kernel.has_bfloat16`` is True. Several threads may call a Trainer. The compiled trainer runs in all threads in
     parallel. PyTorch also runs in all threads, with one copy of the model per thread, if the model draws no random
-    numbers. PyTorch trains one client at a time in two cases: if the model has dropout, which uses the global generator
-    of the process, or if an algorithm's loss drew random numbers at its first use.
+    numbers. PyTorch trains one client at a time in two cases: the model has dropout, which uses the global random
+    generator of the process, or an algorithm's loss drew random numbers at its first use.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -262,7 +262,7 @@ class Trainer:
     def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), of records (n, *input shape) for weights ``params``.
 
-        ``model``: the caller's own model of this trainer's architecture. If the compiled trainer does not
+        ``model``: a model of the caller with the architecture of this trainer's model. If the compiled trainer does not
         support the records, PyTorch uses this model and overwrites its weights.
         """
         logits_of = self._compiled(params, inputs) or ready(model, params)
@@ -324,9 +324,10 @@ class Trainer:
         return self._taken(job.records.input_shape, job.plan, job.asks_for)
 
     def _differentiable(self, job: LocalJob) -> CompiledPasses | None:
-        """Return the compiled passes of the model for the loss term of ``job``, in PyTorch's training loop.
+        """Return compiled forward and backward passes of the model, for PyTorch's training loop with a loss term.
 
-        Return None unless the term is ``first_order`` and the compiled trainer would support ``job`` without it.
+        Return None unless the loss term of ``job`` is ``first_order``, and the compiled trainer would support ``job``
+        without this term.
         """
         term, kernel = job.plan.loss_term, self._kernel
         if term is None or not term.first_order or kernel is None or self._precision != "float32":
@@ -451,7 +452,7 @@ class Completion:
 def _train(
     model: nn.Module, job: LocalJob, inputs: torch.Tensor, labels: torch.Tensor, passes: CompiledPasses | None
 ) -> Trained:
-    """Train one client by PyTorch. ``passes``: faster passes of the model, or None.
+    """Train one client by PyTorch. ``passes``: faster forward and backward passes of the model, or None.
 
     Private steps draw random numbers from the source in ``plan.private``, all other steps from the job's generator.
     """
@@ -465,7 +466,8 @@ def _train(
 def _draws_nothing(module: nn.Module) -> bool:
     """Return True if it is known that ``module`` draws no random numbers.
 
-    A user's class declares this by the attribute ``draws_random_numbers = False``. Without it, the result is False.
+    A user-defined class states this by the attribute ``draws_random_numbers = False``. For a user-defined class without
+    this attribute, the result is False.
     """
     kind = type(module)
     if isinstance(module, nn.RNNBase):

@@ -1,21 +1,21 @@
 """Compressors with error feedback: top-k, rand-k, SignSGD, PowerSGD.
 
-Error feedback adds the compression error e to the next round's update D (Seide et al. 2014): e <- e + D; send C(e); e
-<- e - C(e). So the sum of all sent updates plus the last error equals the sum of all updates, up to rounding.
+Error feedback adds the error e of a compressor C to the next round's update D (Seide et al. 2014): e <- e + D; send
+C(e); e <- e - C(e). So the sum of all sent updates plus the last error equals the sum of all updates, up to rounding.
 
 * Top-k sends the largest numbers of an update (Aji and Heafield 2017, algorithm 1; Stich et al. 2018, algorithm 1, with
   a proof of convergence).
 * Rand-k sends the numbers at random positions of an update (Wangni et al. 2018; Stich et al. 2018). Client and server
   draw the positions from a shared seed, which differs for each round and client. So positions are never sent, and they
   depend on no record.
-* SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p) with p = e +
-  D. Here each tensor has its own scale: the scales of a model's layers differ by orders of magnitude, so one common
-  scale would be wrong for tensors with small numbers.
+* SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p), where p = e
+  + D has d numbers. Here each tensor has its own scale: the scales of a model's layers differ by orders of magnitude,
+  so one common scale would be wrong for tensors with small numbers.
 * PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
-  P = M Q; orthonormalise P; Q = M' P; send P and Q. The server computes P Q'. The power iteration of the next round
-  starts from Q. In the paper the workers sum their P before the orthonormalisation, and then sum their Q, so that all
-  workers make the same step. Here each client has its own P and Q, and the server computes this client's update from
-  them.
+  P = M Q; orthonormalise P; Q = M' P; send P and Q. M is a weight matrix of e + D, and ' the transpose. The server
+  computes P Q'. The power iteration of the next round starts from Q. In the paper the workers sum their P before the
+  orthonormalisation, and then sum their Q, so that all workers make the same step. Here each client has its own P and
+  Q, and the server computes this client's update from them.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class RandK(ErrorFeedback):
     """Sends a ``share`` of the update's numbers, 32 bits each, at positions drawn at random per client and round.
 
     ``share``: the fraction of the model's d numbers that are sent. The number of sent numbers, k, is rounded up.
-    ``correction``: the correction for the numbers that are not sent. With "scale" the server multiplies by d / k. Then
-    the mean over random draws is the update, with a variance of d / k - 1 times the update's squared norm. With
-    "error-feedback" the compression error is added to the next round's update.
+    ``correction``: the correction for the numbers that are not sent. With "scale" the server multiplies the sent
+    numbers by d / k. Then the mean over random draws is the update, with a variance of d / k - 1 times the update's
+    squared norm. With "error-feedback" the compression error is added to the next round's update.
     """
 
     kind: Literal["rand-k"] = "rand-k"
@@ -165,7 +165,7 @@ class SignSGD(ErrorFeedback):
     title: ClassVar[str] = "SignSGD"
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of the packed message: a scale for each tensor and a bit for each number."""
+        """Return the size of the packed message: one scale for each tensor, and one bit for each number."""
         return Size(len(layout), num_bytes(num_in(layout), 1))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:

@@ -30,7 +30,7 @@ HELD: Final = "held-back/"
 
 
 class Compression(Layer):
-    """The layer (code around the rounds) for compression. All its work is in its client half, ``ClientCompression``."""
+    """The layer (code around the rounds) for compression. Its code on clients, ``ClientCompression``, does the work."""
 
     reserved: ClassVar[str] = HELD
 

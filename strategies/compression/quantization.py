@@ -1,9 +1,10 @@
 """QSGD quantization, and the packing of whole numbers into bytes with as few bits as possible.
 
 QSGD rounds numbers randomly to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j) ||v||
-xi_j. Here xi_j is one of the two multiples of 1/s around |v_j| / ||v||. Their probabilities are such that E[xi_j] =
-|v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d) / s) ||v||^2. As in section 4 of the
-paper, v is a bucket of neighbouring numbers of the update, not the whole update.
+xi_j. Here xi_j is one of the two multiples of 1/s around |v_j| / ||v||, and s the number of levels above 0. Their
+probabilities are such that E[xi_j] = |v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d)
+/ s) ||v||^2 for d numbers. As in section 4 of the paper, v is a bucket of neighbouring numbers of the update, not the
+whole update.
 
 Every list of numbers has exactly one packed form, in which unused bits are 0. All other bytes are refused.
 """

@@ -1,1 +1,1 @@
-"""PATE: settings, labelling by the noisy votes of teachers, and students that learn from the labels."""
+"""PATE (private aggregation of teacher ensembles): teachers label by noisy votes, students learn from the labels."""

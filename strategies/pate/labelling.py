@@ -1,4 +1,4 @@
-"""Labelling of a public pool by PATE: noisy majority votes.
+"""Labelling of a public pool by PATE (private aggregation of teacher ensembles): noisy majority votes.
 
 The cost of each vote is charged to a privacy ledger before the vote's noise is drawn.
 
@@ -70,7 +70,7 @@ class _AnswersEveryQuery(Settings):
 
 
 class LNMax(_AnswersEveryQuery):
-    """Laplace noise of scale 1 / ``gamma`` on every count: (2 gamma, 0)-private per query."""
+    """Laplace noise of scale 1 / ``gamma`` on every count: (2 gamma, 0)-differentially private per query."""
 
     kind: Literal["lnmax"] = "lnmax"
     gamma: float = Field(0.05, ge=1e-5)
@@ -295,12 +295,13 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     same ledger, noise and counts returns the same labels at no cost. Raises UserError if ``counts`` cannot be votes.
 
     A query without an answer costs only its test, so costs depend on the votes. The budget still holds, because it is a
-    privacy filter: a limit, fixed beforehand, on the summed Renyi divergence of releases that are chosen one after the
-    other (Feldman and Zrnic 2021, theorem 4.3). The theorem is about one order of the divergence. Here the limit holds
-    at all orders: all tests and answers have Gaussian noise, so their Renyi curves are multiples of each other, and the
-    budget is always used up at the same order first. The final epsilon depends on the number of answered queries, and
-    so on the votes. It may be reported, since the labels show which queries were answered. But it is no guarantee. The
-    guarantee is the budget or the cost of ``Labelling.planned``, whichever is smaller.
+    privacy filter (Feldman and Zrnic 2021, theorem 4.3). A filter fixes a limit beforehand on the summed Renyi
+    divergence of releases that are chosen one after the other. The theorem is about one order of the divergence. Here
+    the limit holds at all orders: all tests and answers have Gaussian noise, so their Renyi curves are multiples of
+    each other. So the budget is always used up at the same order first. The final epsilon depends on the number of
+    answered queries, and so on the votes. This epsilon may be reported, since the labels show which queries were
+    answered. But it is no guarantee. The guarantee is the budget or the cost of ``Labelling.planned``, whichever is
+    smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
@@ -359,7 +360,7 @@ def _together(test: "dp_event.DpEvent | None", answer: "dp_event.DpEvent") -> "d
 class _DataDependentBudget:
     """Checks before each query that a data-dependent budget covers it. Does nothing for other budgets.
 
-    ``curve``: the data-dependent Renyi divergence of all queries so far, one number for each Renyi order (alpha).
+    ``curve``: the data-dependent Renyi divergence of all queries so far, one number for each order alpha.
     """
 
     labelling: Labelling

@@ -1,10 +1,10 @@
 """PATE's students that also learn from unlabelled records, and nearest neighbours among public records.
 
 ``FixMatch`` (Sohn et al. 2020, algorithm 1) predicts pseudo-labels on weakly augmented views of records. Where the
-prediction is confident, the network learns this prediction on strongly augmented views. There are two additions. First,
-at one step early in training, labels with which the network disagrees are left out. (A network that has not yet
-memorised the labels disagrees with wrong labels.) Second, confident pseudo-labels from neighbours replace the network's
-own.
+prediction is confident, the network learns this prediction on strongly augmented views. This module extends the paper's
+method in two ways. First, at one step early in training, labels with which the network disagrees are left out. (A
+network that has not yet memorised the labels disagrees with wrong labels.) Second, confident pseudo-labels from
+neighbours replace the network's own.
 
 ``FeatureMatchingGan`` (PATE-G) trains the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
 sections 3.1 and 5). A classifier's L logits also give the probability that a record is real: D(x) = Z / (Z + 1), where

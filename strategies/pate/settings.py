@@ -1,6 +1,7 @@
 """Settings of PATE: teachers vote on a public pool, and a student learns from the noisy majority labels.
 
-Papernot et al. 2017 and 2018. With student "resnet" and a public pool from the training set the method is Diff-RN.
+PATE: private aggregation of teacher ensembles (Papernot et al. 2017 and 2018). With student "resnet" and a public pool
+from the training set the method is Diff-RN.
 """
 
 import hashlib
@@ -40,8 +41,8 @@ _SHARE = {"test": 0.9, "train": 0.2}
 class PublicSplit:
     """A split into private records, public pool and evaluation records.
 
-    ``private``: indices into the training records. ``pool``: the public pool; its labels are for measurements, no
-    student sees them.
+    ``private``: indices into the training records. ``pool``: the public pool. Its labels are used only for
+    measurements, and no student sees them.
     """
 
     private: NDArray[np.int64]
@@ -59,12 +60,12 @@ class Pate(Settings):
     most of these records, and a student learns more from them. "in-order" is the pool's order, as in the papers.
     ``public`` "test": the pool is the first ``public_records`` test records, and the other test records are for
     evaluation; "train": the pool is drawn from the training records before these are split. ``public_records``: the
-    size of the pool; None: nine tenths of the test records, or a fifth of the training records. ``overlap``: what
-    happens if a private record is also in the pool, and so is public: the run is refused, or the record is left out of
-    its teacher's shard. ``student_seed``: the seed of only the student's training, so that a new student learns from
-    the same labels; None: the run's seed. ``publish_cost``: also publish a noisy bound on the data-dependent epsilon.
-    ``keep_private``: write the votes and all values that are computed from them into the run directory, which then must
-    not be published.
+    size of the pool; None: nine tenths of the test records, or a fifth of the training records. ``overlap``: the
+    treatment of private records that are also in the public pool. With "refuse" the run is refused; with "drop-private"
+    these records are left out of the teachers' shards. ``student_seed``: the seed of the student's training only.
+    Another value trains a new student on the same labels; None: the run's seed. ``publish_cost``: also publish a noisy
+    bound on the data-dependent epsilon. ``keep_private``: write the votes and all values that are computed from them
+    into the run directory, which then must not be published.
     """
 
     kind: Literal["pate"] = "pate"

@@ -3,7 +3,7 @@
 This module holds functions for training, and the students that use only the labelled records. ``Supervised`` is a small
 network. ``ResidualStudent``, the student of Diff-RN, is a residual network (He et al. 2016, section 4.2: three stages
 on small images; figure 5: bottleneck blocks). It is trained by momentum SGD with step decay. ``ForestStudent`` is a
-random forest. It is held as tensors, so that no pickle is needed. All training is post-processing of the labels and
+random forest. It is stored as tensors, so that no pickle is needed. All training is post-processing of the labels and
 costs no epsilon. All records that a student sees are public, and so are their statistics. So BatchNorm does not affect
 privacy here.
 """

@@ -8,7 +8,7 @@ error e. Hence the squared norm of a pair's gradient is the sum of (e_i . e_j)(a
 rows. So the gradients of single pairs need not be computed. A convolution is treated like a linear layer with one row
 per output position.
 
-No pair changes a sum by more than the clipping norm, whatever the weights of D. A pair's inputs and errors are float32.
+For any weights of D, no pair changes a sum by more than the clipping norm. A pair's inputs and errors are float32.
 Their bits do not depend on the other pairs of the step. Norms and sums are float64, which represents products of
 float32 exactly. If the two rows of a pair nearly cancel, the squared norm from scalar products may be too small. The
 rounding error is at most 2 n u times the sum of the two rows' squared norms (sums of n terms, u = 2^-53; Higham 2002,

@@ -1,4 +1,4 @@
-"""The private generator (PSG) of DA-FL: a conditional GAN under record-level DP.
+"""The private generator of DA-FL: a conditional GAN with record-level differential privacy (DP).
 
 The sources are Tang, Wang, Liu 2023; Xie et al. 2018; Bie, Kamath, Zhang 2023.
 
@@ -6,8 +6,8 @@ Only the discriminator D reads records. It is trained by DP-SGD. Each step sampl
 probability q, and pairs each sampled record with a fake. The gradient of loss(D(real), 1) + loss(D(fake), 0) is clipped
 as one vector to norm C. The step sums the gradients of all pairs, and adds noise from N(0, (z C)^2). It divides the
 result by qn, which is public (n is the client's number of records). The generator G reads no records. It is trained
-against D, and the weights of D are already differentially private. The noise multiplier z and the number of steps
-follow from the privacy budget, before the first record is read.
+against D, and the weights of D are already differentially private. The noise multiplier z follows from the privacy
+budget and the number of steps, before the first record is read.
 
 The sampling of records uses secret random numbers. In a step of D, the latent vectors and the classes of the fakes use
 secret random numbers, too. With public random numbers, an attacker would know the latent vector of each position in the
@@ -48,17 +48,17 @@ class DpCgan(Settings):
 
     ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant, with noise from the
     same secret source. The private gradients of both are equal up to rounding, but Opacus takes several times as long.
-    ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step costs many times as much).
+    ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step takes many times as long).
     ``discriminator_steps``: the number of D's steps, each with a privacy cost; 300 are enough for 8x8 digits.
     ``batch_size``: the expected number of records in a D step; a client with at most this number of records uses all
     records in every step. ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number
     of fakes in a step of G. ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is
     clipped. ``averaging``: the decay of the moving average of G's weights; the averaged G makes the synthetic records.
-    ``snapshots``: the number of training steps after which synthetic records are drawn. After a single step, G makes
-    only a few kinds of records (mode collapse), and these kinds change during training (as in herding, Welling 2009).
-    ``latent_dim``: the length of G's latent vectors. ``resolution``: the largest side, in pixels, of the images that D
-    sees, for the small networks only. ``discriminator_width``: the width of D's hidden layers, for the small networks
-    only. ``generator_width``: the width of G's hidden layers, for the small networks only.
+    ``snapshots``: the number of times during training at which a part of the synthetic records is drawn. At any one
+    time, G makes only a few kinds of records (mode collapse), and these kinds change during training (as in herding,
+    Welling 2009). ``latent_dim``: the length of G's latent vectors. ``resolution``: the largest side, in pixels, of the
+    images that D sees, for the small networks only. ``discriminator_width``: the width of D's hidden layers, for the
+    small networks only. ``generator_width``: the width of G's hidden layers, for the small networks only.
     ``discriminator_learning_rate``: the learning rate of Adam for D. ``generator_learning_rate``: the learning rate of
     Adam for G.
     """

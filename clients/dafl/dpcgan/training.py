@@ -82,7 +82,8 @@ class GanClient:
         norm, held = settings.clipping_norm, len(records.labels)
         self.batch = self.bill.sampling_rate * held
         self.bound = clipping_norm_on_grid(norm, self.std, self.dimension, summands=held) if self.std else math.inf
-        # Synthetic records are drawn during training, in random order, so that every class has early and late ones.
+        # Synthetic records are drawn during training, in random order, so that every class has records of early and
+        # late steps.
         self.classes = np.repeat(np.arange(len(present)), self.counts)
         order = torch.randperm(len(self.classes), generator=self.random)
         self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
@@ -136,7 +137,7 @@ class GanClient:
     def noise_of(self, step: int) -> NDArray[np.float64]:
         """Return the noise for the sum of clipped gradients in a step of D.
 
-        Its unit is the spacing of the rounding grid, the multiples to which sums and noise are rounded.
+        Sums and noise are rounded to multiples of a grid step. The noise is returned in grid steps, as whole numbers.
 
         The standard deviation ``std`` of the noise must not be 0.
         """

@@ -7,8 +7,8 @@ not finite counts as the zero vector, not as NaN in every parameter. The generat
 hooks. All computation is float64, because the norm of a vector that is clipped in float32 may exceed the bound. The
 noise is fl-sim's secret noise, rounded to fl-sim's rounding grid. PyTorch's random generator is not used.
 
-One weakness of Opacus remains. A pair's gradient depends on the other pairs of the batch, if only by the rounding of
-float64. The module ``clients.dafl.dpcgan.clipping`` does not have this weakness.
+One weakness of Opacus remains. A pair's gradient depends on the other pairs of the batch, although only in the rounding
+of float64. The module ``clients.dafl.dpcgan.clipping`` does not have this weakness.
 """
 
 from copy import deepcopy

@@ -263,7 +263,7 @@ def plan_selection(  # noqa: PLR0913 (one parameter per option)
     ] = None,
     json_output: _Json = False,
 ) -> None:
-    """Plan the privacy of choosing settings: publish only the best of a random number of private runs.
+    """Plan the privacy cost of choosing settings, if only the best of a random number of private runs is published.
 
     The number of runs stays secret. So the cost is much smaller than if all results were published (Papernot and
     Steinke 2022). Give --noise-multiplier or --epsilon; the other one is computed.
@@ -301,10 +301,10 @@ def plan_counts(
     ] = None,
     json_output: _Json = False,
 ) -> None:  # fmt: skip
-    """Plan noisy counts of right answers on clients' own test records: give two of noise, measurements and epsilon.
+    """Plan the privacy of noisy counts of correct predictions: give two of noise, measurements and epsilon.
 
-    The settings are evaluate.clients=own and evaluate.count_noise in a run with local.privacy=dp-sgd. The guarantee is
-    for a test record of a client.
+    Clients count the correct predictions on their own test records. The settings are evaluate.clients=own and
+    evaluate.count_noise in a run with local.privacy=dp-sgd. The guarantee covers a single test record of a client.
 
     For example:
 
@@ -334,11 +334,11 @@ def plan_labels(
     ] = 0.01,
     json_output: _Json = False,
 ) -> None:
-    """Compute the privacy cost of DA-FL's labels, and how many synthetic records a class gets at random.
+    """Compute the privacy cost of DA-FL's labels, and the distribution of the number of synthetic records of a class.
 
-    In DA-FL, a client makes about gamma synthetic records for each private record of a class. The exact number is
-    noisy, so that it hides single records. The command prints the distribution of this number and the record-level
-    epsilon.
+    In DA-FL, a client makes about gamma synthetic records for each private record of a class. The number of synthetic
+    records contains noise, so that nobody can infer from it whether a single record is present. The command prints the
+    distribution of this number and the record-level epsilon.
 
     For example:
 
@@ -410,7 +410,9 @@ def run_audit(
     ] = None,
     json_output: _Json = False,
 ) -> None:
-    """Test the claimed privacy of the Global DP aggregator, and of variants with planted faults, on worst-case updates.
+    """Test the claimed privacy of the Global DP aggregator, and of variants with deliberate faults, on worst-case data.
+
+    The audit should find the fault of each variant, and no fault of the real aggregator.
 
     For example:
 
@@ -498,10 +500,10 @@ def _label_costs(
     classes: int,
     false_positive: float,
 ) -> dict[str, Any]:
-    """Return JSON values: the privacy cost of label selection, and the distribution for one class.
+    """Return the privacy cost of DA-FL's label selection, and a probability distribution for one class, as JSON values.
 
-    It is the distribution of the noisy number of synthetic records of the class. Its mean and standard deviation are
-    included.
+    The distribution is that of the noisy number of synthetic records of the class. The result also has the mean and the
+    standard deviation of this number.
     """
     if records < 0:
         raise UserError(f"{records} records: give 0 or more")

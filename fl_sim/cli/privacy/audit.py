@@ -159,10 +159,11 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
 def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
     """Return the mechanisms for the audit of cohort sampling, as {name: mechanism}.
 
-    The real mechanism samples cohorts from secret random numbers. The faulty one samples them from a public seed. The
-    auditor tries this seed: which rounds would have the audited client in the cohort? For each of these rounds, the
-    auditor computes a log likelihood ratio: how likely is the published noisy sum with the audited client, and how
-    likely is it without this client? A mechanism returns the sum of these ratios.
+    The real mechanism samples cohorts from secret random numbers. The faulty mechanism samples them from a public seed.
+    The auditor samples cohorts from this seed, and selects the rounds in which the audited client is in the cohort. For
+    each of these rounds, the auditor computes a log likelihood ratio of the published noisy sum: the log of its
+    likelihood with the audited client, minus the log of its likelihood without this client. A mechanism returns the sum
+    of these ratios.
     """
     true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
     sampler = Poisson(sampling_rate=_RATE)

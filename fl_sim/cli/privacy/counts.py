@@ -1,4 +1,4 @@
-"""The code of ``fl-sim privacy counts``: the privacy cost of noisy counts of right answers on clients' test records."""
+"""The code of ``fl-sim privacy counts``: the privacy cost of noisy counts of correct predictions on test records."""
 
 import math
 from dataclasses import dataclass

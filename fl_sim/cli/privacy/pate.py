@@ -100,7 +100,8 @@ def answer(request: LabellingRequest, counts: labelling_cost.Counts) -> dict[str
     cost = request.cost()
     found = labelling_cost.analyse(counts, cost, request.delta)
     confident = request.mechanism == "confident"
-    # A safe delta depends on the number of records. Each teacher has at least one, so teachers are counted instead.
+    # A safe delta is well below 1 / number of records. This number is unknown here. The number of teachers is used in
+    # its place, because each teacher has at least one record.
     advice = delta_advice(request.delta, float(counts[0].sum()))
     bill = {
         "unit": "record", "mechanism": request.mechanism, **asdict(cost),

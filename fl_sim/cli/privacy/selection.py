@@ -25,7 +25,7 @@ _SHARE = 0.99
 
 @dataclass(frozen=True)
 class SelectionRequest:
-    """The quantities of a plan: one run has ``steps`` noisy steps on Poisson-sampled units, and is repeated.
+    """The quantities of a privacy plan for repeated runs. Each run has ``steps`` noisy steps on Poisson-sampled units.
 
     ``rate``: the sampling rate, in (0, 1]. ``noise``: the noise multiplier, or None. ``target``: the largest allowed
     epsilon of the whole selection, or None. Exactly one of ``noise`` and ``target`` must be given. ``trials``: the

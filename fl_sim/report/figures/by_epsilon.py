@@ -185,7 +185,7 @@ def some_vectors(samples: Samples, classes: int, each: int) -> Samples:
 
 
 def stored_images(run: SavedRun, samples: Samples) -> Images | None:
-    """Return the images that were found earlier for the feature vectors in ``samples``, and stored; None without them.
+    """Return the stored images for the feature vectors in ``samples``, which an earlier search found; else None.
 
     The result is None if the file with the images is missing or damaged. It is also None if the images were made for
     other vectors, or by another version of the search.

@@ -1,4 +1,4 @@
-"""Figure of the privacy of runs: for each epsilon, the joint delta of all planned published results of a run.
+"""Figure of the privacy of runs: for each epsilon, the joint delta of all planned releases of a run.
 
 The curve is computed by PLD from the privacy events in the run's privacy statement. A marked point shows the pair
 (epsilon, delta) that the statement contains.
@@ -72,7 +72,8 @@ def delta_pictures(runs: Sequence[SavedRun]) -> list[Picture]:
 def curve_of(statement: PrivacyStatement) -> DeltaCurve | None:
     """Return the curve of a privacy statement; None if it has no planned events, or if PLD cannot compute their cost.
 
-    The result is also None if the guarantee is a budget, because a budget can stop the run before all planned events.
+    The result is also None if the statement's epsilon is its budget: a budget can stop the run before all planned
+    events.
     """
     epsilon, delta = statement.epsilon, statement.delta
     if not epsilon or not delta or not statement.planned_events or epsilon == statement.budget:

@@ -64,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """One line of a figure. Each of its ``points`` has one value of the varied setting; they are sorted by it."""
+    """One line of a figure. ``points``: one point for each value of the varied setting, in ascending order."""
 
     label: str
     points: tuple[Point, ...]
@@ -199,7 +199,7 @@ def _released(one: SeedGroup) -> bool:
 
 
 def _protocol(one: SeedGroup) -> str:
-    """Return as text the settings that all lines of a figure share: all except the algorithm and the preprocessing.
+    """Return the settings that all lines of a figure share, as text: all except the algorithm and the preprocessing.
 
     Groups of runs are shown in one figure only if these texts are equal.
     """

@@ -32,7 +32,7 @@ function yRange(panel) {
   return percentRange(lows, highs);
 }
 
-// Return the range of an axis in percent: that of the values, but at least five percentage points; or 0 to 100.
+// Return the range of an axis in percent: 0 to 100, or the range of the values with at least five percentage points.
 function percentRange(lows, highs) {
   if (state.full || !lows.length) return [0, 100];
   const from = Math.max(0, Math.min(...lows)), to = Math.min(100, Math.max(...highs));

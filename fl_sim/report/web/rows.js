@@ -1,6 +1,6 @@
 // Charts with one row per method: final accuracy, costs until a target accuracy, accuracy of the clients.
 
-// Draw a chart with a row (name, marks, value) for each of `rows`: {method, text, marks(x)}. The axis: `low` to `high`.
+// Draw a chart with a row (name, marks, value) for each of `rows`: {method, text, marks(x)}. `low`, `high`: axis range.
 function rowChart(host, rows, [low, high], unit) {
   const x = (value) => `${Math.max(0, Math.min(100, (100 * (value - low)) / (high - low))).toFixed(2)}%`;
   const parts = rows.map((row) => make("div", { class: "row" },
@@ -69,7 +69,7 @@ function goalRows(panel, host) {
   }), [0, high], UNITS[goal.unit]);
 }
 
-// Return the index of the target that the user gave, else of the highest that all runs of a method reached, else 0.
+// Return the index of the user's target; else of the highest target that all runs of any method reached; else 0.
 function firstGoal() {
   if (data.aim !== null) return data.aim;
   const lines = data.panels.flatMap((panel) => panel.lines).filter((line) => !data.methods[line.method].bound);

@@ -87,7 +87,7 @@ class _Bill:
 
     The costs are epsilons at the delta of the settings. ``events``: {name of a private output: privacy event}.
     ``labels``: the cost of the label selection. ``generator``: the cost of the generator's training. ``epsilon``: the
-    joint cost of both.
+    joint cost of label selection and training.
     """
 
     events: dict[str, dp_event.DpEvent]

@@ -49,7 +49,7 @@ from fl_sim.types import Dataset, Traffic
 
 FACTS: Final = "pool.json"
 _NAME: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
-_MOST_WORDS: Final = 1000  # maximum number of characters in a client's message why it made no synthetic records
+_MOST_WORDS: Final = 1000  # the maximum length of a client's reason for making no synthetic records
 _MOST_SAID: Final = 64 * 1024  # maximum number of bytes of the JSON values about one client
 _MOST_STEPS: Final = 10**9
 _FORMAT = 2
@@ -77,8 +77,8 @@ class ClientPart:
 class Pool:
     """A pool of synthetic records at the server.
 
-    ``path``: a safetensors file with the records, in the form of ``as_kept``, and int64 labels, sorted by client.
-    ``together``: the joint privacy cost of all synthetic records ever made from the clients' records. This cost
+    ``path``: a safetensors file with the records, in the number format of ``as_kept``, and int64 labels, sorted by
+    client. ``together``: the joint privacy cost of all synthetic records ever made from the clients' records. This cost
     includes other settings, other seeds and deleted pools. It is None if not all privacy ledgers are on this machine.
     ``trainer``: a description of the generators' trainer, empty if it is not known.
     """
@@ -135,8 +135,8 @@ def _check_earlier_rounds(run: Run, folder: Path, name: str) -> None:
 def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
     """Ask every client for synthetic records. Return (records, their counts and costs as JSON) of each client.
 
-    An answer with records of a wrong shape, or with more records than the number of classes times the size of the
-    training set, is refused.
+    An answer is refused if its records have a wrong shape, or if it has more records than the number of classes times
+    the size of the training set.
     """
     records, num_classes = run.job.dataset.train, run.job.dataset.num_classes
     return run.ask(
@@ -214,7 +214,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    # True if the client's private selection of labels selected no label, at a privacy cost
+    # True if the client has paid for a label selection, which selected no class
     paid = bool(pool.parts[client].facts)
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (

@@ -53,8 +53,7 @@ class Synthesize:
     """The client task that makes synthetic records once. Their privacy cost is written into the client's ledger."""
 
     job: Job
-    # False, because the task's answer is not exact: it has noise, which the client's policy checks, and its cost is
-    # charged.
+    # False, because the answer has noise. The client's policy checks the noise, and limits the privacy cost.
     reads_records: ClassVar[bool] = False
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
@@ -237,7 +236,7 @@ class SynthesisStage(Stage):
     def payments(self) -> "Iterator[Payment]":
         """Yield the planned privacy cost of the pool, which is the whole privacy budget.
 
-        The exact cost is not planned, because it depends on the clients' numbers of records.
+        The exact cost may be lower. It is not computed here, because it depends on the clients' numbers of records.
         """
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 

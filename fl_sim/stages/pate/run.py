@@ -62,7 +62,7 @@ def run_pate(
     say: Callable[[str], None],
     finished: Callable[[RoundRecord], None],
 ) -> None:
-    """Run PATE. ``say`` receives progress messages, and ``finished`` receives the record of each student epoch.
+    """Run PATE. ``say`` receives progress messages, and ``finished`` a ``RoundRecord`` for each student epoch.
 
     Raises RunError if no teacher votes, if no query is answered, or if the student diverges. Without noise on the
     votes, one failed teacher also raises RunError.
@@ -133,7 +133,7 @@ class _Training:
             model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
         self.start = _digest(self.log.chain, data)
         model = self.settings.train(data.to(self.device), model, self.seed, self)
-        # This is the case if an earlier process already took all steps of the training.
+        # If an earlier process already took all steps of the training, the final model is not measured yet.
         if self.log.measured is None and self.log.rounds and self.tests:
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
@@ -159,9 +159,10 @@ class _Training:
         return standing.steps
 
     def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
-        """Record the epoch that ends with step ``step``, and write a checkpoint. If no epoch ends there, do nothing.
+        """Log the epoch that ends with step ``step``, and write a checkpoint.
 
-        If the student is due to be tested, the record contains its measures.
+        If no epoch ends with this step, do nothing. If the student is due to be tested, the log entry contains its
+        measures.
         """
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
         if step * rounds < epoch * self.settings.steps:
@@ -271,7 +272,7 @@ class StudentCheckpoint:
     """The progress of the student's training.
 
     ``start``: a digest of everything that the training depends on. ``steps``: the number of steps taken so far.
-    ``rounds``: the records of the epochs so far.
+    ``rounds``: the log entries of the epochs so far.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)

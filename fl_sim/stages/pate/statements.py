@@ -85,10 +85,10 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency for which one record affects only one teacher, and a text on the facts assumed public."""
-    if isinstance(partition, OverSplit):  # its change of a record depends only on that record's teacher
+    if isinstance(partition, OverSplit):  # it changes a record only by the group of the record's teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
-        neighbours(partition.over)  # raises UserError if the inner partition is of the user's own class
+        neighbours(partition.over)  # raises UserError if the inner partition is user-defined
         return Adjacency.ADD_OR_REMOVE_ONE, _DOMAINS_ARE_PUBLIC
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
@@ -114,7 +114,7 @@ def _published(
 ) -> dict[str, Any]:
     """Return the privacy statement that covers both the labels and the published data-dependent epsilon.
 
-    The statement contains one guarantee for both, and the published epsilon. ``certain``: {privacy event: count}, the
+    The statement contains one joint guarantee, and the published epsilon. ``certain``: {privacy event: count}, the
     largest possible cost of the queries, for any votes. The cost in the privacy ledger is not used, because it depends
     on which queries were answered.
     """
