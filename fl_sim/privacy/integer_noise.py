@@ -9,8 +9,8 @@
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
 entries of the table have 127 digits, and the table ends where the tail is below 2^-130. So the distribution of a drawn
 number and the exact distribution have a total variation distance of at most 2^-104. If 2^10 clients draw 2^22 numbers
-each in 2^10 rounds, the sum of the distances is 2^-62. ``LEAST_DELTA`` is far above this sum, so the distances are
-negligible for every delta that is at least ``LEAST_DELTA``.
+each in 2^10 rounds, the sum of the distances is 2^-62. The aggregator ``distributed-dp`` refuses a delta below 1e-12,
+which is far above this sum. So the distances are negligible.
 """
 
 import math
@@ -25,8 +25,6 @@ from fl_sim.privacy.mechanisms import Noise
 
 Mechanism: TypeAlias = Literal["skellam", "discrete-gaussian"]
 
-LEAST_DELTA: Final = 1e-12
-"""The smallest delta for which the distance of the drawn numbers from the exact distribution is negligible."""
 VARIANCE_STEPS: Final = 2**10
 """Variances are multiples of 1 / ``VARIANCE_STEPS``, so that they are exact fractions."""
 
